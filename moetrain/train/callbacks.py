@@ -236,45 +236,12 @@ class Profile(Callback):
     """
 
     def __init__(self) -> None:
-        self._done = self._last = self._first = 0
-        """Steps that this process has done, the last of them, and the first that is kept."""
-        self._is_kept = False
-        """Whether the steps that are being traced will be written."""
+        self._done = 0
+        """Steps that this process has done."""
+        self._first: int | None = None
+        """The first step that is kept; None: none is yet, 0: they are written."""
         self._on = ExitStack()
         self._profiler: torch.profiler.profile | None = None
-
-    def on_start(self, run: RunView) -> None:
-        self.settings, self.device = run.config.log, run.world.device
-        self.folder, self.rank = run.folder / "profile", run.world.rank
-
-    def on_update(self, run: RunView) -> None:
-        if not self.settings.profile:
-            return
-        self._done, self._last = self._done + 1, run.step
-        traced = self._done - self.settings.profile_after
-        warm = self.settings.WARM_STEPS
-        if traced not in (0, warm, warm + self.settings.profile):
-            return
-        run.clock.stop()
-        if traced == 0:
-            self._start()
-        elif traced == warm:
-            self._keep()
-        else:
-            self._write(run)
-        run.clock.start()
-
-    def on_last_step(self, run: RunView) -> None:
-        if self._is_kept and self._first <= self._last:
-            self._write(run)
-        elif self._done and (self._is_kept or not self._first):
-            run.say("nothing was traced: the run ended before the steps of log.profile")
-        self._done = 0
-
-    def on_end(self, run: RunView, error: BaseException | None) -> None:
-        with self._on:
-            if isinstance(error, SystemExit):  # the run was stopped, and has saved
-                self.on_last_step(run)
 
     @staticmethod
     def profiler(device: torch.device) -> torch.profiler.profile:
@@ -284,34 +251,61 @@ class Profile(Callback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         return torch.profiler.profile(activities=activities, record_shapes=True)
 
-    def _start(self) -> None:
-        if self.settings.profile_as == "trace":
-            self._profiler = self._on.enter_context(self.profiler(self.device))
+    def on_update(self, run: RunView) -> None:
+        log = run.config.log
+        if not log.profile:
+            return
+        self._done += 1
+        traced = self._done - log.profile_after
+        if traced not in (0, log.WARM_STEPS, log.WARM_STEPS + log.profile):
+            return
+        run.clock.stop()
+        if traced == log.WARM_STEPS + log.profile:
+            self._write(run)
+        else:
+            self._trace(run, is_kept=traced == log.WARM_STEPS)
+        run.clock.start()
 
-    def _keep(self) -> None:
-        """Throw away what was traced so far, and keep what follows."""
+    def on_last_step(self, run: RunView) -> None:
+        if self._first and self._first <= run.step:
+            self._write(run)
+        elif self._done and self._first != 0:
+            run.say("nothing was traced: the run ended before the steps of log.profile")
+        self._first = 0
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        with self._on:
+            if isinstance(error, SystemExit):  # the run was stopped, and has saved
+                self.on_last_step(run)
+
+    def _trace(self, run: RunView, *, is_kept: bool) -> None:
+        """Trace the steps that follow; what was traced before is thrown away."""
         self._on.close()
-        self._first, self._is_kept = self._last + 1, True
-        if self.device.type == "cuda":
+        device, kind = run.world.device, run.config.log.profile_as
+        if is_kept:
+            self._first = run.step + 1
+        if is_kept and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             self._on.callback(torch.cuda.memory._record_memory_history, None)
-        if self.settings.profile_as == "nvtx":
+        if is_kept and kind == "nvtx":
             torch.cuda.profiler.start()
             self._on.callback(torch.cuda.profiler.stop)
             self._on.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-        self._start()
+        if kind == "trace":
+            self._profiler = self._on.enter_context(self.profiler(device))
 
     def _write(self, run: RunView) -> None:
-        self._is_kept = False
-        self.folder.mkdir(exist_ok=True)
-        name = self.folder / f"steps-{self._first}-{self._last}-rank-{self.rank}"
-        if self.device.type == "cuda":
+        folder, steps = run.folder / "profile", f"{self._first}-{run.step}"
+        folder.mkdir(exist_ok=True)
+        name = folder / f"steps-{steps}-rank-{run.world.rank}"
+        if run.world.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{name}.pickle")
         self._on.close()
         if self._profiler is not None:
             self._profiler.export_chrome_trace(f"{name}.json.gz")
             self._profiler = None
-        run.say(f"steps {self._first} to {self._last} were traced; see {self.folder}")
+        run.say(f"steps {self._first} to {run.step} were traced; see {folder}")
+        self._first = 0
 
 
 class _Recorder(Callback):
@@ -399,7 +393,7 @@ class _MLflow(_Recorder):
         self._client.set_terminated(self.identifier, "FINISHED" if error is None else stopped)
 
 
-class _Trackio(Callback):
+class _Trackio(_WandB):
     """A run of Trackio, in its own folder; a run of the same name is gone on with."""
 
     def on_start(self, run: RunView) -> None:
@@ -410,9 +404,6 @@ class _Trackio(Callback):
             config=run.config.to_dict(),
             resume="allow" if run.step else "never",
         )
-
-    def on_log(self, run: RunView, row: Row) -> None:
-        self._run.log({k: v for k, v in row.items() if v is not None}, step=run.step)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         self._run.finish()

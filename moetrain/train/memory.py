@@ -227,7 +227,9 @@ class RankSizes:
         """How many of this rank's blocks have the same parts."""
         self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
         """How many of them take turns in two regions for their unsharded parameters."""
-        self.num_stages, self._in_flight = len(plan.stages_of(rank)), in_flight
+        self.num_stages = len(plan.stages_of(rank))
+        self._passes = in_flight / self.num_stages
+        """Micro-batches whose activations these blocks hold at once."""
         is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         both = is_first + self.is_last
         self.matrices = min(both, 1) if arch.tie_embeddings else both
@@ -254,9 +256,10 @@ class RankSizes:
         """Bytes of buffers that other ranks copy from and to."""
 
         self.is_alone = dims.world_size == 1
-        """Whether there is one process: it frees unsharded values after their last use, and
-        allocates gradients at their first."""
+        """Whether there is one process, which frees unsharded values after their last use."""
         self._is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
+        self._allocates_late = self.is_alone and not self._is_accumulating
+        """Whether gradients are allocated at their first use."""
         self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
         if self.is_alone:
@@ -289,12 +292,22 @@ class RankSizes:
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment that takes most; ``sleep`` as in :func:`estimate_memory`."""
-        moments = [self._start_of_backward(), self._end_of_backward()]
+        masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
+        weights = self._stored / self.dims.sharding_ranks - masters
+        kept = MemoryEstimate(weights, moments=self._moments(), peers=self._peers)
+        training = replace(kept, host=self._host())
+        generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
-            generator = self._generator * (sleep != "all")
-            cache = self._cache() * (sleep == "never")
-            moments = [replace(moment, generator=generator, cache=cache) for moment in moments]
-            moments.append(self._generating())
+            awake = {"generator": sleep != "all", "cache": sleep == "never"}
+            training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
+        moments = [self._start_of_backward(training), self._end_of_backward(training)]
+        if sleep is not None:  # between updates, where buckets stay unless they are offloaded
+            if self.config.rl.offload:
+                kept = replace(kept, moments=0.0, peers=0.0)
+            elif not self.is_alone:
+                gradients = self._gradients(self._updated)
+                kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
+            moments.append(replace(kept, **generation))
         return max(moments, key=lambda estimate: estimate.total)
 
     def on_host(self) -> dict[str, float]:
@@ -306,13 +319,11 @@ class RankSizes:
         }
         return {name: size for name, size in wanted.items() if size}
 
-    # ---- three moments -------------------------------------------------------------------------
-
-    def _start_of_backward(self) -> MemoryEstimate:
+    def _start_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
         """Estimate the loss or the last block's backward, with all activations."""
         width, tokens = self.share.width, self.share.tokens
         updated = self._updated
-        if self.is_alone and not self._is_accumulating:
+        if self._allocates_late:
             updated = self._share_updated * self.vocabulary_numbers
         backward = max(block.backward for block in self._blocks.values())
         # The loss's forward makes the gradients of head and hidden states.
@@ -321,62 +332,36 @@ class RankSizes:
         logits = width * gradients + max(0.0, width * chunk - backward)
         # The final norm, which is never compiled, and the hidden states.
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * width) * self.share.own_tokens
-        kept = self._passes * (self._of_all(lambda block: block.saved) + tail)
-        return self._in_backward(
-            updated,
+        saved = self._passes * (self._of_all(lambda block: block.saved) + tail)
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
             gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
-            activations=kept - self._host(),
+            activations=saved - kept.host,
             logits=self.is_last * logits,
             working_set=backward,
         )
 
-    def _end_of_backward(self) -> MemoryEstimate:
+    def _end_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
         """Estimate the first block's backward, with all other gradients but the embedding's."""
         first, updated = next(iter(self._blocks.values())), self._updated
         tied = self.arch.tie_embeddings
-        if self.is_alone and not self._is_accumulating:
+        if self._allocates_late:
             vocabulary = 0.0 if tied else self.vocabulary_numbers
             updated -= self._share_updated * (first.numbers + vocabulary)
         gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
         if self.is_alone:  # its own, and the embedding
             gathered = first.unsharded + self._unsharded_vocabulary() / (1 if tied else 2)
-        return self._in_backward(
-            updated, gathered=gathered, activations=first.saved, working_set=first.backward
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
+            gathered=gathered,
+            activations=first.saved,
+            working_set=first.backward,
         )
-
-    def _in_backward(self, updated: float, **parts: float) -> MemoryEstimate:
-        """Estimate a moment at which ``updated`` gradients are there for the update."""
-        return MemoryEstimate(
-            self._weights(),
-            self._gradients(updated),
-            self._moments(),
-            peers=self._peers,
-            host=self._host(),
-            **parts,
-        )
-
-    def _generating(self) -> MemoryEstimate:
-        """Estimate generation between updates; buckets stay unless they are offloaded."""
-        is_offloaded = self.config.rl.offload
-        is_freed = self.is_alone or is_offloaded
-        return MemoryEstimate(
-            weights=self._weights(),
-            gradients=0.0 if is_freed else self._gradients(self._updated),
-            moments=0.0 if is_offloaded else self._moments(),
-            gathered=0.0 if is_freed else self._unsharded_blocks(),
-            peers=self._peers * (not is_offloaded),
-            generator=self._generator,
-            cache=self._cache(),
-        )
-
-    # ---- what is there -------------------------------------------------------------------------
 
     def _of_all(self, of_one: Callable[[_Block], float]) -> float:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
-
-    def _weights(self) -> float:
-        masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
-        return self._stored / self.dims.sharding_ranks - masters
 
     def _moments(self) -> float:
         return 2 * self._updated * getattr(torch, self.config.optim.state_dtype).itemsize
@@ -409,17 +394,12 @@ class RankSizes:
         each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
         return self.share.width * tokens * each
 
-    @property
-    def _passes(self) -> float:
-        """Micro-batches whose activations these blocks hold at once."""
-        return self._in_flight / self.num_stages
-
     def _host(self) -> float:
         """Count bytes of all blocks' activations on the host."""
         # The last block of each pass over a stage keeps its own, and the one on its way back.
         most = max(block.away for block in self._blocks.values())
         away = self._passes * self._of_all(lambda block: block.away)
-        return max(0.0, away - (self._in_flight + 1) * most)
+        return max(0.0, away - (self._passes * self.num_stages + 1) * most)
 
 
 def _copied_bytes(

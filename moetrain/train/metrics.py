@@ -8,7 +8,6 @@ programs are :mod:`moetrain.train.callbacks`.
 from __future__ import annotations
 
 import json
-import math
 import resource
 import sys
 import time
@@ -113,27 +112,20 @@ class MetricsLog:
         self.console = Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if config.progress and self.console.is_terminal:
-            bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = bar.add_task("", total=total_steps, completed=resume_step)
-            bar.start()
-            self._bar = bar
+            step, numbers = TextColumn("step"), TextColumn("{task.description}")
+            columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
+            self._bar.start()
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Record one line; ``row`` holds floats by name."""
-        clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        """Record one line; ``row`` holds finite floats, or None, by name."""
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
-        text = _describe(clean)
+        text = _describe(row)
         if self._bar is None:
             self.console.print(f"step {step}  {text}")
-        elif "loss" in clean:
+        elif "loss" in row:
             self._bar.update(self._task, completed=step, description=text)
         else:
             self._bar.print(f"step {step}  {text}")

@@ -5,14 +5,13 @@ tried in the order of what they cost, each by the same estimate, until one does;
 tried that change results by no more than rounding. Left out on purpose: speed, which
 :mod:`moetrain.train.speed` estimates.
 
-:func:`check_host` is about host memory. ``optim.offload_fraction``, ``activation.offload`` and
-``rl.offload`` move a part of what a device holds to its host, most of it pinned: it cannot be
-swapped out, and a process that takes too much is killed without a word. All processes of a machine
-share its memory, and one stage may need more than another, so ranks tell the main one what they
-will take and what their machine has. A control group's limit is never exceeded, so it decides where
-there is one; free memory (``MemAvailable``) decides elsewhere. Beside a limit, too little free
-memory is worth a warning alone, since some virtual machines get memory only as they use it. Left
-out on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.
+:func:`check_host` is about host memory, most of it pinned: it cannot be swapped out, and a process
+that takes too much is killed without a word. All processes of a machine share its memory, so ranks
+tell the main one what they will take and what their machine has. The limit of a control group (of
+the second version) decides where there is one, and free memory (``MemAvailable``) elsewhere. Beside
+a limit, too little free memory is worth a warning alone, since some virtual machines get memory
+only as they use it. Left out on purpose: the few GiB that a process takes anyway, and host memory
+of settings that are tried.
 
 Bytes unless a name says otherwise.
 """
@@ -54,9 +53,6 @@ _Change = Mapping[str, Any]
 """Settings with other values, by dotted name."""
 _Takes = Mapping[str, float]
 """Bytes of one process, by the setting that asks for them."""
-
-
-# ---- device memory: the dry run ------------------------------------------------------------------
 
 
 class MemoryPlan(NamedTuple):
@@ -124,7 +120,7 @@ def _largest(ranks: Iterable[MemoryEstimate]) -> MemoryEstimate:
 
 
 def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
-    """Describe the machine, the estimate and whether it fits; needs no device.
+    """Describe the machine, the estimate, whether it fits and host memory; needs no device.
 
     Raises:
         ConfigError: the degrees do not fit the model or the number of processes, a setting has no
@@ -141,15 +137,23 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
         lines.append(f"{StagePlan(plan.config, arch).describe(dims)}, GiB {by_rank}")
     sizes = f"{peak.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
-    if peak.surely_fits(capacity):
-        return "\n".join([*lines, f"fits: {sizes}"])
-    may = "may not" if peak.may_fit(capacity) else "does not"
-    ways = [plan.first_that_fits(_changes(plan))]
-    if machine.device.type == "cuda":
-        ways.append(plan.first_that_fits(_more_gpus(plan)))
-    nearest = ", or ".join(filter(None, ways))
-    remedy = f"nearest that fits: {nearest}" if nearest else "nothing tried would"
-    return "\n".join([*lines, f"{may} fit: {sizes}, give or take {peak.MARGIN:.0%}; {remedy}"])
+    verdict = f"fits: {sizes}"
+    if not peak.surely_fits(capacity):
+        may = "may not" if peak.may_fit(capacity) else "does not"
+        ways = [plan.first_that_fits(_changes(plan))]
+        if machine.device.type == "cuda":
+            ways.append(plan.first_that_fits(_more_gpus(plan)))
+        nearest = ", or ".join(filter(None, ways))
+        remedy = f"nearest that fits: {nearest}" if nearest else "nothing tried would"
+        verdict = f"{may} fit: {sizes}, give or take {peak.MARGIN:.0%}; {remedy}"
+    lines.append(verdict)
+    takes = _sum([rank.on_host() for rank in plan.sizes()] * (dims.world_size // dims.pp))
+    if takes:
+        lines.append(
+            f"host memory of {dims.world_size} processes, estimated: {_described(takes)}; "
+            f"this machine has {_room_here().most / GIB:.1f} GiB"
+        )
+    return "\n".join(lines)
 
 
 def _changes(plan: MemoryPlan) -> Iterator[_Change]:
@@ -206,7 +210,7 @@ def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
             size *= 2
 
 
-# ---- host memory: what settings ask for ----------------------------------------------------------
+# ---- host memory ---------------------------------------------------------------------------------
 
 
 class _Room(NamedTuple):
@@ -219,26 +223,7 @@ class _Room(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Memory that can be had: the limit's rest, else what is free."""
         return self.available if math.isinf(self.allowed) else self.allowed
-
-
-def plan_host(config: Config, arch: Architecture) -> str:
-    """Describe what a run would take of host memory and what this machine has; empty: nothing.
-
-    Raises:
-        ConfigError: the degrees do not fit the model or the number of processes.
-    """
-    machine = planned_machine(config)
-    dims = plan_world(config, arch, machine.processes)
-    ranks = RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
-    takes = _sum([rank.on_host() for rank in ranks] * (dims.world_size // dims.pp))
-    if not takes:
-        return ""
-    return (
-        f"host memory of {dims.world_size} processes, estimated: {_described(takes)}; "
-        f"this machine has {_room_here().most / GIB:.1f} GiB"
-    )
 
 
 def check_host(config: Config, arch: Architecture, world: World) -> None:
@@ -304,9 +289,6 @@ def _described(takes: _Takes) -> str:
     """Write ``14.0 GiB: optim.offload_fraction 12.0, activation.offload 2.0``."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in takes.items())
     return f"{sum(takes.values()) / GIB:.1f} GiB: {parts}"
-
-
-# ---- host memory: what the machine has -----------------------------------------------------------
 
 
 def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:

@@ -329,8 +329,7 @@ class Run(ABC):
             raise SystemExit(128 + number)
 
     def sum_requests(self) -> torch.Tensor:
-        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank wants a checkpoint, plus
-        ``_END`` for each rank on which a callback ends the run (0-d)."""
+        """Sum all ranks' stop signals, ``_SAVE`` and ``_END`` (0-d)."""
         # By the main rank's clock, since all must decide alike.
         mine = len(self.stop) + _SAVE * self.wants_save + _END * bool(self.ended_by)
         self.wants_save = False
@@ -364,17 +363,10 @@ class Run(ABC):
 
     def result(self) -> Result:
         """Return what the run has come to."""
-        best = self.best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
-        return Result(
-            self.step,
-            self.ended_by or self._length,
-            self.loss,
-            self.best.step,
-            self.best.value,
-            best,
-            self.continues,
-            self.folder,
-        )
+        best, reason = self.best, self.ended_by or self._length
+        kept = best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
+        found = best.step, best.value, kept
+        return Result(self.step, reason, self.loss, *found, self.continues, self.folder)
 
     def announce(self) -> None:
         """Say what is about to run, and write ``config.json``."""

@@ -51,8 +51,6 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.
 """Errors of ``flock`` on file systems without it."""
 _CHECKPOINT_BYTES, _EXPORT_BYTES = 12, 4
 """Bytes a parameter: the weight and AdamW's two moments in fp32, and the weight alone."""
-_LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
-"""The longest path, in bytes, that a run makes below its output folder."""
 _FILES = ("metrics.jsonl", "config.json", "report.html", "routing.npz", "sample.txt", "loss.png")
 _FILES += ("reward.png",)
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
@@ -90,9 +88,6 @@ class RunFolder:
             longest = os.pathconf(there, "PC_NAME_MAX")
             if any(len(os.fsencode(x)) > longest for x in absolute.relative_to(there).parts):
                 raise error(f"has a name of more than {longest} bytes")
-            longest = os.pathconf(there, "PC_PATH_MAX")
-            if len(os.fsencode(absolute)) + _LONGEST_BELOW >= longest:
-                raise error(f"leaves too little of {longest} bytes for the names of its files")
             with tempfile.TemporaryFile(dir=there):
                 pass
             for name in _FILES:

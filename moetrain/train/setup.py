@@ -59,17 +59,12 @@ class Session:
 
     Attributes:
         config: the settings, with ``kernels.attention`` resolved where the run generates.
-        arch: the model's architecture.
         world: this process among all.
-        sleep: what of generation's memory is freed while weights are updated; None: nothing
-            generates.
+        sleep: what of generation's memory is freed while weights are updated, or None.
     """
 
     def __init__(
-        self,
-        config: Config,
-        arch: Architecture,
-        sleep: SleepName | Literal["auto"] | None = None,
+        self, config: Config, arch: Architecture, sleep: SleepName | Literal["auto"] | None = None
     ) -> None:
         """Join the processes and check devices, compilers, device memory and host memory.
 
@@ -172,7 +167,7 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     config = config.fitting({Fact.EXPERTS: absent})
     check_widths(config, arch)
     if config.model.path is not None:
-        config = config.filled(_of_model(config, config.model.path, arch), "model.path")
+        config = config.filled(_set_by_checkpoint(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -208,8 +203,7 @@ def check_widths(config: Config, arch: Architecture) -> None:
                 )
 
 
-def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
-    """Return the settings that nobody has set and that the checkpoint ``path`` decides."""
+def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not config.is_set("data.seq_len"):
         values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)

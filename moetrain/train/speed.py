@@ -1,19 +1,17 @@
 """An estimate of the time of a training step, from the parts' own counts and measured rates.
 
-A step's products, the bytes that its other kernels move, its update and its messages are counted as
-:mod:`moetrain.train.memory` counts bytes, for each pipeline rank, and divided by what a GPU reaches
-of its datasheet. What gathers and reductions of parameters take beyond the products is exposed; so
-are tensor parallel collectives and dispatch, which nothing hides. Pipelines are simulated by their
-schedule.
+A step's products, the bytes that its other kernels move, its update and its messages are counted
+for each pipeline rank, and divided by what a GPU reaches of its datasheet. What gathers and
+reductions of parameters take beyond the products is exposed; so are tensor parallel collectives and
+dispatch, which nothing hides. Pipelines are simulated by their schedule.
 
 Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
 goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
-``tests/test_speed.py`` compares estimates with the rows of that page.
 
 Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
 travel to it, and eager blocks.
 
-Seconds unless a name says otherwise. Legend: T tokens of a micro-batch, D model width.
+Seconds unless a name says otherwise.
 """
 
 from __future__ import annotations

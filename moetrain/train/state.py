@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -180,15 +180,15 @@ class ModelState:
 
     def _whole(self, name: str) -> torch.Tensor:
         self._need("weights")  # on every rank, whichever stage has it: else the others would wait
-        return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
 
-    def _whole_here(self, name: str) -> torch.Tensor:
-        """Return a tensor of this rank's stages, whole; collective over the ranks that have it."""
-        member = self.fsdp.members.get(name)
-        if member is None:
-            return self.model.get_buffer(name)
-        self.fsdp.settle()
-        return member.layout.whole(member.read().to(self.world.device))
+        def whole_here() -> torch.Tensor:  # collective over the ranks that have it
+            member = self.fsdp.members.get(name)
+            if member is None:
+                return self.model.get_buffer(name)
+            self.fsdp.settle()
+            return member.layout.whole(member.read().to(self.world.device))
+
+        return self.stages.whole(self.stages.table[name], whole_here).detach()
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
@@ -214,9 +214,9 @@ class ModelState:
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        share = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
         how = {"dtype": dtype, "tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes}
-        export = Export(whole, folder, **how, **share)
+        how |= {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
+        export = Export(whole, folder, **how)
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)
@@ -227,16 +227,12 @@ class ModelState:
     # ---- in host memory ------------------------------------------------------------------------
 
     def offload(self, *what: _Offloaded) -> None:
-        """Move ``what`` to host memory, and free its memory on the device, until :meth:`reload`.
+        """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
-        Tensors keep their identity, and on a GPU their addresses: parameters, moments and, with
-        several ranks, gradients come back to where they were. Until then methods that need them
-        raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may touch
-        them. Host memory is kept for the next time.
-
-        Args:
-            what: everything, if nothing is named. Workspaces (gathered parameters) are only freed,
-                and come back with their next use.
+        Tensors keep their identity, and on a GPU their addresses. Until then methods that need
+        them raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may
+        touch them. Host memory is kept for the next time. Workspaces (gathered parameters) are only
+        freed, and come back with their next use.
 
         Raises:
             ValueError: a name is unknown.
