@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import torch
 
@@ -38,9 +39,6 @@ from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, each with its parameter's shape."""
-
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
@@ -50,6 +48,9 @@ class AdamW(torch.optim.Optimizer):
     same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
     shard begins at no multiple of four numbers.
     """
+
+    MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
+    """Names of the moments, each of which has its parameter's shape."""
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
@@ -96,7 +97,7 @@ class AdamW(torch.optim.Optimizer):
             self._tables[id(bucket)] = (decays_B, origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
-                moments = dict(zip(MOMENTS, pieces, strict=True))
+                moments = dict(zip(self.MOMENTS, pieces, strict=True))
                 self._states[member.local] = {"step": self.steps, **moments}
 
     def forget(self) -> None:
@@ -145,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
         return {
             # The step is a scalar, the same on every rank.
             f"{name}.{key}": stages.among(
-                name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+                name, member.layout.common(value) if key == "step" else member.layout.part(value)
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -166,13 +167,13 @@ class AdamW(torch.optim.Optimizer):
             return
         members = self.fsdp.members.items()
         trained = {name: member for name, member in members if member.rule.trainable}
-        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
+        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *self.MOMENTS)}
         if odd := set(state) ^ wanted:
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
-            for moment in (f"{name}.{key}" for key in MOMENTS):
+            for moment in (f"{name}.{key}" for key in self.MOMENTS):
                 theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
                 if theirs != ours and theirs in ("float32", "bfloat16"):
                     raise ConfigError(
@@ -185,7 +186,7 @@ class AdamW(torch.optim.Optimizer):
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
+                value.copy_(state[f"{name}.{key}"][() if key == "step" else member.layout.box])
 
 
 def _blocks(member: Member) -> int:

@@ -15,7 +15,7 @@ from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.optim import MOMENTS
+from moetrain.optim import AdamW
 from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
@@ -373,7 +373,7 @@ def test_moments_leave_for_the_host_and_come_back():
         addresses = [member.local.data_ptr() for member in engine.fsdp.members.values()]
         for step in range(4):
             if leaves:
-                moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
+                moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
                 storages = [moment.untyped_storage() for moment in moments]
                 engine.offload("moments", "workspaces")
                 assert all(storage.nbytes() == 0 for storage in storages)

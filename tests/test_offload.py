@@ -23,7 +23,7 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.optim import MOMENTS, _HostUpdates
+from moetrain.optim import AdamW, _HostUpdates
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.shard import _chosen
 from moetrain.parallel.offload.arena import Arena, OffloadedError
@@ -52,7 +52,7 @@ def tensors_of(engine):
         found[name] = member.local
         found[f"{name} as DTensor"] = member.parameter.to_local()
         state = engine.optimizer.state.get(member.local, {})
-        found |= {f"{name}.{key}": state[key] for key in MOMENTS if key in state}
+        found |= {f"{name}.{key}": state[key] for key in AdamW.MOMENTS if key in state}
     for i, bucket in enumerate(engine.fsdp.buckets):
         if bucket.gradient_N is not None:
             found[f"gradient {i}"] = bucket.gradient_N

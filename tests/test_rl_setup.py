@@ -18,7 +18,7 @@ from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
-from moetrain.train.memory import GIB, estimate_memory, least_sleep
+from moetrain.train.memory import GIB, RankSizes, estimate_memory
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
@@ -195,9 +195,9 @@ def test_as_much_sleeps_as_memory_asks_for():
     assert never.cache == 64 * 4096 * 24 * 2 * 4 * 128 * 2
     assert whole.total < cache.total < never.total
     for capacity, expected in ((300, "never"), (cache.total * 1.11 / GIB, "cache"), (60, "all")):
-        assert least_sleep(*sizes, capacity * GIB) == expected
+        assert RankSizes.least_sleep(*sizes, capacity * GIB) == expected
     for asked in ("never", "cache", "all"):
-        assert least_sleep(*thirty_billion(f"rl.sleep={asked}"), GIB) == asked
+        assert RankSizes.least_sleep(*thirty_billion(f"rl.sleep={asked}"), GIB) == asked
 
 
 def test_moments_that_are_away_make_room_for_generation():

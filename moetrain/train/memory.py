@@ -140,19 +140,6 @@ def estimate_memory(
     return max(ranks, key=lambda estimate: estimate.total)
 
 
-def least_sleep(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, capacity: float
-) -> SleepName:
-    """Return ``rl.sleep``, where auto is the least that surely fits into ``capacity`` bytes."""
-    if config.rl.sleep != "auto":
-        return config.rl.sleep
-    ways: tuple[SleepName, ...] = ("never", "cache")
-    for sleep in ways:
-        if estimate_memory(config, arch, dims, dtype, sleep).surely_fits(capacity):
-            return sleep
-    return "all"
-
-
 @lru_cache(maxsize=4)
 def _parameters(
     config: Config, arch: Architecture, dtype: torch.dtype
@@ -198,6 +185,17 @@ class RankSizes:
             cls(plan, dims, dtype, rank, in_flight, *parameters)
             for rank, in_flight in enumerate(plan.in_flight(dims))
         ]
+
+    @classmethod
+    def least_sleep(
+        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, room: float
+    ) -> SleepName:
+        """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
+        if config.rl.sleep != "auto":
+            return config.rl.sleep
+        ranks = cls.of_ranks(config, arch, dims, dtype)
+        ways: tuple[SleepName, ...] = ("never", "cache")
+        return next((x for x in ways if all(r.peak(x).surely_fits(room) for r in ranks)), "all")
 
     def __init__(
         self,

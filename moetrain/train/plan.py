@@ -40,7 +40,7 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
-from moetrain.train.memory import MemoryEstimate, RankSizes, least_sleep
+from moetrain.train.memory import MemoryEstimate, RankSizes
 
 _logger = logging.getLogger("moetrain")
 
@@ -90,7 +90,7 @@ class MemoryPlan(NamedTuple):
         """Estimate each pipeline rank; raises ConfigError where the layout does not fit."""
         sleep: SleepName | None = None
         if self.generates:
-            sleep = least_sleep(*self._sizes, self.machine.capacity)
+            sleep = RankSizes.least_sleep(*self._sizes, self.machine.capacity)
         return [rank.peak(sleep) for rank in self.sizes()]
 
     def changed(self, change: _Change) -> MemoryPlan | None:

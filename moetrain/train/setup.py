@@ -41,7 +41,7 @@ from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import reporters_of
-from moetrain.train.memory import estimate_memory, least_sleep
+from moetrain.train.memory import RankSizes, estimate_memory
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
 
@@ -84,7 +84,7 @@ class Session:
         sizes = config, arch, self.world.dims, dtype
         if sleep == "auto":
             # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
-            mine = least_sleep(*sizes, capacity)
+            mine = RankSizes.least_sleep(*sizes, capacity)
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
         estimate_memory(*sizes, sleep).check(config, capacity)

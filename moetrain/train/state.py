@@ -31,7 +31,7 @@ from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.optim import MOMENTS, AdamW
+from moetrain.optim import AdamW
 from moetrain.parallel.apply import place_model
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
@@ -112,7 +112,7 @@ class ModelState:
             if not member.rule.trainable:
                 continue
             part, dtype = member.layout.part(member.local), self.optimizer.dtype
-            sizes = {f"{name}.{key}": dtype.itemsize for key in MOMENTS}
+            sizes = {f"{name}.{key}": dtype.itemsize for key in self.optimizer.MOMENTS}
             for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
                 if part.is_written_here(key):
                     total += aligned(itemsize * part.tensor.numel())
