@@ -8,12 +8,13 @@ import re
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 
 from moetrain import Config, ConfigError, Trainer
 from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train import plan
-from moetrain.train.memory import GIB, RankSizes, estimate_memory
+from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.plan import _Room, _room_here, check_host
 from moetrain.train.setup import resolve_run
 
@@ -153,7 +154,8 @@ def problem_with_room(room):
     plan._room_here = lambda: _Room(room, math.inf)
     config, arch = resolve_run(Config.load("debug", [*DEBUG, "train.global_batch_size=32"]))
     try:
-        check_host(config, arch, join_world(config, arch))
+        world = join_world(config, arch)
+        check_host(RankSizes.of_ranks(config, arch, world.dims, torch.float32), world)
     except ConfigError as error:
         return error.field, error.problem
     return None

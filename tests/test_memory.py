@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.cli.train import main
@@ -16,7 +17,7 @@ from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import RankSizes, estimate_memory
+from moetrain.train.memory import RankSizes
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import (
     DENSE,
     assert_near,
@@ -28,7 +29,6 @@ from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.shard import _chosen
 from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
-from moetrain.train.memory import estimate_memory
 from moetrain.train.setup import resolve_run
 from moetrain.train.state import _OFFLOADED
 

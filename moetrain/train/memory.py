@@ -17,7 +17,7 @@ Bytes unless a name says otherwise.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -123,23 +123,6 @@ class MemoryEstimate:
         return f"{self.total / GIB:.1f} GiB a device: {parts}{host}"
 
 
-def estimate_memory(
-    config: Config,
-    arch: Architecture,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-    sleep: SleepName | None = None,
-) -> MemoryEstimate:
-    """Estimate the peak of a training step on the pipeline rank that takes most.
-
-    Args:
-        dtype: the compute dtype.
-        sleep: memory of generation that is freed during updates; None: nothing generates.
-    """
-    ranks = [rank.peak(sleep) for rank in RankSizes.of_ranks(config, arch, dims, dtype)]
-    return max(ranks, key=lambda estimate: estimate.total)
-
-
 @lru_cache(maxsize=4)
 def _parameters(
     config: Config, arch: Architecture, dtype: torch.dtype
@@ -174,7 +157,7 @@ class RankSizes:
     def of_ranks(
         cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
     ) -> list[RankSizes]:
-        """Size every pipeline rank; the arguments are those of :func:`estimate_memory`."""
+        """Size every pipeline rank; ``dtype`` is the one that is computed in."""
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
@@ -186,16 +169,17 @@ class RankSizes:
             for rank, in_flight in enumerate(plan.in_flight(dims))
         ]
 
-    @classmethod
-    def least_sleep(
-        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, room: float
-    ) -> SleepName:
+    @staticmethod
+    def least_sleep(ranks: Sequence[RankSizes], room: float) -> SleepName:
         """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
-        if config.rl.sleep != "auto":
-            return config.rl.sleep
-        ranks = cls.of_ranks(config, arch, dims, dtype)
+        asked = ranks[0].config.rl.sleep
+        if asked != "auto":
+            return asked
         ways: tuple[SleepName, ...] = ("never", "cache")
-        return next((x for x in ways if all(r.peak(x).surely_fits(room) for r in ranks)), "all")
+        for sleep in ways:
+            if all(rank.peak(sleep).surely_fits(room) for rank in ranks):
+                return sleep
+        return "all"
 
     def __init__(
         self,
@@ -289,7 +273,11 @@ class RankSizes:
         return _Block(numbers, unsharded, saved, away, backward)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
-        """Estimate the moment that takes most; ``sleep`` as in :func:`estimate_memory`."""
+        """Estimate the moment of a training step that takes most.
+
+        Args:
+            sleep: memory of generation that is freed during updates; None: nothing generates.
+        """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
         kept = MemoryEstimate(weights, moments=self._moments(), peers=self._peers)

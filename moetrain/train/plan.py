@@ -28,15 +28,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from moetrain.config import Config, ConfigError
 from moetrain.config.checks import Fact
 from moetrain.config.environment import GIB
-from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
@@ -77,21 +73,17 @@ class MemoryPlan(NamedTuple):
         # The estimate counts what ranks on GPUs need of one another.
         return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
 
-    @property
-    def _sizes(self) -> tuple[Config, Architecture, ParallelDims, torch.dtype]:
-        dims = plan_world(self.config, self.arch, self.machine.processes)
-        return self.config, self.arch, dims, compute_dtype(self.config, self.machine.device)
-
     def sizes(self) -> list[RankSizes]:
         """Size each pipeline rank; raises ConfigError where the layout does not fit."""
-        return RankSizes.of_ranks(*self._sizes)
+        config, arch, machine, _ = self
+        dims = plan_world(config, arch, machine.processes)
+        return RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
 
     def ranks(self) -> list[MemoryEstimate]:
         """Estimate each pipeline rank; raises ConfigError where the layout does not fit."""
-        sleep: SleepName | None = None
-        if self.generates:
-            sleep = RankSizes.least_sleep(*self._sizes, self.machine.capacity)
-        return [rank.peak(sleep) for rank in self.sizes()]
+        ranks, capacity = self.sizes(), self.machine.capacity
+        sleep = RankSizes.least_sleep(ranks, capacity) if self.generates else None
+        return [rank.peak(sleep) for rank in ranks]
 
     def changed(self, change: _Change) -> MemoryPlan | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
@@ -226,13 +218,15 @@ class _Room(NamedTuple):
         return self.available if math.isinf(self.allowed) else self.allowed
 
 
-def check_host(config: Config, arch: Architecture, world: World) -> None:
+def check_host(ranks: Sequence[RankSizes], world: World) -> None:
     """Refuse a run that takes more host memory than one of its machines has. Collective.
+
+    Args:
+        ranks: the sizes of every pipeline rank.
 
     Raises:
         ConfigError: it names the setting that takes most, and how much memory there is.
     """
-    ranks = RankSizes.of_ranks(config, arch, world.dims, compute_dtype(config, world.device))
     of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
         return
@@ -240,7 +234,7 @@ def check_host(config: Config, arch: Architecture, world: World) -> None:
     report = json.dumps([socket.gethostname(), mine, _room_here()])
     reports = [report] if world.rendezvous is None else world.rendezvous.gather(report)
     problem = json.loads(
-        world.broadcast(json.dumps(_what_is_wrong(config, map(json.loads, reports))))
+        world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, map(json.loads, reports))))
     )
     if problem is not None:
         raise ConfigError(*problem)

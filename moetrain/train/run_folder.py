@@ -71,7 +71,6 @@ class RunFolder:
             ConfigError: the folder or a path in it is blocked by another file, has too long a name,
                 or cannot be written to.
         """
-
         folder, absolute = self.path, Path(os.path.abspath(self.path))
 
         def error(problem: str) -> ConfigError:

@@ -41,7 +41,7 @@ from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import reporters_of
-from moetrain.train.memory import RankSizes, estimate_memory
+from moetrain.train.memory import RankSizes
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
 
@@ -81,14 +81,15 @@ class Session:
         device = self.world.device
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        sizes = config, arch, self.world.dims, dtype
+        ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
-            mine = RankSizes.least_sleep(*sizes, capacity)
+            mine = RankSizes.least_sleep(ranks, capacity)
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
-        estimate_memory(*sizes, sleep).check(config, capacity)
-        check_host(config, arch, self.world)
+        peaks = [rank.peak(sleep) for rank in ranks]
+        max(peaks, key=lambda estimate: estimate.total).check(config, capacity)
+        check_host(ranks, self.world)
         if config.train.deterministic:  # for the rest of this process
             # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own
             # choice.
