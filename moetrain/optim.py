@@ -8,7 +8,7 @@ one still runs. The update also writes what the next gather sends, in the comput
 Moments are one flat tensor per bucket, in which a parameter's lie as it does in its shard.
 ``optimizer.state`` shows them parameter by parameter.
 
-Masters in host memory (``optim.offload_fraction``) are updated by :class:`HostUpdates` while the
+Masters in host memory (``optim.offload_fraction``) are updated by :class:`_HostUpdates` while the
 device continues. A thread waits for the clip factor and for gradients, which are on their way down,
 updates bucket by bucket in the order in which the next forward gathers them, and sends weights up.
 Training waits, if it must, where a bucket is gathered: the device's own updates, and the forward of
@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import torch
 
@@ -38,9 +39,6 @@ from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, each with its parameter's shape."""
-
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
@@ -50,6 +48,9 @@ class AdamW(torch.optim.Optimizer):
     same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
     shard begins at no multiple of four numbers.
     """
+
+    MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
+    """Names of the moments, each of which has its parameter's shape."""
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
@@ -65,7 +66,7 @@ class AdamW(torch.optim.Optimizer):
         """The content of :attr:`state` from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
-        self._host = HostUpdates(hosted, config)
+        self._host = _HostUpdates(hosted, config)
         trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
         super().__init__(trained, {"lr": config.lr})
 
@@ -84,15 +85,19 @@ class AdamW(torch.optim.Optimizer):
         for bucket in self.fsdp.buckets:
             if not bucket.is_trained:
                 continue
-            numel = bucket.shard_N.numel()
+            numel, device = bucket.shard_N.numel(), bucket.shard_N.device
             new = self.arena.empty if bucket.host is None else torch.empty
             flat = (new(numel, dtype=self.dtype), new(numel, dtype=self.dtype))
             self._flat[id(bucket)] = flat
+            # Whether each block is of a parameter with weight decay.
+            decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
+            counts = torch.tensor([_blocks(member) for member in bucket.members])
+            decays_B = decays.repeat_interleave(counts).to(device)
             origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
-            self._tables[id(bucket)] = (_decays(bucket), origins_B)
+            self._tables[id(bucket)] = (decays_B, origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
-                moments = dict(zip(MOMENTS, pieces, strict=True))
+                moments = dict(zip(self.MOMENTS, pieces, strict=True))
                 self._states[member.local] = {"step": self.steps, **moments}
 
     def forget(self) -> None:
@@ -141,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
         return {
             # The step is a scalar, the same on every rank.
             f"{name}.{key}": stages.among(
-                name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+                name, member.layout.common(value) if key == "step" else member.layout.part(value)
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -162,30 +167,30 @@ class AdamW(torch.optim.Optimizer):
             return
         members = self.fsdp.members.items()
         trained = {name: member for name, member in members if member.rule.trainable}
-        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
+        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *self.MOMENTS)}
         if odd := set(state) ^ wanted:
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
-            for key in MOMENTS:
-                _check_moment(f"{name}.{key}", state[f"{name}.{key}"], member, self.dtype)
+            for moment in (f"{name}.{key}" for key in self.MOMENTS):
+                theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
+                if theirs != ours and theirs in ("float32", "bfloat16"):
+                    raise ConfigError(
+                        "optim.state_dtype",
+                        f"{ours!r} was asked for, and the checkpoint's {moment!r} is {theirs}; set "
+                        "it to that, or start again with checkpoint.resume never",
+                    )
+                check_like(moment, state[moment], member.layout.shape, self.dtype)
             check_like(f"{name}.step", state[f"{name}.step"], ())
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
+                value.copy_(state[f"{name}.{key}"][() if key == "step" else member.layout.box])
 
 
 def _blocks(member: Member) -> int:
     return -(-member.layout.padded_numel // BLOCK)
-
-
-def _decays(bucket: Bucket) -> torch.Tensor:
-    """Return uint8 flags [blocks]: 1 for each block of a parameter with weight decay."""
-    flags = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
-    counts = torch.tensor([_blocks(member) for member in bucket.members])
-    return flags.repeat_interleave(counts).to(bucket.shard_N.device)
 
 
 def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
@@ -198,17 +203,6 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
         place += zlib.crc32(names[id(member)].encode()) << 30
         starts.append(place + BLOCK * torch.arange(_blocks(member), device=device))
     return torch.cat(starts)
-
-
-def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
-    theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-    if theirs != ours and theirs in ("float32", "bfloat16"):
-        raise ConfigError(
-            "optim.state_dtype",
-            f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "
-            "or start again with checkpoint.resume never",
-        )
-    check_like(name, saved, member.layout.shape, dtype)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
@@ -236,7 +230,7 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
 _Moments = tuple[torch.Tensor, torch.Tensor]
 
 
-class HostUpdates:
+class _HostUpdates:
     """Updates ``buckets`` in this order; their masters lie in host memory (:attr:`Bucket.host`)."""
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimSection) -> None:
@@ -245,10 +239,7 @@ class HostUpdates:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
-        """Start an update with ``rates_S`` of :meth:`~moetrain.kernels.optim.adamw.Settings.rates`.
-
-        Every gradient must be on its way. ``moments`` are the flat moments of each bucket.
-        """
+        """Start an update with flat ``moments`` of each bucket; gradients must be on their way."""
         host_S, copied = rates_S.to("cpu", non_blocking=True), None
         if rates_S.is_cuda:
             copied = torch.cuda.Event()
@@ -256,8 +247,7 @@ class HostUpdates:
         for bucket, flat in zip(self.buckets, moments, strict=True):
             assert bucket.host is not None
             assert bucket.host.has_gradient
-            task = (bucket, flat, host_S, copied, lr)
-            bucket.host.update = self._thread.submit(self._update, *task)
+            bucket.host.update = self._thread.submit(self._update, bucket, flat, host_S, copied, lr)
 
     @torch.no_grad()
     def _update(

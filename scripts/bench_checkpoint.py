@@ -46,7 +46,6 @@ from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import SilentLog
 from moetrain.train.setup import garbage_collector_off
-from moetrain.train.snapshot import restore_snapshot
 from moetrain.train.trainer import Trainer
 
 SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
@@ -147,14 +146,14 @@ class Bench:
 
     def load(self) -> dict[str, Any]:
         """The checkpoint, from the disk."""
-        trainer, engine = self.trainer, self.trainer.engine
+        trainer = self.trainer
         for path in self.path.iterdir():
             forget(path)
         found = open_checkpoint(self.path)
         identity = trainer.identity
 
         def restore() -> None:
-            damaged = restore_snapshot(found, engine, identity, trainer.total_steps)
+            damaged = trainer.snapshots.restore(found, identity, trainer.total_steps)
             assert not damaged, damaged
 
         seconds = self.slowest(restore)

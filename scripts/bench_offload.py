@@ -32,7 +32,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
-from moetrain.optim import MOMENTS
+from moetrain.optim import AdamW
 from moetrain.parallel.offload.arena import DeviceBytes, HostMemory
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
@@ -276,7 +276,7 @@ def learn_forward(engine: Engine) -> None:
 def storages(engine: Engine) -> list[dict[int, int]]:
     """Bytes by address: of weights, gradients, moments."""
     buckets = list(engine.fsdp.buckets)
-    moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
+    moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
     kinds = (
         [bucket.shard_N for bucket in buckets],
         [bucket.gradient_N for bucket in buckets if bucket.gradient_N is not None],
@@ -292,7 +292,7 @@ def storages(engine: Engine) -> list[dict[int, int]]:
 def addresses(engine: Engine) -> list[int]:
     """Of every parameter and moment."""
     locals = [member.local for member in engine.fsdp.members.values()]
-    moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
+    moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
     return [tensor.data_ptr() for tensor in (*locals, *moments)]
 
 

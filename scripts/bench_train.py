@@ -178,11 +178,11 @@ Span = tuple[str, str, float, float]
 
 def profile_step(trainer: Trainer) -> list[Span]:
     """What ran on the GPU in one step; nothing on a CPU."""
-    from moetrain.train.profiling import new_profiler
+    from moetrain.train.callbacks import Profile
 
     if trainer.device.type != "cuda":
         return []
-    with new_profiler(trainer.device) as profiler:
+    with Profile.profiler(trainer.device) as profiler:
         trainer.train_step()
         wait(trainer)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 from test_activation import GPU, Watch, train
 from test_compile import MOE, batch, compile_counting, fresh_model
 from torch._dynamo.utils import counters
@@ -23,7 +24,6 @@ from moetrain.parallel.offload.activations import (
     _stays,
     offload_activations,
 )
-from moetrain.train.memory import estimate_memory
 
 CPU = torch.device("cpu")
 

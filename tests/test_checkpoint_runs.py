@@ -397,7 +397,6 @@ class Clock:
     def __init__(self, monkeypatch, trainer):
         self.now, self.step = 0.0, trainer.train_step
         monkeypatch.setattr("moetrain.train.run.time", self)
-        monkeypatch.setattr("moetrain.train.callbacks.time", self)
         trainer.train_step = self.train_step
         trainer.saved_time = 0.0
 

@@ -3,14 +3,13 @@
 import json
 
 import pytest
-import torch
 
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.config import checks as config_needs
 from moetrain.config.checks import NEEDS, Fact, unmet
 from moetrain.config.sources import leaves
-from moetrain.train.plan import check_effects
+from moetrain.train.plan import MemoryPlan, plan_memory
 from moetrain.train.setup import resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
@@ -146,9 +145,12 @@ def test_a_default_asks_for_nothing(tmp_path):
 
 def test_what_a_gpu_has_is_not_refused_for_one():
     config = Config.load("debug", ["kernels.attention=exact", "activation.offload=auto"])
-    check_effects(config, torch.device("cuda"))
+    gpus = MemoryPlan.of(
+        *resolve_run(config.filled({"launch.gpus": 1}, "the test")), generates=False
+    )
+    assert gpus.machine.device.type == "cuda"
     with pytest.raises(ConfigError, match="but this run is on a CPU"):
-        check_effects(config, torch.device("cpu"))
+        plan_memory(*resolve_run(config))
 
 
 def test_machines_that_are_planned_for_are_no_runs(tmp_path, capsys):

@@ -64,22 +64,22 @@ def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
     ("function", "error", "says"),
     [
         (
-            "moetrain.train.snapshot.Saver.start",
+            "moetrain.train.state.Saver.start",
             OSError(errno.ENOSPC, "", "a/model.x"),
             "No space left on device: a/",
         ),
         (
-            "moetrain.train.snapshot.Saver.start",
+            "moetrain.train.state.Saver.start",
             SafetensorError("I/O error: oh (os error 28)"),
             "No space left on dev",
         ),
         (
-            "moetrain.train.snapshot.Saver.start",
+            "moetrain.train.state.Saver.start",
             OSError(errno.EDQUOT, ""),
             "Disk quota exceeded: in output_dir '",
         ),
         (
-            "moetrain.train.snapshot.Saver.start",
+            "moetrain.train.state.Saver.start",
             OSError(errno.EROFS, "", "a"),
             "Read-only file system: a",
         ),

@@ -15,10 +15,10 @@ from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.optim import MOMENTS
+from moetrain.optim import AdamW
 from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
-from moetrain.train.engine import Engine, sequential
+from moetrain.train.engine import Engine
 from moetrain.train.objectives import CrossEntropy, Pretraining, Term
 from moetrain.train.setup import resolve_run
 
@@ -47,11 +47,11 @@ WORDS = [
 DENSE = [w for w in WORDS if "expert" not in w and "moe" not in w] + ["model.preset=qwen3-0.6b"]
 
 
-def make_engine(*words, micro=ROWS, base=WORDS, **kwargs):
+def make_engine(*words, micro=ROWS, base=WORDS):
     """On the ranks that there are."""
     words = [*base, f"train.micro_batch_size={micro}", *words]
     config, arch = resolve_run(Config.load(None, words, environ={}))
-    return Engine(config, arch, join_world(config, arch), **kwargs)
+    return Engine(config, arch, join_world(config, arch))
 
 
 def make_rows(step):
@@ -229,15 +229,8 @@ class PolicyGradient(CrossEntropy):
         }
 
 
-def backwards(batches, forward, backward):
-    """All micro-batches in flight, the last one's backward first."""
-    for total in reversed([forward(batch) for batch in batches]):
-        backward(total)
-
-
-@pytest.mark.parametrize("schedule", [sequential, backwards])
-def test_an_objective_and_a_batch_of_another_kind_in_any_order(schedule):
-    engine = make_engine(schedule=schedule)
+def test_an_objective_and_a_batch_of_another_kind():
+    engine = make_engine()
     tokens_BS, targets_BS = make_rows(0)
     advantages_BS = torch.randn(ROWS, SEQ_LEN, generator=torch.Generator().manual_seed(1))
     parts = zip(*(x.split(2) for x in (tokens_BS, targets_BS, advantages_BS)), strict=True)
@@ -380,7 +373,7 @@ def test_moments_leave_for_the_host_and_come_back():
         addresses = [member.local.data_ptr() for member in engine.fsdp.members.values()]
         for step in range(4):
             if leaves:
-                moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
+                moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
                 storages = [moment.untyped_storage() for moment in moments]
                 engine.offload("moments", "workspaces")
                 assert all(storage.nbytes() == 0 for storage in storages)

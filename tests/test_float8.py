@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import train, weights_of
 from test_jobs import Course, adapter_of, asker, config_of, run_alone
 from test_lora import (
@@ -26,7 +27,6 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.storage import Float8Shard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.arena import Arena
-from moetrain.train.memory import estimate_memory
 from moetrain.train.trainer import Trainer
 
 FLOAT8 = "lora.base_dtype=float8"

@@ -8,12 +8,13 @@ import re
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 
 from moetrain import Config, ConfigError, Trainer
 from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train import plan
-from moetrain.train.memory import GIB, estimate_memory, sizes_of_ranks
+from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.plan import _Room, _room_here, check_host
 from moetrain.train.setup import resolve_run
 
@@ -26,7 +27,7 @@ def takes_of(world, *words):
     config, arch = resolve_run(config)
     dims = plan_world(config, arch, world)
     sizes = (config, arch, dims, torch.bfloat16)
-    return [rank.on_host() for rank in sizes_of_ranks(*sizes)], estimate_memory(*sizes), arch
+    return [rank.on_host() for rank in RankSizes.of_ranks(*sizes)], estimate_memory(*sizes), arch
 
 
 def test_what_settings_take():
@@ -69,7 +70,7 @@ def machine(folder, groups, mine, *, available=24 * GIB):
 STAT = f"anon {5 * GIB}\ninactive_file {GIB}\nactive_file {GIB}"
 
 
-def test_room_of_the_second_kind_of_groups(tmp_path):
+def test_room_of_control_groups(tmp_path):
     inner = {
         "job/memory.max": 64 * GIB,
         "job/memory.current": 10 * GIB,
@@ -84,18 +85,9 @@ def test_room_of_the_second_kind_of_groups(tmp_path):
     assert machine(tmp_path / "b", own, "0::/kubepods/pod7\n").allowed == 0
 
 
-def test_room_of_the_first_kind_of_groups(tmp_path):
-    files = {
-        "memory/limit_in_bytes": 9223372036854771712,
-        "memory/usage_in_bytes": 3 * GIB,
-        "memory/run/limit_in_bytes": 40 * GIB,
-        "memory/run/usage_in_bytes": 3 * GIB,
-        "memory/run/stat": f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 0",
-    }
-    files = {re.sub(r"/(\w+)$", r"/memory.\1", name): text for name, text in files.items()}
+def test_no_group_has_a_limit(tmp_path):
     mine = "9:name=systemd:/\n4:cpu,memory:/run\n0::/\n"
-    assert machine(tmp_path / "a", files, mine) == _Room(24 * GIB, 38 * GIB)
-    outside = machine(tmp_path / "b", files, "4:memory:/\n")
+    outside = machine(tmp_path, {"memory.max": "max", "memory.current": 3 * GIB}, mine)
     assert outside == _Room(24 * GIB, math.inf)
     assert outside.most == 24 * GIB
 
@@ -162,7 +154,8 @@ def problem_with_room(room):
     plan._room_here = lambda: _Room(room, math.inf)
     config, arch = resolve_run(Config.load("debug", [*DEBUG, "train.global_batch_size=32"]))
     try:
-        check_host(config, arch, join_world(config, arch))
+        world = join_world(config, arch)
+        check_host(RankSizes.of_ranks(config, arch, world.dims, torch.float32), world)
     except ConfigError as error:
         return error.field, error.problem
     return None

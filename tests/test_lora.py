@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import tensors_of
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import (
     WORDS,
     copy_of,
@@ -27,7 +28,6 @@ from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel import apply
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.train.memory import estimate_memory
 from moetrain.train.trainer import Trainer
 
 TOLERANCE = 1e-5

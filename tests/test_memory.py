@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.cli.train import main
@@ -16,7 +17,7 @@ from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import estimate_memory, sizes_of_ranks
+from moetrain.train.memory import RankSizes
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
@@ -127,7 +128,7 @@ def estimated_and_held(words):
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
         "peers": sum(peers.num_bytes for peers in fsdp.peers.values()),
     }
-    ranks = sizes_of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
+    ranks = RankSizes.of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
     estimate = ranks[engine.stages.rank].peak(None)
     return {name: (getattr(estimate, name), size) for name, size in held.items()}
 

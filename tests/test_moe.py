@@ -23,7 +23,7 @@ from moetrain.models.moe import (
     update_router_bias,
 )
 from moetrain.models.transformer import Transformer
-from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch, routing_health
+from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -395,11 +395,11 @@ def routing_of(counts_LE: torch.Tensor, tokens: int) -> RoutingStats:
 
 def test_routing_health_names_layers_and_finds_the_worst():
     counts_LE = torch.tensor([[10, 10, 10, 10], [40, 0, 0, 0], [20, 20, 0, 0]])
-    row = routing_health(routing_of(counts_LE, 20), layers=[1, 2, 5])
+    row = RoutingWatch([1, 2, 5]).health(routing_of(counts_LE, 20))
     assert row["expert_load_max"] == 4
     assert row["experts_without_tokens"] == 5
     assert row["expert_load_max/layer_5"] == 2
-    long = routing_health(routing_of(counts_LE.repeat(3, 1), 20), layers=list(range(9)))
+    long = RoutingWatch(range(9)).health(routing_of(counts_LE.repeat(3, 1), 20))
     assert {"expert_load_max/layers_0-2", "router_entropy/layers_7-8"} <= set(long)
 
 

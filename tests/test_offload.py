@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from estimates import estimate_memory
 from test_engine import (
     DENSE,
     assert_near,
@@ -23,12 +24,11 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.optim import MOMENTS, HostUpdates
+from moetrain.optim import AdamW, _HostUpdates
 from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
-from moetrain.train.memory import estimate_memory
 from moetrain.train.setup import resolve_run
 from moetrain.train.state import _OFFLOADED
 
@@ -52,7 +52,7 @@ def tensors_of(engine):
         found[name] = member.local
         found[f"{name} as DTensor"] = member.parameter.to_local()
         state = engine.optimizer.state.get(member.local, {})
-        found |= {f"{name}.{key}": state[key] for key in MOMENTS if key in state}
+        found |= {f"{name}.{key}": state[key] for key in AdamW.MOMENTS if key in state}
     for i, bucket in enumerate(engine.fsdp.buckets):
         if bucket.gradient_N is not None:
             found[f"gradient {i}"] = bucket.gradient_N
@@ -390,7 +390,7 @@ def test_updates_on_the_host_on_any_mesh(names):
 
 def with_one_late_rank(layouts):
     """Each layout's numbers and weights, where rank 1's host is slow and rank 0's is not."""
-    update, start = HostUpdates._update, HostUpdates.start
+    update, start = _HostUpdates._update, _HostUpdates.start
 
     def slowly(self, *task):
         time.sleep(0.02)
@@ -401,9 +401,9 @@ def with_one_late_rank(layouts):
         wait([bucket.host.update for bucket in self.buckets])
 
     if dist.get_rank() == 1:
-        HostUpdates._update = slowly
+        _HostUpdates._update = slowly
     else:
-        HostUpdates.start = at_once
+        _HostUpdates.start = at_once
     answers = {}
     for name, (words, micro) in layouts.items():
         engine, numbers = train_with(1.0, ["train.dtype=float32", *words], micro, steps=3)
@@ -454,7 +454,7 @@ def test_what_the_host_sent_is_not_copied_again(monkeypatch):
 
 
 def test_a_slow_host_is_waited_for(monkeypatch):
-    update = HostUpdates._update
+    update = _HostUpdates._update
 
     def slowly(self, *task):
         time.sleep(0.02)
@@ -462,7 +462,7 @@ def test_a_slow_host_is_waited_for(monkeypatch):
 
     words = ["train.dtype=bfloat16"]
     expected = train_with(1.0, words)
-    monkeypatch.setattr(HostUpdates, "_update", slowly)
+    monkeypatch.setattr(_HostUpdates, "_update", slowly)
     engine, numbers = train_with(1.0, words)
     assert numbers == expected[1]
     link = hosted(engine)[0].host.link
@@ -480,14 +480,14 @@ def test_a_slow_host_is_waited_for(monkeypatch):
 
 
 def test_what_is_written_during_an_update_stays(monkeypatch):
-    update = HostUpdates._update
+    update = _HostUpdates._update
 
     def slowly(self, *task):
         time.sleep(0.02)
         update(self, *task)
 
     engine, _ = train_with(1.0, ["train.dtype=bfloat16"])
-    monkeypatch.setattr(HostUpdates, "_update", slowly)
+    monkeypatch.setattr(_HostUpdates, "_update", slowly)
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-1)
     assert not any(bucket.host.update.done() for bucket in hosted(engine)[-2:])
@@ -512,7 +512,7 @@ def test_an_update_that_fails_ends_the_step_that_needs_it(monkeypatch):
         raise OSError("no more")
 
     engine, _ = train_with(1.0, [])
-    monkeypatch.setattr(HostUpdates, "_update", fail)
+    monkeypatch.setattr(_HostUpdates, "_update", fail)
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-3)
     with pytest.raises(OSError, match="no more"):

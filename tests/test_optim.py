@@ -8,7 +8,7 @@ from test_kernels import devices
 
 from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
-from moetrain.optim import MOMENTS
+from moetrain.optim import AdamW
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.parallel.fsdp.bucket import aligned
@@ -93,7 +93,7 @@ def test_rounding_is_right_on_average_and_repeats_itself():
         settings = SETTINGS._replace(seed=seed, beta1=0.0, beta2=0.0)
         steps, one, no = (torch.tensor(float(x)) for x in (step, 1, 0))
         rates_S = settings.rates(steps, one, no, 0.0, 0.0)
-        zeros = [torch.zeros(numbers, dtype=torch.bfloat16) for _ in MOMENTS]
+        zeros = [torch.zeros(numbers, dtype=torch.bfloat16) for _ in AdamW.MOMENTS]
         grad_N, decays_B = torch.full((numbers,), value), torch.zeros(64, dtype=torch.uint8)
         tensors = (torch.zeros(numbers), grad_N, *zeros, rates_S, decays_B, settings)
         adamw(*tensors, places(numbers, first=first))
@@ -359,7 +359,7 @@ def test_moments_in_bf16_take_half_and_go_on_bit_for_bit():
     first, second = make_engine(SMALL), make_engine(SMALL)
     train(first, range(2))
     states = first.optimizer.state.values()
-    assert {state[key].dtype for state in states for key in MOMENTS} == {torch.bfloat16}
+    assert {state[key].dtype for state in states for key in AdamW.MOMENTS} == {torch.bfloat16}
     second.load_state(copied(first))
     assert train(second, range(2, 5)) == numbers[2:]
     for name, weight in weights_of(straight).items():
@@ -401,7 +401,9 @@ def train_small(runs, micro):
         numbers = train(engine, range(4), micro, lr=1e-3)
         state = engine.optimizer.state
         members = engine.fsdp.members.items()
-        moments = {n: [m.layout.whole(state[m.local][k]) for k in MOMENTS] for n, m in members}
+        moments = {
+            n: [m.layout.whole(state[m.local][k]) for k in AdamW.MOMENTS] for n, m in members
+        }
         answers[name] = numbers, moments
     return answers
 

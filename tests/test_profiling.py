@@ -13,7 +13,7 @@ from test_compile import MOE, batch, compile_counting, fresh_model
 
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.annotate import annotate, annotate_backward
-from moetrain.train.profiling import new_profiler
+from moetrain.train.callbacks import Profile
 from moetrain.train.trainer import Trainer
 
 STEPS = ["log.profile=2", "log.profile_after=1", "train.steps=5"]
@@ -178,7 +178,7 @@ def test_tracing_compiles_nothing_again():
             hidden_BSD.sum().backward()
 
     steps()
-    with new_profiler(torch.device("cpu")) as profiler:
+    with Profile.profiler(torch.device("cpu")) as profiler:
         steps()
     assert "layer 3 backward" in {event.key for event in profiler.key_averages()}
     steps()

@@ -102,7 +102,7 @@ def test_a_reporters_own_library_reads_the_losses(name, tiny, tmp_path, offline)
 
 
 def test_a_reporter_that_is_not_installed_is_named(tiny_words, monkeypatch, capsys):
-    monkeypatch.setattr("moetrain.train.reporters.find_spec", lambda name: None)
+    monkeypatch.setattr("moetrain.train.callbacks.find_spec", lambda name: None)
     assert main([*tiny_words, "log.reporters=wandb"]) == 2
     said = "error: log.reporters: 'wandb' is not installed; pip install wandb, or leave it out"
     assert capsys.readouterr().err.splitlines()[-1] == said

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from estimates import estimate_memory
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
@@ -18,7 +19,7 @@ from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
-from moetrain.train.memory import GIB, estimate_memory, least_sleep
+from moetrain.train.memory import GIB, RankSizes
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
@@ -167,13 +168,14 @@ def test_a_recipe_is_not_at_fault_for_what_a_user_leaves_out(capsys):
 
 def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer = RlTrainer(config_of(tmp_path, **{"rl.cache_tokens": 640, "rl.supervised_steps": 0}))
-    found = trainer.session.memory
+    sizes = trainer.config, trainer.engine.arch, trainer.world.dims, torch.float32
+    found = estimate_memory(*sizes, trainer.session.sleep)
     assert found.generator == pytest.approx(replica_bytes(trainer.engine), rel=0.02)  # no norms
     trainer.sync_weights()
     trainer.roll_out()
     caches = trainer.generator.steps.caches
     assert found.cache == sum(c.keys_PZGd.nbytes + c.values_PZGd.nbytes for c in caches)
-    plain = estimate_memory(trainer.config, trainer.engine.arch, trainer.world.dims, torch.float32)
+    plain = estimate_memory(*sizes)
     assert found.total == pytest.approx(plain.total + found.generator + found.cache)
     assert (plain.generator, plain.cache) == (0, 0)
     assert "cache" not in plain.describe()
@@ -195,9 +197,12 @@ def test_as_much_sleeps_as_memory_asks_for():
     assert never.cache == 64 * 4096 * 24 * 2 * 4 * 128 * 2
     assert whole.total < cache.total < never.total
     for capacity, expected in ((300, "never"), (cache.total * 1.11 / GIB, "cache"), (60, "all")):
-        assert least_sleep(*sizes, capacity * GIB) == expected
+        assert RankSizes.least_sleep(RankSizes.of_ranks(*sizes), capacity * GIB) == expected
     for asked in ("never", "cache", "all"):
-        assert least_sleep(*thirty_billion(f"rl.sleep={asked}"), GIB) == asked
+        assert (
+            RankSizes.least_sleep(RankSizes.of_ranks(*thirty_billion(f"rl.sleep={asked}")), GIB)
+            == asked
+        )
 
 
 def test_moments_that_are_away_make_room_for_generation():

@@ -8,7 +8,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.processes import planned_machine
 from moetrain.parallel.world import plan_world
-from moetrain.train.memory import sizes_of_ranks
+from moetrain.train.memory import RankSizes
 from moetrain.train.setup import resolve_run
 from moetrain.train.speed import step_seconds
 
@@ -58,7 +58,7 @@ def rate(gpus, rows, words, gpu="h200"):
     config, arch = resolve_run(config)
     machine = planned_machine(config)
     dims = plan_world(config, arch, gpus)
-    ranks = sizes_of_ranks(config, arch, dims, compute_dtype(config, machine.device))
+    ranks = RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
     tokens = config.train.global_batch_size * config.data.seq_len
     return tokens / step_seconds(ranks, gpu) / gpus
 

@@ -27,8 +27,6 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
 from moetrain.train.objectives import CrossEntropy, routing_losses
-from moetrain.train.snapshot import check_same_run
-from moetrain.train.trainer import held_out_terms
 
 
 def fit(config):
@@ -294,7 +292,7 @@ def test_rows_without_a_target_have_no_held_out_loss(tiny):
             row = rows.row(index)
             return row._replace(targets_S=np.full_like(row.targets_S, IGNORE_INDEX))
 
-    assert np.isnan(held_out_terms(trainer.engine, Silent(), trainer.config.train)["loss"])
+    assert np.isnan(trainer.held_out_terms(Silent())["loss"])
 
 
 def chats(path, count):
@@ -362,8 +360,10 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     assert "was trained on other data; the run goes on from it" in caplog.text
     caplog.clear()
     found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
-    silent = SimpleNamespace(config=longer.config, world=SimpleNamespace(is_main=False))
-    check_same_run(found, silent, "other data", 9)  # one rank says it
+    longer.snapshots.engine = SimpleNamespace(
+        config=longer.config, world=SimpleNamespace(is_main=False)
+    )
+    longer.snapshots._check_same_run(found, "other data", 9)  # one rank says it
     assert not caplog.records
 
 

@@ -194,15 +194,14 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
-    from moetrain.train.plan import plan_host  # imports torch, as all below
-    from moetrain.train.setup import resolve_run
+    from moetrain.train.setup import resolve_run  # imports torch, as all below
 
     config, arch = resolve_run(config)
-    estimates = [_find(program.plan)(config, arch), plan_host(config, arch)]
+    estimate = _find(program.plan)(config, arch)
     if shows:
         with reader_may_leave():
             print(json.dumps(config.to_dict(), indent=2))
-        print(*filter(None, estimates), sep="\n", file=sys.stderr)
+        print(estimate, file=sys.stderr)
 
 
 def _launch(config: Config, words: Sequence[str], program: _Program) -> int:

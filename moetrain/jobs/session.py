@@ -48,7 +48,7 @@ from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
-from moetrain.train.snapshot import Snapshots, find_snapshot
+from moetrain.train.state import Snapshots
 
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
@@ -118,7 +118,7 @@ class JobSession(Spread):
             self.now = held
             return
         now = JobState(job, seed, Path(folder))
-        found = find_snapshot("auto", RunFolder(now.folder), self.engine.arch, self.world)
+        found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
         if found is not None:
             self.engine.restore(now, found)
         else:

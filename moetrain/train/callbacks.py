@@ -8,29 +8,41 @@
     Trainer(config, callbacks=[LowEnough()]).fit()
 
 Every hook is called on every rank, in the order of the callbacks, with the same numbers. A hook
-that raises ends the run with that error. Early stopping and the best checkpoint (:class:`Best`),
-checkpoints by time (:class:`Timed`), profiles, samples, benchmarks and all reporters are callbacks
-too.
+that raises ends the run with that error. Callbacks of our own follow: :class:`Best` (early
+stopping, the best checkpoint), :class:`Profile` (traces of a few steps) and the reporters, which
+hand every logged line to another program's store. Reporters run on the main rank, import their
+library when they start, and read its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI,
+TRACKIO_DIR, ...); a resumed run goes on with the record that its checkpoint names.
+
+Left out on purpose: metrics.jsonl and the terminal, which every run has
+(:mod:`moetrain.train.metrics`), and reading traces (scripts/bench_train.py adds one up by part).
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moetrain.checkpoint.read import checkpoint_name
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError, LogSection
+from moetrain.config.sources import leaves
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import Throughput
+
+_MOST_ALLOCATIONS = 2_000_000
+"""Allocations in a history of memory, enough for some steps of a large model; older ones are
+dropped."""
+_BATCH = 100
+"""Most parameters of a run that MLflow takes at once."""
 
 Row = Mapping[str, float | None]
 """A line of metrics.jsonl without its step; None: not known, or not finite."""
@@ -48,8 +60,6 @@ class RunView(Protocol):
     total_steps: int
     clock: Throughput
     """Measures steps; a callback that takes long stops it meanwhile."""
-    saved_time: float
-    """``time.monotonic()`` at the last checkpoint, or at the first step."""
     moe_layers: list[int]
     """Indices of the layers with experts."""
     expert_counts_LE: torch.Tensor | None
@@ -102,6 +112,39 @@ class Callback:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state`, before :meth:`on_start`."""
+
+
+class Callbacks(list[Callback]):
+    """The callbacks of a run, in the order in which they are called."""
+
+    @contextmanager
+    def running(self, run: RunView) -> Iterator[None]:
+        """Start the callbacks; at the end, whatever raises, end in reverse those that started."""
+        with ExitStack() as started:
+            for callback in self:
+                callback.on_start(run)
+                started.push(lambda *about, end=callback.on_end: end(run, about[1]))
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """Gather the callbacks' states by class, as checkpoints keep them."""
+        states = {name: callback.state() for name, callback in self._named()}
+        kept = {name: state for name, state in states.items() if state}
+        return {"callbacks": kept} if kept else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Let the callbacks go on from a :meth:`state`."""
+        kept = state.get("callbacks", {})
+        for name, callback in self._named():
+            if name in kept:
+                callback.load_state(kept[name])
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        count: Counter[str] = Counter()
+        for callback in self:
+            name = type(callback).__name__
+            count[name] += 1
+            yield f"{name}.{count[name]}", callback
 
 
 class Result(NamedTuple):
@@ -180,83 +223,211 @@ class Best(Callback):
             run.end(f"no better in {times} (train.patience); {best}", everywhere=True)
 
 
-class Timed(Callback):
-    """Asks for a checkpoint once ``checkpoint.minutes`` have passed since the last one."""
+class Profile(Callback):
+    """Traces the steps that ``log.profile`` asks for; the clock stops while it starts and writes.
+
+        output_dir/profile/steps-5-7-rank-0.json.gz    a Chrome trace, for ui.perfetto.dev
+        output_dir/profile/steps-5-7-rank-0.pickle     memory on CUDA, for pytorch.org/memory_viz
+
+    A trace holds every op with its shapes, every kernel, and the ranges of
+    :mod:`moetrain.kernels.annotate`; the history of memory each allocation with the lines that made
+    it. Nothing is attached to the model, so all other steps run as without a profile. A trace that
+    is incomplete at the end is written too, unless an error ended the run.
+    """
+
+    def __init__(self) -> None:
+        self._done = 0
+        """Steps that this process has done."""
+        self._first: int | None = None
+        """The first step that is kept; None: none is yet, 0: they are written."""
+        self._on = ExitStack()
+        self._profiler: torch.profiler.profile | None = None
+
+    @staticmethod
+    def profiler(device: torch.device) -> torch.profiler.profile:
+        """Return a profiler of the host and of ``device``."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        return torch.profiler.profile(activities=activities, record_shapes=True)
 
     def on_update(self, run: RunView) -> None:
-        seconds = 60 * run.config.checkpoint.minutes
-        if 0 < seconds <= time.monotonic() - run.saved_time:
-            run.ask_to_save()
-
-
-class Callbacks(Callback):
-    """Calls each hook of several callbacks, in order, and gathers their states by class."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = [*callbacks]
-
-    def add(self, callback: Callback) -> None:
-        """Call ``callback`` too, behind the others."""
-        self._callbacks.append(callback)
-
-    @contextmanager
-    def running(self, run: RunView) -> Iterator[None]:
-        """Start the callbacks; at the end, whatever raises, end in reverse those that started."""
-        with ExitStack() as started:
-            for callback in self._callbacks:
-                callback.on_start(run)
-                started.push(partial(_end, callback, run))
-            yield
-
-    def on_update(self, run: RunView) -> None:
-        for callback in self._callbacks:
-            callback.on_update(run)
-
-    def on_step(self, run: RunView) -> None:
-        for callback in self._callbacks:
-            callback.on_step(run)
+        log = run.config.log
+        if not log.profile:
+            return
+        self._done += 1
+        traced = self._done - log.profile_after
+        if traced not in (0, log.WARM_STEPS, log.WARM_STEPS + log.profile):
+            return
+        run.clock.stop()
+        if traced == log.WARM_STEPS + log.profile:
+            self._write(run)
+        else:
+            self._trace(run, is_kept=traced == log.WARM_STEPS)
+        run.clock.start()
 
     def on_last_step(self, run: RunView) -> None:
-        for callback in self._callbacks:
-            callback.on_last_step(run)
+        if self._first and self._first <= run.step:
+            self._write(run)
+        elif self._done and self._first != 0:
+            run.say("nothing was traced: the run ended before the steps of log.profile")
+        self._first = 0
 
-    def on_log(self, run: RunView, row: Row) -> None:
-        for callback in self._callbacks:
-            callback.on_log(run, row)
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        with self._on:
+            if isinstance(error, SystemExit):  # the run was stopped, and has saved
+                self.on_last_step(run)
 
-    def on_evaluate(self, run: RunView, row: Row) -> None:
-        for callback in self._callbacks:
-            callback.on_evaluate(run, row)
+    def _trace(self, run: RunView, *, is_kept: bool) -> None:
+        """Trace the steps that follow; what was traced before is thrown away."""
+        self._on.close()
+        device, kind = run.world.device, run.config.log.profile_as
+        if is_kept:
+            self._first = run.step + 1
+        if is_kept and device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
+            self._on.callback(torch.cuda.memory._record_memory_history, None)
+        if is_kept and kind == "nvtx":
+            torch.cuda.profiler.start()
+            self._on.callback(torch.cuda.profiler.stop)
+            self._on.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
+        if kind == "trace":
+            self._profiler = self._on.enter_context(self.profiler(device))
 
-    def on_checkpoint(self, run: RunView, path: Path) -> None:
-        for callback in self._callbacks:
-            callback.on_checkpoint(run, path)
+    def _write(self, run: RunView) -> None:
+        folder, steps = run.folder / "profile", f"{self._first}-{run.step}"
+        folder.mkdir(exist_ok=True)
+        name = folder / f"steps-{steps}-rank-{run.world.rank}"
+        if run.world.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(f"{name}.pickle")
+        self._on.close()
+        if self._profiler is not None:
+            self._profiler.export_chrome_trace(f"{name}.json.gz")
+            self._profiler = None
+        run.say(f"steps {self._first} to {run.step} were traced; see {folder}")
+        self._first = 0
+
+
+class _Recorder(Callback):
+    """A reporter whose record has an identifier, which checkpoints keep."""
+
+    def __init__(self) -> None:
+        self.identifier: str | None = None
 
     def state(self) -> dict[str, Any]:
-        states = {name: callback.state() for name, callback in self._named()}
-        kept = {name: state for name, state in states.items() if state}
-        return {"callbacks": kept} if kept else {}
+        return {} if self.identifier is None else {"identifier": self.identifier}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        kept = state.get("callbacks", {})
-        for name, callback in self._named():
-            if name in kept:
-                callback.load_state(kept[name])
-
-    def _named(self) -> Iterator[tuple[str, Callback]]:
-        count: Counter[str] = Counter()
-        for callback in self._callbacks:
-            name = type(callback).__name__
-            count[name] += 1
-            yield f"{name}.{count[name]}", callback
+        self.identifier = state["identifier"]
 
 
-def _end(
-    callback: Callback,
-    run: RunView,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Call a callback's ``on_end``, with the arguments of an :class:`~contextlib.ExitStack`."""
-    callback.on_end(run, error)
+class _TensorBoard(Callback):
+    """Event files in ``output_dir/tensorboard``, without those after the step it goes on from."""
+
+    def on_start(self, run: RunView) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def on_log(self, run: RunView, row: Row) -> None:
+        for name, value in row.items():
+            if value is not None:
+                self._board.add_scalar(name, value, run.step)
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        self._board.close()
+
+
+class _WandB(_Recorder):
+    """A run of Weights & Biases, whose files lie in ``output_dir/wandb``."""
+
+    def on_start(self, run: RunView) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=run.config.log.project,
+            name=run.folder.name,
+            dir=run.folder,
+            config=run.config.to_dict(),
+            id=self.identifier,
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # the terminal is the run's
+        )
+        self.identifier = self._run.id
+
+    def on_log(self, run: RunView, row: Row) -> None:
+        self._run.log({k: v for k, v in row.items() if v is not None}, step=run.step)
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        self._run.finish(exit_code=int(error is not None))
+
+
+class _MLflow(_Recorder):
+    """A run of MLflow, in ``output_dir/mlflow.db`` unless MLFLOW_TRACKING_URI names a server."""
+
+    def on_start(self, run: RunView) -> None:
+        mlflow = importlib.import_module("mlflow")
+        self._metric, log = mlflow.entities.Metric, run.config.log
+        is_named = mlflow.tracking.is_tracking_uri_set()
+        uri = None if is_named else f"sqlite:///{run.folder.absolute()}/mlflow.db"
+        self._client = client = mlflow.MlflowClient(uri)
+        if self.identifier is not None:
+            client.update_run(self.identifier, status="RUNNING")
+            return
+        found = client.get_experiment_by_name(log.project)
+        experiment = client.create_experiment(log.project) if found is None else found.experiment_id
+        self.identifier = client.create_run(experiment, run_name=run.folder.name).info.run_id
+        settings = [
+            mlflow.entities.Param(name, str(value)) for name, value in leaves(run.config.to_dict())
+        ]
+        for first in range(0, len(settings), _BATCH):
+            client.log_batch(self.identifier, params=settings[first : first + _BATCH])
+
+    def on_log(self, run: RunView, row: Row) -> None:
+        now = int(1000 * time.time())
+        values = {k: v for k, v in row.items() if v is not None}
+        metrics = [self._metric(k, v, now, run.step) for k, v in values.items()]
+        self._client.log_batch(self.identifier, metrics=metrics)
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        stopped = "KILLED" if isinstance(error, SystemExit) else "FAILED"
+        self._client.set_terminated(self.identifier, "FINISHED" if error is None else stopped)
+
+
+class _Trackio(_WandB):
+    """A run of Trackio, in its own folder; a run of the same name is gone on with."""
+
+    def on_start(self, run: RunView) -> None:
+        trackio = importlib.import_module("trackio")
+        self._run = trackio.init(
+            project=run.config.log.project,
+            name=run.folder.name,
+            config=run.config.to_dict(),
+            resume="allow" if run.step else "never",
+        )
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        self._run.finish()
+
+
+_REPORTERS: dict[str, type[Callback]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+    "trackio": _Trackio,
+}
+"""By the name in ``log.reporters``, which is the library's."""
+
+
+def reporters_of(log: LogSection) -> list[Callback]:
+    """Return the reporters that ``log.reporters`` and ``log.tensorboard`` ask for.
+
+    Raises:
+        ConfigError: the library of one is not installed.
+    """
+    names = dict.fromkeys(["tensorboard"] * log.tensorboard + list(log.reporters))
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                "log.reporters", f"{name!r} is not installed; pip install {name}, or leave it out"
+            )
+    return [_REPORTERS[name]() for name in names]

@@ -42,22 +42,6 @@ _logger = logging.getLogger("moetrain")
 
 _B = TypeVar("_B", bound=MicroBatch)
 
-_Schedule = Callable[
-    [Sequence[Any], Callable[[Any], torch.Tensor], Callable[[torch.Tensor], None]], None
-]
-"""``schedule(batches, forward, backward)``: calls ``forward`` once with every micro-batch, and
-``backward`` once with everything that gave, in any order that brings forwards first."""
-
-
-def sequential(
-    batches: Sequence[_B],
-    forward: Callable[[_B], torch.Tensor],
-    backward: Callable[[torch.Tensor], None],
-) -> None:
-    """Run forward and backward of one micro-batch after the other, which takes the least memory."""
-    for batch in batches:
-        backward(forward(batch))
-
 
 class Totals(NamedTuple):
     """Sums over the micro-batches of one call, on the device."""
@@ -105,17 +89,15 @@ class Engine(ModelState):
             None.
         retried_steps: calls of :meth:`forward_backward` that were run again because rows were
             dropped, which only ``static`` does.
+        before_forward: called before each micro-batch, except those of pipelines; what it raises
+            ends the call.
     """
 
-    def __init__(
-        self, config: Config, arch: Architecture, world: World, schedule: _Schedule = sequential
-    ) -> None:
+    def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch``, from ``model.path`` or with initial values.
 
         Args:
             config: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
-            schedule: the order of a call's micro-batches; with pipeline ranks,
-                ``parallel.pp_schedule`` decides instead.
 
         Raises:
             ConfigError: ``model.path`` cannot be loaded.
@@ -125,11 +107,10 @@ class Engine(ModelState):
         self.pipeline = None
         if world.dims.pp > 1:
             self.pipeline = Pipeline(self.model, self.fsdp, self.stages)
-        self.schedule, sender = schedule, dispatcher_of(self.model)
-        if not isinstance(sender, DeepEP) or sender.static is None:
-            sender = None
-        self.static = sender
+        sender = dispatcher_of(self.model)
+        self.static = sender if isinstance(sender, DeepEP) and sender.static is not None else None
         self.retried_steps = 0
+        self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
 
     # ---- training ------------------------------------------------------------------------------
@@ -161,14 +142,10 @@ class Engine(ModelState):
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> _Pass[_B]:
-        with self.work(), self._draws():
-            return _Pass(self, objective, sizes, learns=True).over(batches)
-
-    def _draws(self) -> AbstractContextManager[None]:
-        if not self.config.lora.dropout:
-            return nullcontext()
         key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
-        return own_draws(key, self.world.device)
+        drops = self.config.lora.dropout > 0
+        with self.work(), own_draws(key, self.world.device) if drops else nullcontext():
+            return _Pass(self, objective, sizes, learns=True).over(batches)
 
     def _forget(self) -> None:
         super()._forget()
@@ -223,22 +200,6 @@ class Engine(ModelState):
 
     # ---- one pass ------------------------------------------------------------------------------
 
-    def _count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad | None:
-        """Count the expert load of all ``batches`` together, by a forward pass of its own.
-
-        Returns None except on the last pipeline stage.
-        """
-        routings: list[RoutingStats] = []
-
-        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, _: Any) -> torch.Tensor:
-            assert routing is not None  # nobody asks a dense model
-            routings.append(routing)
-            return hidden_BSD
-
-        with torch.no_grad(), self.exact_sizes():
-            self._drive(batches, keep)
-        return self._expert_load(RoutingStats.together(routings)) if routings else None
-
     def _drive(
         self,
         batches: Sequence[_B],
@@ -247,8 +208,10 @@ class Engine(ModelState):
     ) -> None:
         """Run the model on ``batches``, and on its result ``finish(hidden_BSD, routing, batch)``.
 
-        With pipeline ranks, ``finish`` runs on the last stage. ``backward`` is called with what it
-        returns; None: gradients are not wanted. Pipelines have a backward of their own.
+        Forward and backward of one micro-batch follow those of another, which takes the least
+        memory; with pipeline ranks ``parallel.pp_schedule`` orders them, and ``finish`` runs on the
+        last stage. ``backward`` is called with what it returns; None: gradients are not wanted.
+        Pipelines have a backward of their own.
         """
         if self.pipeline is not None:
             self.pipeline.run(batches, finish, learns=backward is not None)
@@ -258,7 +221,12 @@ class Engine(ModelState):
             batch = batch.to(self.world.device)
             return finish(*self.model.backbone(*batch.inputs), batch)
 
-        self.schedule(batches, forward, backward or (lambda _: None))
+        for batch in batches:
+            self.before_forward()
+            total = forward(batch)
+            if backward is not None:
+                backward(total)
+            del total  # and its graph, before the next forward
 
     def collect(
         self,
@@ -325,7 +293,16 @@ class _Pass(Generic[_B]):
         # A single micro-batch of all ranks is the whole batch.
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
         if is_global and self.objective.balances and engine.arch.moe_layer_indices:
-            self.load = engine._count_ahead(batches)
+            ahead: list[RoutingStats] = []
+
+            def count(hidden_BSD: torch.Tensor, routing: Any, _: _B) -> torch.Tensor:
+                ahead.append(routing)
+                return hidden_BSD
+
+            with torch.no_grad(), engine.exact_sizes():
+                engine._drive(batches, count)
+            if ahead:  # on the last pipeline stage
+                self.load = engine._expert_load(RoutingStats.together(ahead))
         engine._drive(batches, self.finish, self.backward if self.learns else None)
         return self
 

@@ -1,28 +1,26 @@
 """An estimate, by part, of the memory that a run takes on one device, before anything is built.
 
 Weights, gradients and moments follow from the number of parameters and how they are sharded. The
-parts of a block say what they keep for the backward, tensor by tensor, as autograd or the
-compiler's partitioner saves it; it is added up here. The peak comes at one of two moments: the
-start of the backward, when all blocks' activations exist, or its end, when a device that shards
-nothing has all gradients. In a run that generates too, with a model and a cache beside the
-trainer's, generation is a third.
+parts of a block say what they keep for the backward, as autograd or the compiler's partitioner
+saves it; it is added up here. The peak comes at one of two moments: the start of the backward, when
+all blocks' activations exist, or its end, when a device that shards nothing has all gradients. In a
+run that generates too, with a model and a cache beside the trainer's, generation is a third.
 
 ``tests/test_memory.py`` compares it with the allocator's peak on H200s. Left out on purpose:
 fragmentation (1 to 3 GiB there), buffers of communication libraries, and uneven routing, which
 gives the fullest expert parallel rank more rows than the mean that is assumed here. On a CPU it is
 a lower bound: the process itself and the plain reference kernels take more.
 
-Bytes unless a name says otherwise. Legend: T tokens of a micro-batch, N those of one tensor
-parallel rank, D model width, V vocabulary.
+Bytes unless a name says otherwise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -40,8 +38,6 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.activations import link_bytes
 from moetrain.parallel.pipeline.stages import StagePlan
 
-MARGIN = 0.1
-"""Measured relative error of the estimate: a run is refused only if it cannot fit despite it."""
 _HOSTED_BYTES = 16
 """Bytes of a parameter that is updated on the host: weight, gradient and both moments, in fp32."""
 
@@ -52,19 +48,22 @@ _Layer = tuple[Part, ...]
 class MemoryEstimate:
     """Bytes on one device at a step's peak, by part; they add up to :attr:`total`."""
 
-    weights: float
+    MARGIN: ClassVar = 0.1
+    """Measured relative error: a run is refused only if it cannot fit despite it."""
+
+    weights: float = 0.0
     """This rank's parameters: in fp32 if they are trained, else in the compute dtype."""
-    gradients: float
+    gradients: float = 0.0
     """Gradients that exist at the peak."""
-    moments: float
+    moments: float = 0.0
     """AdamW's two moments of the trained parameters."""
-    gathered: float
+    gathered: float = 0.0
     """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
-    activations: float
+    activations: float = 0.0
     """Activations that blocks keep for the backward."""
-    logits: float
+    logits: float = 0.0
     """A chunk of logits, and the gradients that the loss makes in its forward."""
-    working_set: float
+    working_set: float = 0.0
     """Tensors of the largest block's backward while it runs."""
     peers: float = 0.0
     """Buffers that ranks of one machine read and write of each other
@@ -79,15 +78,15 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """Bytes at the peak."""
-        return sum(getattr(self, field.name) for field in fields(self)) - self.host
+        return sum(vars(self).values()) - self.host
 
     def surely_fits(self, capacity: float) -> bool:
         """Return whether ``capacity`` bytes are enough, whatever the estimate's error."""
-        return self.total * (1 + MARGIN) <= capacity
+        return self.total * (1 + self.MARGIN) <= capacity
 
     def may_fit(self, capacity: float) -> bool:
         """Return whether ``capacity`` bytes may be enough."""
-        return self.total * (1 - MARGIN) <= capacity
+        return self.total * (1 - self.MARGIN) <= capacity
 
     def check(self, config: Config, capacity: float) -> None:
         """Refuse a run that cannot fit into ``capacity`` bytes.
@@ -114,59 +113,14 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
+        optional = ("peers", "generator", "cache")
+        sizes = {name: size for name, size in vars(self).items() if size or name not in optional}
+        sizes.pop("host", None)
         parts = ", ".join(
-            f"{field.name.replace('_', ' ')} {getattr(self, field.name) / GIB:.1f}"
-            for field in fields(self)
-            if (getattr(self, field.name) or field.default != 0.0) and field.name != "host"
+            f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in sizes.items()
         )
         host = f"; activations on the host {self.host / GIB:.1f}" * (self.host > 0)
         return f"{self.total / GIB:.1f} GiB a device: {parts}{host}"
-
-
-def estimate_memory(
-    config: Config,
-    arch: Architecture,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-    sleep: SleepName | None = None,
-) -> MemoryEstimate:
-    """Estimate the peak of a training step on the pipeline rank that takes most.
-
-    Args:
-        dtype: the compute dtype.
-        sleep: memory of generation that is freed during updates; None: nothing generates.
-    """
-    ranks = [sizes.peak(sleep) for sizes in sizes_of_ranks(config, arch, dims, dtype)]
-    return max(ranks, key=lambda estimate: estimate.total)
-
-
-def least_sleep(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, capacity: float
-) -> SleepName:
-    """Return ``rl.sleep``, where auto is the least that surely fits into ``capacity`` bytes."""
-    if config.rl.sleep != "auto":
-        return config.rl.sleep
-    ways: tuple[SleepName, ...] = ("never", "cache")
-    for sleep in ways:
-        if estimate_memory(config, arch, dims, dtype, sleep).surely_fits(capacity):
-            return sleep
-    return "all"
-
-
-def sizes_of_ranks(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-) -> list[RankSizes]:
-    """Return the sizes of every pipeline rank, from the arguments of :func:`estimate_memory`."""
-    # What decides on its parameters alone, so that many plans of one run count them once.
-    train = TrainSection(freeze=config.train.freeze)
-    sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora, "train": train}
-    key: Any = Config().model_copy(update=sections)
-    numels, rules = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
-    plan = StagePlan(config, arch)
-    return [
-        RankSizes(config, plan, dims, dtype, rank, in_flight, numels, rules)
-        for rank, in_flight in enumerate(plan.in_flight(dims))
-    ]
 
 
 @lru_cache(maxsize=4)
@@ -178,15 +132,57 @@ def _parameters(
     return {name: parameter.numel() for name, parameter in model.named_parameters()}, rules
 
 
+class _Block(NamedTuple):
+    """What one block takes on a rank."""
+
+    numbers: float
+    """How many parameters it computes with."""
+    unsharded: float
+    """Bytes of these, beside the weights that are kept anyway."""
+    saved: float
+    """What is kept for the backward (``activation.policy``)."""
+    away: float
+    """What of that waits on the host (``activation.offload``)."""
+    backward: float
+    """What its backward needs beside that."""
+
+
 class RankSizes:
     """The sizes of one pipeline rank, from which its estimates are made.
 
     Counts of parameters are whole over FSDP ranks, and split over tensor or expert ones.
     """
 
+    @classmethod
+    def of_ranks(
+        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+    ) -> list[RankSizes]:
+        """Size every pipeline rank; ``dtype`` is the one that is computed in."""
+        # What decides on its parameters alone, so that many plans of one run count them once.
+        train = TrainSection(freeze=config.train.freeze)
+        sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
+        key: Any = Config().model_copy(update={**sections, "train": train})
+        parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
+        plan = StagePlan(config, arch)
+        return [
+            cls(plan, dims, dtype, rank, in_flight, *parameters)
+            for rank, in_flight in enumerate(plan.in_flight(dims))
+        ]
+
+    @staticmethod
+    def least_sleep(ranks: Sequence[RankSizes], room: float) -> SleepName:
+        """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
+        asked = ranks[0].config.rl.sleep
+        if asked != "auto":
+            return asked
+        ways: tuple[SleepName, ...] = ("never", "cache")
+        for sleep in ways:
+            if all(rank.peak(sleep).surely_fits(room) for rank in ranks):
+                return sleep
+        return "all"
+
     def __init__(
         self,
-        config: Config,
         plan: StagePlan,
         dims: ParallelDims,
         dtype: torch.dtype,
@@ -202,8 +198,8 @@ class RankSizes:
                 stages.
             numels, rules: of every parameter of the model, by name.
         """
-        arch = plan.arch
-        self.config, self.arch, self.dims, self.width = config, arch, dims, dtype.itemsize
+        config, arch = plan.config, plan.arch
+        self.config, self.arch, self.dims = config, arch, dims
         tokens = config.train.micro_batch_size * config.data.seq_len
         self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
@@ -214,7 +210,7 @@ class RankSizes:
         self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
         """How many of them take turns in two regions for their unsharded parameters."""
         self.num_stages = len(plan.stages_of(rank))
-        self.passes = in_flight / self.num_stages
+        self._passes = in_flight / self.num_stages
         """Micro-batches whose activations these blocks hold at once."""
         is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         both = is_first + self.is_last
@@ -222,223 +218,174 @@ class RankSizes:
         """Vocabulary matrices here: embedding and head, or one if they are tied."""
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
-        mine = [n for n in numels if rank in plan.holders(n)]
-        here = set(mine)
-        self.stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
+        mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
+        self._stored = sum(n * rules[name].stored_bytes for name, n in mine.items())
         """Bytes of its parameters over all ranks of a replica."""
-        self.trained = sum(numels[name] for name in mine if rules[name].trainable)
-        self.share_trained = self.trained / sum(numels[name] for name in mine)
+        self.trained = sum(n for name, n in mine.items() if rules[name].trainable)
+        self.share_trained = self.trained / sum(mine.values())
         """Share of its parameters that is trained, taken to be the same in every part."""
-        self.share_updated = 1 - config.optim.offload_fraction
-        """Share of these that the device updates, with gradients and moments; of the rest it has
-        the compute values alone."""
-        self.generator = sum(
-            _copied_bytes(numels[name], rule, dims, dtype, is_here=name in here)
+        # Of what the host updates, the device has the compute values alone.
+        self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
+        self._updated = self.trained / dims.sharding_ranks - self._hosted
+        """How many parameters this rank's device updates, with gradients and moments."""
+        self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
+        self._generator = sum(
+            _copied_bytes(numels[name], rule, dims, dtype, is_here=name in mine)
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
-        self.peers = peer_bytes(config, numels, rules, mine, dims, dtype)
+        self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
         """Bytes of buffers that other ranks copy from and to."""
 
         self.is_alone = dims.world_size == 1
-        """Whether there is one process: it frees unsharded values after their last use, and
-        allocates gradients at their first."""
-        self.is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
-        self.uses_masters = self.is_alone and self.width == FP32
-        """Whether one process computes in the dtype of its weights."""
-        self.unlike_kept = self.share_trained * self.share_updated if self.is_alone else 1.0
+        """Whether there is one process, which frees unsharded values after their last use."""
+        self._is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
+        self._allocates_late = self.is_alone and not self._is_accumulating
+        """Whether gradients are allocated at their first use."""
+        self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
+        if self.is_alone:
+            self._unlike_kept = 0.0 if dtype.itemsize == FP32 else self._share_updated
+        self._blocks = {layer: self._block(layer) for layer in self.layers}
+
+    def _block(self, layer: _Layer) -> _Block:
+        share, activation, width = self.share, self.config.activation, self.share.width
+        numbers = sum(part.numbers(share) for part in layer)
+        is_narrow = self.config.lora.base_dtype == "float8"
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * numbers
+        # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
+        # an eager norm also keeps its input in fp32 and the normalised value.
+        inputs = 4 * width if share.is_compiled else 2 * (FP32 + 2 * width)
+        every = share.own_tokens * self.arch.hidden_size * inputs
+        every += sum(part.activations(share) for part in layer)
+        saved = every if activation.policy == "none" else self.residual_bytes
+        if activation.policy == "selective":
+            kept = [part.saved(share) for part in layer]
+            saved += sum(k.get(name, 0.0) for k in kept for name in activation.save)
+        if activation.offload == "auto":
+            away = min(saved, link_bytes(layer, self.config.data.seq_len, share.own_tokens))
+        else:
+            away = activation.offload * saved
+        # Recomputed activations, gradients of whatever is wider than the residual stream, and those
+        # of the parameters in the compute dtype (fp32 if the weights are).
+        backward = every - saved + self.share_trained * width * numbers
+        backward += sum(part.working_set(share) for part in layer)
+        return _Block(numbers, unsharded, saved, away, backward)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
-        """Estimate the moment that takes most; ``sleep`` as in :func:`estimate_memory`."""
-        moments = [self._start_of_backward(), self._end_of_backward()]
+        """Estimate the moment of a training step that takes most.
+
+        Args:
+            sleep: memory of generation that is freed during updates; None: nothing generates.
+        """
+        masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
+        weights = self._stored / self.dims.sharding_ranks - masters
+        kept = MemoryEstimate(weights, moments=self._moments(), peers=self._peers)
+        training = replace(kept, host=self._host())
+        generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
-            generator, cache = self.generator * (sleep != "all"), self._cache() * (sleep == "never")
-            moments = [replace(moment, generator=generator, cache=cache) for moment in moments]
-            moments.append(self._generating())
+            awake = {"generator": sleep != "all", "cache": sleep == "never"}
+            training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
+        moments = [self._start_of_backward(training), self._end_of_backward(training)]
+        if sleep is not None:  # between updates, where buckets stay unless they are offloaded
+            if self.config.rl.offload:
+                kept = replace(kept, moments=0.0, peers=0.0)
+            elif not self.is_alone:
+                gradients = self._gradients(self._updated)
+                kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
+            moments.append(replace(kept, **generation))
         return max(moments, key=lambda estimate: estimate.total)
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes of host memory of one process, by the setting that asks for them."""
-        config = self.config
-        hosted = config.optim.offload_fraction * self.trained / self.dims.sharding_ranks
         wanted = {
-            "optim.offload_fraction": _HOSTED_BYTES * hosted,
+            "optim.offload_fraction": _HOSTED_BYTES * self._hosted,
             "activation.offload": self._host(),
-            "rl.offload": config.rl.offload * self._moments(),
+            "rl.offload": self.config.rl.offload * self._moments(),
         }
         return {name: size for name, size in wanted.items() if size}
 
-    # ---- three moments -------------------------------------------------------------------------
-
-    def _start_of_backward(self) -> MemoryEstimate:
+    def _start_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
         """Estimate the loss or the last block's backward, with all activations."""
-        head = self.share_updated * self.share_trained * self.vocabulary_numbers
-        reduced = head if self.is_alone and not self.is_accumulating else self._updated()
-        backward = max(map(self._backward_set, self.layers))
+        width, tokens = self.share.width, self.share.tokens
+        updated = self._updated
+        if self._allocates_late:
+            updated = self._share_updated * self.vocabulary_numbers
+        backward = max(block.backward for block in self._blocks.values())
         # The loss's forward makes the gradients of head and hidden states.
-        hidden = self.share.tokens * self.arch.hidden_size
-        gradients = self.share_trained * self.vocabulary_numbers + hidden
-        logits = self.share.tokens * self.arch.vocab_size / self.dims.tp
-        chunk = self.is_last * self.width * min(logits, CHUNK_ELEMENTS)
-        return MemoryEstimate(
-            weights=self._weights(),
-            gradients=self._gradients(reduced),
-            moments=self._moments(),
+        gradients = self.share_trained * self.vocabulary_numbers + tokens * self.arch.hidden_size
+        chunk = min(tokens * self.arch.vocab_size / self.dims.tp, CHUNK_ELEMENTS)
+        logits = width * gradients + max(0.0, width * chunk - backward)
+        # The final norm, which is never compiled, and the hidden states.
+        tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * width) * self.share.own_tokens
+        saved = self._passes * (self._of_all(lambda block: block.saved) + tail)
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
             gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
-            activations=self._activations(),
-            logits=self.is_last * self.width * gradients + max(0.0, chunk - backward),
+            activations=saved - kept.host,
+            logits=self.is_last * logits,
             working_set=backward,
-            peers=self.peers,
-            host=self._host(),
         )
 
-    def _end_of_backward(self) -> MemoryEstimate:
+    def _end_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
         """Estimate the first block's backward, with all other gradients but the embedding's."""
-        first, still_to_come = next(iter(self.layers)), 0.0
+        first, updated = next(iter(self._blocks.values())), self._updated
         tied = self.arch.tie_embeddings
-        if self.is_alone and not self.is_accumulating:
+        if self._allocates_late:
             vocabulary = 0.0 if tied else self.vocabulary_numbers
-            numbers = self._numbers(first) + vocabulary
-            still_to_come = self.share_updated * self.share_trained * numbers
+            updated -= self._share_updated * (first.numbers + vocabulary)
         gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
         if self.is_alone:  # its own, and the embedding
-            gathered = self._unsharded(first) + self._unsharded_vocabulary() / (1 if tied else 2)
-        return MemoryEstimate(
-            weights=self._weights(),
-            gradients=self._gradients(self._updated() - still_to_come),
-            moments=self._moments(),
+            gathered = first.unsharded + self._unsharded_vocabulary() / (1 if tied else 2)
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
             gathered=gathered,
-            activations=self._saved(first),
-            logits=0.0,
-            working_set=self._backward_set(first),
-            peers=self.peers,
-            host=self._host(),
+            activations=first.saved,
+            working_set=first.backward,
         )
 
-    def _generating(self) -> MemoryEstimate:
-        """Estimate generation between updates; buckets stay unless they are offloaded."""
-        is_offloaded = self.config.rl.offload
-        is_freed = self.is_alone or is_offloaded
-        return MemoryEstimate(
-            weights=self._weights(),
-            gradients=0.0 if is_freed else self._gradients(self._updated()),
-            moments=0.0 if is_offloaded else self._moments(),
-            gathered=0.0 if is_freed else self._unsharded_blocks(),
-            activations=0.0,
-            logits=0.0,
-            working_set=0.0,
-            peers=self.peers * (not is_offloaded),
-            generator=self.generator,
-            cache=self._cache(),
-        )
-
-    # ---- weights, gradients and moments --------------------------------------------------------
-
-    def _of_all(self, of_one: Callable[[_Layer], float]) -> float:
-        return sum(count * of_one(layer) for layer, count in self.layers.items())
-
-    def _numbers(self, layer: _Layer) -> float:
-        """Count the parameters of one block."""
-        return sum(part.numbers(self.share) for part in layer)
-
-    def _weights(self) -> float:
-        hosted = self.config.optim.offload_fraction * self.trained * (FP32 - self.width)
-        return (self.stored - hosted) / self.dims.sharding_ranks
-
-    def _updated(self) -> float:
-        """Count the parameters that this rank's device updates."""
-        return self.share_updated * self.trained / self.dims.sharding_ranks
+    def _of_all(self, of_one: Callable[[_Block], float]) -> float:
+        return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
 
     def _moments(self) -> float:
-        return 2 * self._updated() * getattr(torch, self.config.optim.state_dtype).itemsize
+        return 2 * self._updated * getattr(torch, self.config.optim.state_dtype).itemsize
 
-    def _gradients(self, numbers: float) -> float:
-        """Count bytes of ``numbers`` gradients, and of the fp32 ones that have yet to travel."""
-        kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * numbers
-        adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
+    def _gradients(self, updated: float) -> float:
+        """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""
+        kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * updated
+        adds_unsharded = self._is_accumulating and self.config.parallel.reduce_at == "last"
         if self.is_alone or not adds_unsharded:
             return kept
         vocabulary = self.matrices * self.vocabulary_numbers
-        return kept + FP32 * self.share_trained * (self._of_all(self._numbers) + vocabulary)
-
-    def _unsharded(self, layer: _Layer) -> float:
-        """Count bytes of a block's parameters as it computes with them, beside the kept weights."""
-        is_narrow = self.config.lora.base_dtype == "float8"
-        used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
-        return used * self.width * self._numbers(layer)
+        numbers = self._of_all(lambda block: block.numbers) + vocabulary
+        return kept + FP32 * self.share_trained * numbers
 
     def _unsharded_blocks(self) -> float:
         """Count bytes of blocks' unsharded parameters when all forwards are done."""
         blocks, turns = self.layers.total(), self.turns
-        kept = self._of_all(self._unsharded) * (blocks - turns) / blocks
-        return kept + min(2, turns) * max(map(self._unsharded, self.layers))  # it and a neighbour
+        kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
+        largest = max(block.unsharded for block in self._blocks.values())
+        return kept + min(2, turns) * largest  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
-        copies = 0 if self.uses_masters else self.matrices
-        return copies * self.unlike_kept * self.width * self.vocabulary_numbers
+        numbers = self.matrices * self.vocabulary_numbers
+        return self._unlike_kept * self.share.width * numbers
 
     def _cache(self) -> float:
         """Count bytes of one rank's keys and values."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
-        return self.width * tokens * each
-
-    # ---- activations, of one block unless said otherwise ---------------------------------------
-
-    def _unrecomputed(self, layer: _Layer) -> float:
-        """Count what is kept without recomputation (``activation.policy none``).
-
-        Beside its input, a compiled norm keeps its result, which the product after it keeps too; an
-        eager norm also keeps its input in fp32 and the normalised value.
-        """
-        w, is_compiled = self.width, self.share.is_compiled
-        inputs = 2 * w + 2 * w if is_compiled else 2 * (FP32 + 2 * w)  # residuals, both norms
-        kept = sum(part.activations(self.share) for part in layer)
-        return self.share.own_tokens * self.arch.hidden_size * inputs + kept
-
-    def _saved(self, layer: _Layer) -> float:
-        """Count what is kept for the backward, by ``activation.policy``."""
-        policy, names = self.config.activation.policy, self.config.activation.save
-        if policy == "none":
-            return self._unrecomputed(layer)
-        block_input = self.residual_bytes
-        if policy == "full":
-            return block_input
-        kept = [part.saved(self.share) for part in layer]
-        return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
-
-    def _away(self, layer: _Layer) -> float:
-        """Count what of it waits on the host (``activation.offload``)."""
-        saved, offload = self._saved(layer), self.config.activation.offload
-        if offload != "auto":
-            return offload * saved
-        return min(saved, link_bytes(layer, self.config.data.seq_len, self.share.own_tokens))
+        return self.share.width * tokens * each
 
     def _host(self) -> float:
-        """Count bytes of all blocks on the host."""
+        """Count bytes of all blocks' activations on the host."""
         # The last block of each pass over a stage keeps its own, and the one on its way back.
-        staying = self.passes * self.num_stages + 1
-        most = max(map(self._away, self.layers))
-        return max(0.0, self.passes * self._of_all(self._away) - staying * most)
-
-    def _activations(self) -> float:
-        """Count bytes of all blocks, the final norm and the hidden states on the device."""
-        # The last two are never compiled.
-        tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * self.width)
-        kept = self.passes * (self._of_all(self._saved) + self.share.own_tokens * tail)
-        return kept - self._host()
-
-    def _backward_set(self, layer: _Layer) -> float:
-        """Count what the backward needs beside what was saved.
-
-        It is recomputed activations, gradients of whatever is wider than the residual stream, and
-        gradients of the parameters in the compute dtype (fp32 if the weights are).
-        """
-        recomputed = self._unrecomputed(layer) - self._saved(layer)
-        gradients = self.share_trained * self.width * self._numbers(layer)
-        return recomputed + gradients + sum(part.working_set(self.share) for part in layer)
+        most = max(block.away for block in self._blocks.values())
+        away = self._passes * self._of_all(lambda block: block.away)
+        return max(0.0, away - (self._passes * self.num_stages + 1) * most)
 
 
 def _copied_bytes(

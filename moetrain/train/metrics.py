@@ -2,13 +2,12 @@
 
 The numbers of a logged step are one flat mapping of names to floats, from which each output takes
 what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite. Stores of other
-programs are :mod:`moetrain.train.reporters`.
+programs are :mod:`moetrain.train.callbacks`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import resource
 import sys
 import time
@@ -32,14 +31,6 @@ _UNHEALTHY_LOGS = 20
 first steps of a run are uneven, and so is a single small batch."""
 
 
-def _peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)  # such as NVIDIA H200
-    return next((gpu.peak_flops for kind, gpu in GPUS.items() if kind.upper() in name), None)
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far: the run's own on CUDA, the resident set on a CPU."""
     if device.type == "cuda":
@@ -52,8 +43,13 @@ class Throughput:
     """A clock of training alone, and its tokens; evaluation and checkpoints stop it."""
 
     def __init__(self, flops_per_token: float, device: torch.device) -> None:
-        self.flops_per_token, self.peak = flops_per_token, _peak_flops(device)
-        self.device = device
+        self.flops_per_token, self.device = flops_per_token, device
+        self.peak: float | None = None
+        """Dense bf16 FLOP/s of the device; None: a CPU or an unknown GPU."""
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)  # such as NVIDIA H200
+            peaks = (gpu.peak_flops for kind, gpu in GPUS.items() if kind.upper() in name)
+            self.peak = next(peaks, None)
         self._started: float | None = None
         self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
 
@@ -116,27 +112,20 @@ class MetricsLog:
         self.console = Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if config.progress and self.console.is_terminal:
-            bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = bar.add_task("", total=total_steps, completed=resume_step)
-            bar.start()
-            self._bar = bar
+            step, numbers = TextColumn("step"), TextColumn("{task.description}")
+            columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
+            self._bar.start()
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Record one line; ``row`` holds floats by name."""
-        clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        """Record one line; ``row`` holds finite floats, or None, by name."""
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
-        text = _describe(clean)
+        text = _describe(row)
         if self._bar is None:
             self.console.print(f"step {step}  {text}")
-        elif "loss" in clean:
+        elif "loss" in row:
             self._bar.update(self._task, completed=step, description=text)
         else:
             self._bar.print(f"step {step}  {text}")
@@ -196,37 +185,11 @@ def _describe(row: Mapping[str, float | None]) -> str:
     return "  ".join(shown)
 
 
-def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, float]:
-    """Return expert load (fullest over mean), router entropy (nats) and unused experts, by name.
-
-    Load is given as the worst of all layers, and load and entropy as means over groups of
-    neighbouring layers.
-
-    Args:
-        routing: statistics of a whole global batch.
-        layers: indices of the MoE layers in the model.
-    """
-    counts_LE = routing.counts_LE.float()
-    load_L = counts_LE.amax(1) / counts_LE.mean(1)
-    entropy_L = routing.entropy_sum_L / routing.num_tokens
-    row = {
-        "expert_load_max": load_L.max().item(),
-        "experts_without_tokens": (counts_LE == 0).sum().item(),
-    }
-    for group in torch.arange(len(layers)).tensor_split(min(_LAYER_GROUPS, len(layers))):
-        first, last = int(group[0]), int(group[-1])
-        is_one = first == last
-        label = f"layer_{layers[first]}" if is_one else f"layers_{layers[first]}-{layers[last]}"
-        row[f"expert_load_max/{label}"] = load_L[first : last + 1].mean().item()
-        row[f"router_entropy/{label}"] = entropy_L[first : last + 1].mean().item()
-    return row
-
-
 class RoutingWatch:
-    """Finds dead experts, and experts that take most tokens; reports each once in a run.
+    """Measures how evenly tokens are routed, and says what stays uneven, once in a run.
 
-    An expert is dead if no token of :data:`_UNHEALTHY_LOGS` logged steps in a row chose. It takes
-    most tokens if more than half of them choose it, and more than twice its share.
+    An expert is dead if no token of :data:`_UNHEALTHY_LOGS` logged steps in a row chose it. It
+    takes most tokens if more than half of them choose it, and more than twice its share.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -235,36 +198,53 @@ class RoutingWatch:
         self._seen: dict[str, torch.Tensor] = {}
         self._said: set[str] = set()
 
+    def health(self, routing: RoutingStats) -> dict[str, float]:
+        """Return expert load (fullest over mean), router entropy (nats), experts without tokens.
+
+        Load is given as the worst of all layers, and load and entropy as means over groups of
+        neighbouring layers. ``routing`` is of a whole global batch.
+        """
+        counts_LE, layers = routing.counts_LE.float(), self.layers
+        load_L = counts_LE.amax(1) / counts_LE.mean(1)
+        entropy_L = routing.entropy_sum_L / routing.num_tokens
+        row = {
+            "expert_load_max": load_L.max().item(),
+            "experts_without_tokens": (counts_LE == 0).sum().item(),
+        }
+        for group in torch.arange(len(layers)).tensor_split(min(_LAYER_GROUPS, len(layers))):
+            first, last = int(group[0]), int(group[-1])
+            is_one = first == last
+            label = f"layer_{layers[first]}" if is_one else f"layers_{layers[first]}-{layers[last]}"
+            row[f"expert_load_max/{label}"] = load_L[first : last + 1].mean().item()
+            row[f"router_entropy/{label}"] = entropy_L[first : last + 1].mean().item()
+        return row
+
     def update(self, routing: RoutingStats) -> list[str]:
         """Look at one logged step of a whole global batch; returns new lines for the user.
 
         Waits for the device.
         """
         counts_LE, tokens = routing.counts_LE.cpu(), int(routing.num_tokens)
-        mean = counts_LE.float().mean()
-        crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * mean)
+        crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * counts_LE.float().mean())
         found = []
-        for what, is_so_LE in (("dead", counts_LE == 0), ("crowded", crowded_LE)):
+        for is_so_LE, state in (
+            (counts_LE == 0, "got no token"),
+            (crowded_LE, "took most of their layer's tokens"),
+        ):
             # Logged steps in a row, for each expert.
-            self._seen[what] = (self._seen.get(what, 0) + is_so_LE.int()) * is_so_LE
-            lasting_LE = self._seen[what] >= _UNHEALTHY_LOGS
-            if what not in self._said and lasting_LE.any():
-                self._said.add(what)
-                found.append(self._describe(what, lasting_LE))
+            self._seen[state] = (self._seen.get(state, 0) + is_so_LE.int()) * is_so_LE
+            lasting_LE = self._seen[state] >= _UNHEALTHY_LOGS
+            if state in self._said or not lasting_LE.any():
+                continue
+            self._said.add(state)
+            layers = [n for n, any_E in zip(self.layers, lasting_LE.any(1), strict=True) if any_E]
+            found.append(
+                f"routing is uneven: {int(lasting_LE.sum())} of {lasting_LE.numel()} experts "
+                f"{state} in {_UNHEALTHY_LOGS} logged steps in a row (layers "
+                f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
+                "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
+            )
         return found
-
-    def _describe(self, what: str, lasting_LE: torch.Tensor) -> str:
-        layers = [n for n, any_E in zip(self.layers, lasting_LE.any(1), strict=True) if any_E]
-        number, of = int(lasting_LE.sum()), lasting_LE.numel()
-        state = {
-            "dead": f"{number} of {of} experts got no token",
-            "crowded": f"{number} of {of} experts took most of their layer's tokens",
-        }[what]
-        return (
-            f"routing is uneven: {state} in {_UNHEALTHY_LOGS} logged steps in a row (layers "
-            f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
-            "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
-        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -31,15 +31,13 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
-from moetrain.train.callbacks import Best, Callback, Callbacks, Result, Timed
+from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine, LateNumbers
-from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, routing_health
-from moetrain.train.profiling import Profile
+from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.report import Report
-from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
-from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
+from moetrain.train.state import Snapshots
 
 _logger = logging.getLogger("moetrain")
 
@@ -71,12 +69,9 @@ class _StepWatch:
         # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
-        self.asked_to_stop = False
-        """Whether a stop signal had come to any rank, as of the step before the last."""
-        self.asked_to_save = False
-        """Whether the main rank's clock asked for a checkpoint, as of the step before the last."""
-        self.asked_to_end = False
-        """Whether a callback asked to end the run on any rank, as of the step before the last."""
+        self.asked_to_stop = self.asked_to_save = self.asked_to_end = False
+        """Whether, as of the step before the last, a stop signal had come to any rank, the main
+        rank's clock asked for a checkpoint, or a callback on any rank asked to end the run."""
 
     def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step.
@@ -94,8 +89,9 @@ class _StepWatch:
         self._counts = torch.stack([in_row, self._counts[1] + skipped, requests.long()])
         self._late = LateNumbers(self._counts)
 
-    def check(self) -> None:
-        """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far."""
+    def check(self, *, is_over: bool = False) -> None:
+        """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far, or if the
+        run is over and no step of it was good."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
         self.asked_to_save, self.asked_to_stop = requests % _END >= _SAVE, requests % _SAVE > 0
         self.asked_to_end |= requests >= _END
@@ -104,11 +100,7 @@ class _StepWatch:
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
                 "(train.max_bad_steps); lower optim.lr, or look at the data"
             )
-
-    def check_end(self) -> None:
-        """Raise :class:`_BadSteps` as :meth:`check` does, or if no step of the run was good."""
-        self.check()
-        if 0 < self._steps == self.in_row():
+        if is_over and 0 < self._steps == in_row:
             raise _BadSteps(
                 f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
                 "trained; look at the weights it started from, and at the data"
@@ -158,7 +150,7 @@ class Run(ABC):
         """The newest checkpoint that this run has resumed or written."""
         self.best = Best()
         shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
-        self.callbacks = Callbacks([self.best, Timed(), *shown, *callbacks, Profile()])
+        self.callbacks = Callbacks([self.best, *shown, *callbacks, Profile()])
         self.loss: float | None = None
         self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
@@ -246,7 +238,7 @@ class Run(ABC):
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
-                raise RunFailed(f"{failure}; {self.save_failed()}") from None
+                raise RunFailed(f"{failure}; {self._save_failed()}") from None
             finally:
                 self.log.close()
 
@@ -261,7 +253,8 @@ class Run(ABC):
             with suppress(GivenUp):
                 yield
             self.end_steps()
-            self.callbacks.on_last_step(self)
+            for callback in self.callbacks:
+                callback.on_last_step(self)
         self.log.end_progress()
 
     @property
@@ -284,12 +277,20 @@ class Run(ABC):
 
     def count_step(self, skipped: torch.Tensor) -> None:
         """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
-        self.callbacks.on_update(self)
+        minutes = self.config.checkpoint.minutes
+        if 0 < 60 * minutes <= time.monotonic() - self.saved_time:
+            self.ask_to_save()
+        for callback in self.callbacks:
+            callback.on_update(self)
         self.watch.update(skipped, self.sum_requests())
 
     def ask_to_save(self) -> None:
         """Have all ranks save at most two steps later, if this is the main rank."""
         self.wants_save = self.world.is_main
+
+    def due(self, interval: int) -> bool:
+        """Return whether something done every ``interval`` steps (0: never) is due now."""
+        return interval > 0 and self.step % interval == 0
 
     @property
     def is_logged(self) -> bool:
@@ -309,13 +310,14 @@ class Run(ABC):
             else:
                 self.begin_save()
         self.report_saved(self.snapshots.finished())
-        self.callbacks.on_step(self)
+        for callback in self.callbacks:
+            callback.on_step(self)
         if self.due(config.train.gc_interval):
             gc.collect()
 
     def end_steps(self) -> None:
         """Save what the steps have made, and leave if a stop signal has come to any rank."""
-        self.watch.check_end()
+        self.watch.check(is_over=True)
         if self.config.checkpoint.at_end:
             self.save()  # before all that takes time, and while a stop signal can wait
         self.report_saved(self.snapshots.wait())
@@ -327,16 +329,11 @@ class Run(ABC):
             raise SystemExit(128 + number)
 
     def sum_requests(self) -> torch.Tensor:
-        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank wants a checkpoint, plus
-        ``_END`` for each rank on which a callback ends the run (0-d)."""
+        """Sum all ranks' stop signals, ``_SAVE`` and ``_END`` (0-d)."""
         # By the main rank's clock, since all must decide alike.
         mine = len(self.stop) + _SAVE * self.wants_save + _END * bool(self.ended_by)
         self.wants_save = False
         return self.world.sum_all(torch.full((), mine, device=self.device))
-
-    def due(self, interval: int) -> bool:
-        """Return whether something done every ``interval`` steps (0: never) is due now."""
-        return interval > 0 and self.step % interval == 0
 
     def say(self, text: str) -> None:
         """Print a line on the main rank."""
@@ -347,31 +344,29 @@ class Run(ABC):
         self.expert_counts_LE = routing.counts_LE
         for text in self.routing_watch.update(routing):  # every rank finds the same
             self.say(text)
-        return routing_health(routing, self.moe_layers)
+        return self.routing_watch.health(routing)
 
     def report(self, row: Mapping[str, float | None]) -> None:
         """Log the values of a step or an evaluation, which are the same on every rank."""
         clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
         self.loss = clean.get("loss", self.loss)
         self.log.log(self.step, clean)
-        self.callbacks.on_log(self, clean)
+        for callback in self.callbacks:
+            callback.on_log(self, clean)
         if any(name.startswith("eval_") for name in clean):
-            self.callbacks.on_evaluate(self, clean)
+            for callback in self.callbacks:
+                callback.on_evaluate(self, clean)
+
+    @property
+    def _length(self) -> str:
+        return "train.steps" if self.config.train.epochs is None else "train.epochs"
 
     def result(self) -> Result:
         """Return what the run has come to."""
-        length = "train.steps" if self.config.train.epochs is None else "train.epochs"
-        best = self.best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
-        return Result(
-            self.step,
-            self.ended_by or length,
-            self.loss,
-            self.best.step,
-            self.best.value,
-            best,
-            self.continues,
-            self.folder,
-        )
+        best, reason = self.best, self.ended_by or self._length
+        kept = best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
+        found = best.step, best.value, kept
+        return Result(self.step, reason, self.loss, *found, self.continues, self.folder)
 
     def announce(self) -> None:
         """Say what is about to run, and write ``config.json``."""
@@ -385,12 +380,12 @@ class Run(ABC):
             f"{self.device.type}, {dtype}; {self.trained_on}; output in {config.output_dir}"
         )
         say(f"settings:\n{config.describe()}")
-        length = "train.steps" if config.train.epochs is None else "train.epochs"
-        say(f"{self.total_steps:,} steps, by {length}")
+        say(f"{self.total_steps:,} steps, by {self._length}")
         if self.step >= self.total_steps:
             say(
-                f"already trained to step {self.step}, nothing is left to do: raise {length} to go "
-                "on, set checkpoint.resume never to start again, or choose another output_dir"
+                f"already trained to step {self.step}, nothing is left to do: raise "
+                f"{self._length} to go on, set checkpoint.resume never to start again, or choose "
+                "another output_dir"
             )
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
@@ -444,9 +439,10 @@ class Run(ABC):
         """Say that a checkpoint is complete, if one is."""
         if saved is not None:
             self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
-            self.callbacks.on_checkpoint(self, saved.path)
+            for callback in self.callbacks:
+                callback.on_checkpoint(self, saved.path)
 
-    def save_failed(self) -> str:
+    def _save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""
         try:
             saved = self.save(failed=True)
@@ -464,14 +460,11 @@ class Run(ABC):
         if place is not None and self.world.is_main:
             resume = self.run_folder.resume_now(resume, place.restarts)
         self.resume_from = self.world.broadcast(resume)
-        return find_snapshot(
-            self.resume_from, self.run_folder, self.session.arch, self.world, before
-        )
+        return self.run_folder.open(self.resume_from, self.session.arch, self.world, before)
 
     def resume(self, found: Checkpoint) -> None:
         """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""
-        data, total = self.identity, self.total_steps
-        while damaged := restore_snapshot(found, self.engine, data, total):
+        while damaged := self.snapshots.restore(found, self.identity, self.total_steps):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:

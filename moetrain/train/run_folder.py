@@ -4,7 +4,8 @@ The checkpoints of a folder are one branch of training, the higher step the newe
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
 checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-The main rank alone calls these methods, except :meth:`RunFolder.check_shared`, which is collective.
+The main rank alone calls these methods, except :meth:`RunFolder.check_shared` and
+:meth:`RunFolder.open`, which are collective.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from moetrain.checkpoint.read import (
+    Checkpoint,
     DamagedCheckpoint,
     list_checkpoints,
     newest_in,
@@ -38,34 +41,20 @@ from moetrain.parallel.world import World
 
 _logger = logging.getLogger("moetrain")
 
-_BEGUN = ".begun"
-"""Marker file: what lies in the folder belongs to the run that was last started there."""
-_LOCK = ".lock"
+_BEGUN, _LOCK, _MARK = ".begun", ".lock", ".rank-{}"
+"""Files of a folder: whose content is that of the run last started there; whose lock a run holds;
+which a rank writes to show that its machine has the folder."""
 _VISIBLE_SECONDS = 60.0
 """Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
-_VISIBLE_PAUSE = 0.05
-_MARK = ".rank-{}"
-"""File that a rank writes to show that its machine has the folder."""
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 """Errors of ``flock`` on file systems without it."""
-_CHECKPOINT_BYTES = 12
-"""Bytes a parameter: the weight and AdamW's two moments, in fp32."""
-_EXPORT_BYTES = 4
-_LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
-"""The longest path, in bytes, that a run makes below its output folder."""
-_FILES_OF_A_RUN = (
-    "metrics.jsonl",
-    "config.json",
-    "loss.png",
-    "sample.txt",
-    "reward.png",
-    "report.html",
-    "routing.npz",
-)
-_FOLDERS_OF_A_RUN = (
-    *("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile"),
-)
+_CHECKPOINT_BYTES, _EXPORT_BYTES = 12, 4
+"""Bytes a parameter: the weight and AdamW's two moments in fp32, and the weight alone."""
+_FILES = ("metrics.jsonl", "config.json", "report.html", "routing.npz", "sample.txt", "loss.png")
+_FILES += ("reward.png",)
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
+"""What a run writes."""
 
 
 class RunFolder:
@@ -82,35 +71,30 @@ class RunFolder:
             ConfigError: the folder or a path in it is blocked by another file, has too long a name,
                 or cannot be written to.
         """
-
-        folder = self.path
+        folder, absolute = self.path, Path(os.path.abspath(self.path))
 
         def error(problem: str) -> ConfigError:
             return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
 
         try:
-            there = Path(os.path.abspath(folder))
+            there = absolute
             while not os.path.lexists(there):
                 there = there.parent
             if not there.exists():
                 raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
             if not there.is_dir():
                 raise error(f"cannot be made: {shortened(str(there))} is not a folder")
-            missing = Path(os.path.abspath(folder)).relative_to(there).parts
-            longest_name = os.pathconf(there, "PC_NAME_MAX")
-            if any(len(os.fsencode(part)) > longest_name for part in missing):
-                raise error(f"has a name of more than {longest_name} bytes")
-            longest_path = os.pathconf(there, "PC_PATH_MAX")
-            if len(os.fsencode(os.path.abspath(folder))) + _LONGEST_BELOW >= longest_path:
-                raise error(f"leaves too little of {longest_path} bytes for the names of its files")
+            longest = os.pathconf(there, "PC_NAME_MAX")
+            if any(len(os.fsencode(x)) > longest for x in absolute.relative_to(there).parts):
+                raise error(f"has a name of more than {longest} bytes")
             with tempfile.TemporaryFile(dir=there):
                 pass
-            for name in _FILES_OF_A_RUN:
+            for name in _FILES:
                 if (folder / name).is_dir():
                     raise error(f"cannot be used: its {name} is a folder")
             if not _is_of_a_run(folder / "config.json"):
                 raise error("cannot be used: its config.json is no run's, and would be replaced")
-            for name in _FOLDERS_OF_A_RUN:
+            for name in _FOLDERS:
                 if os.path.lexists(folder / name) and not (folder / name).is_dir():
                     raise error(f"cannot be used: its {name} is not a folder")
         except OSError as failure:
@@ -123,18 +107,16 @@ class RunFolder:
             ConfigError: it names the free bytes, the bytes needed, and what needs them.
         """
         checkpoint, steps = config.checkpoint, config.train.steps
-        saves = int(checkpoint.at_end)
+        keep, best = checkpoint.keep, checkpoint.best
+        saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
         if checkpoint.interval:
-            saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
+            saves += keep if steps is None else (steps - 1) // checkpoint.interval
         if checkpoint.minutes:  # how many there will be is not known
-            saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
-        milestones = int(checkpoint.best)
-        if checkpoint.best:
-            saves += 1 + checkpoint.keep
+            saves += keep if steps is None else min(keep, steps - 1)
         if checkpoint.keep_every and steps is not None:
             milestones += steps // checkpoint.keep_every
         # The oldest goes when the newest is complete.
-        copies = min(saves, checkpoint.keep + 1 + milestones)
+        copies = min(saves, keep + 1 + milestones)
         one = arch.num_params() * _CHECKPOINT_BYTES
         export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
         # New checkpoints take the place of these.
@@ -179,7 +161,11 @@ class RunFolder:
             try:
                 yield
             except ConfigError:
-                _unmake(made)
+                with suppress(OSError):  # they hold more than a lock
+                    if made and [path.name for path in folder.iterdir()] == [_LOCK]:
+                        (folder / _LOCK).unlink()
+                    for path in made:
+                        path.rmdir()
                 raise
         finally:
             os.close(descriptor)
@@ -197,17 +183,42 @@ class RunFolder:
         if world.rendezvous is None:
             return
         token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
-        mine = self.path / _MARK.format(world.rank)
-        reports = world.rendezvous.gather(
-            json.dumps([socket.gethostname(), _write_mark(mine, token)])
-        )
-        problem = _not_shared(self.path, token, [json.loads(report) for report in reports])
-        problem = world.broadcast(problem)
+        mine, problem = self.path / _MARK.format(world.rank), "there is no such folder"
+        for _ in _while_it_may_come():
+            try:
+                mine.write_text(token)
+            except FileNotFoundError:  # the folder is new, or it is not there
+                continue
+            except OSError as error:
+                problem = f"it cannot be written to ({error.strerror})"
+            else:
+                problem = ""
+            break
+        reports = world.rendezvous.gather(json.dumps([socket.gethostname(), problem]))
+        problem = world.broadcast(self._not_shared(token, [json.loads(x) for x in reports]))
         with suppress(OSError):
             mine.unlink()
         world.barrier()  # the folder may go again, and must be empty then
         if problem:
             raise ConfigError("output_dir", problem)
+
+    def _not_shared(self, token: str, reports: list[tuple[str, str]]) -> str:
+        """Return the first problem of ranks' ``(machine, problem)`` reports, or an empty text."""
+        problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
+        for rank in () if problems else range(len(reports)):
+            mark = self.path / _MARK.format(rank)
+            if not any(_holds(mark, token) for _ in _while_it_may_come()):
+                problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
+                break
+        if not problems:
+            return ""
+        rank, problem = next(iter(problems.items()))
+        others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        return (
+            f"{shortened(str(self.path))} is not one folder for all ranks: on {reports[rank][0]} "
+            f"(rank {rank}{others}) {problem}; choose one on a file system that all machines of "
+            "the run share"
+        )
 
     def find(self, resume: str, before: int | None = None) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
@@ -244,6 +255,30 @@ class RunFolder:
             )
         return None
 
+    def open(
+        self, resume: str, arch: Architecture, world: World, before: int | None = None
+    ) -> Checkpoint | None:
+        """Open the checkpoint that :meth:`find` finds on the main rank. Collective.
+
+        Raises:
+            ConfigError: as :meth:`find`, or the checkpoint is not of ``arch``.
+        """
+        path = self.find(resume, before) if world.is_main else None
+        shared = world.broadcast("" if path is None else str(path))
+        if not shared:
+            return None
+        found = open_checkpoint(Path(shared))
+        mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+        for key in {**mine, **theirs}:
+            if mine.get(key) != theirs.get(key):
+                raise ConfigError(
+                    "checkpoint.resume",
+                    f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this "
+                    f"run's {mine.get(key)!r}); choose another output_dir, or checkpoint.resume "
+                    "never",
+                )
+        return found
+
     def resume_now(self, resume: str, restarts: int) -> str:
         """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
 
@@ -264,31 +299,25 @@ class RunFolder:
         metrics, whose later lines it will drop.
         """
         folder, root = self.path, self.checkpoints
-        checkpoints = list_checkpoints(root)
-        if resumed is not None and resumed.resolve().parent == root.resolve():
-            later = [path for path in checkpoints if (step_of(path) or 0) > step]
-            if later:
-                old = self._next_earlier()
+        is_continued = resumed is not None and resumed.resolve().parent == root.resolve()
+        since = step if is_continued else -1
+        if going := [path for path in list_checkpoints(root) if (step_of(path) or 0) > since]:
+            names = (folder / f"earlier-{number}" for number in count(1))
+            old = next(name for name in names if not name.exists())
+            old.mkdir()
+            if is_continued:
                 (old / root.name).mkdir()
                 if (folder / "metrics.jsonl").exists():
                     shutil.copy2(folder / "metrics.jsonl", old)
-                for path in later:
+                for path in going:
                     path.rename(old / root.name / path.name)
                 _logger.info("checkpoints after step %d were moved to %s", step, old)
-        elif checkpoints:
-            old = self._next_earlier()
-            for name in (root.name, "metrics.jsonl", "tensorboard", "profile"):
-                if (folder / name).exists():
-                    (folder / name).rename(old / name)
-            _logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+            else:
+                for name in (root.name, "metrics.jsonl", "tensorboard", "profile"):
+                    if (folder / name).exists():
+                        (folder / name).rename(old / name)
+                _logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
         (folder / _BEGUN).touch()
-
-    def _next_earlier(self) -> Path:
-        number = 1
-        while (old := self.path / f"earlier-{number}").exists():
-            number += 1
-        old.mkdir()
-        return old
 
 
 def _is_of_a_run(file: Path) -> bool:
@@ -316,15 +345,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
 
 
-def _unmake(made: list[Path]) -> None:
-    """Remove the folders ``made``, innermost first, unless they hold more than a lock."""
-    with suppress(OSError):  # something is
-        if made and [path.name for path in made[0].iterdir()] == [_LOCK]:
-            (made[0] / _LOCK).unlink()
-        for path in made:
-            path.rmdir()
-
-
 def _lock(descriptor: int, folder: Path) -> bool:
     """Lock the file and write into it who did; returns False if the file system has no locks."""
     try:
@@ -350,39 +370,13 @@ def _lock(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def _write_mark(file: Path, token: str) -> str:
-    """Write ``token`` to ``file``; returns a problem, or an empty text."""
+def _while_it_may_come() -> Iterator[None]:
+    """Yield as long as what another rank has written may still become visible here."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while True:
-        try:
-            file.write_text(token)
-            return ""
-        except FileNotFoundError:  # the folder is new, or it is not there
-            if time.monotonic() > deadline:
-                return "there is no such folder"
-        except OSError as error:
-            return f"it cannot be written to ({error.strerror})"
-        time.sleep(_VISIBLE_PAUSE)
-
-
-def _not_shared(folder: Path, token: str, reports: list[tuple[str, str]]) -> str:
-    """Return the first problem of ranks' ``(machine, problem)`` reports, or an empty text."""
-    problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    for rank in () if problems else range(len(reports)):
-        while not _holds(folder / _MARK.format(rank), token):
-            if time.monotonic() > deadline:
-                problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
-                break
-            time.sleep(_VISIBLE_PAUSE)
-    if not problems:
-        return ""
-    rank, problem = next(iter(problems.items()))
-    others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return (
-        f"{shortened(str(folder))} is not one folder for all ranks: on {reports[rank][0]} (rank "
-        f"{rank}{others}) {problem}; choose one on a file system that all machines of the run share"
-    )
+    yield
+    while time.monotonic() <= deadline:
+        time.sleep(0.05)
+        yield
 
 
 def _holds(file: Path, token: str) -> bool:

@@ -40,9 +40,9 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
-from moetrain.train.memory import estimate_memory, least_sleep
-from moetrain.train.plan import check_effects, check_host
-from moetrain.train.reporters import reporters_of
+from moetrain.train.callbacks import reporters_of
+from moetrain.train.memory import RankSizes
+from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
 
 _logger = logging.getLogger("moetrain")
@@ -59,18 +59,12 @@ class Session:
 
     Attributes:
         config: the settings, with ``kernels.attention`` resolved where the run generates.
-        arch: the model's architecture.
         world: this process among all.
-        memory: the estimate of what this rank's device will hold at its peak.
-        sleep: what of generation's memory is freed while weights are updated; None: nothing
-            generates.
+        sleep: what of generation's memory is freed while weights are updated, or None.
     """
 
     def __init__(
-        self,
-        config: Config,
-        arch: Architecture,
-        sleep: SleepName | Literal["auto"] | None = None,
+        self, config: Config, arch: Architecture, sleep: SleepName | Literal["auto"] | None = None
     ) -> None:
         """Join the processes and check devices, compilers, device memory and host memory.
 
@@ -85,38 +79,28 @@ class Session:
         self.arch = arch
         self.world = join_world(config, arch)
         device = self.world.device
+        dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        sizes = config, arch, self.world.dims, compute_dtype(config, device)
-        capacity = device_capacity(device)
+        ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
-            mine = least_sleep(*sizes, capacity)
+            mine = RankSizes.least_sleep(ranks, capacity)
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
-        self.memory = estimate_memory(*sizes, sleep)
-        self.memory.check(config, capacity)
-        check_host(config, arch, self.world)
-        if config.train.deterministic:
-            _make_deterministic()
-        self.config = config if sleep is None else _with_generation_bits(config, device)
-
-
-def _make_deterministic() -> None:
-    """Restrict torch to bitwise-reproducible algorithms, for the rest of this process."""
-    # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own choice.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
-def _with_generation_bits(config: Config, device: torch.device) -> Config:
-    """Resolve ``kernels.attention`` auto to exact where that runs, so that training computes the
-    same bits as generation."""
-    kernels = config.kernels
-    runs = cudnn_attention.runs(device, compute_dtype(config, device))
-    if kernels.attention != "auto" or not runs:
-        return config
-    exact = kernels.model_copy(update={"attention": "exact"})
-    return config.model_copy(update={"kernels": exact})
+        peaks = [rank.peak(sleep) for rank in ranks]
+        max(peaks, key=lambda estimate: estimate.total).check(config, capacity)
+        check_host(ranks, self.world)
+        if config.train.deterministic:  # for the rest of this process
+            # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own
+            # choice.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        generates, kernels = sleep is not None, config.kernels
+        if generates and kernels.attention == "auto" and cudnn_attention.runs(device, dtype):
+            # Training then computes the same bits as generation.
+            exact = kernels.model_copy(update={"attention": "exact"})
+            config = config.model_copy(update={"kernels": exact})
+        self.config = config
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:
@@ -146,15 +130,11 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
 
 
 def _check_data_lies_apart(config: Config) -> None:
-    """Check that training data, evaluation data and output folder lie apart.
-
-    Raises:
-        ConfigError: the next run would read this one's files as data, or no row is held out.
-    """
+    """Raise ConfigError unless training data, evaluation data and output folder lie apart."""
     data = config.data
     given = {"path": data.path, "eval_path": data.eval_path}
     folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
-    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
+    if len(folders) > len(set(folders.values())):
         raise ConfigError(
             "data.eval_path",
             f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
@@ -188,9 +168,13 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     config = config.fitting({Fact.EXPERTS: absent})
     check_widths(config, arch)
     if config.model.path is not None:
-        config = config.filled(_of_model(config, config.model.path, arch), "model.path")
+        config = config.filled(_set_by_checkpoint(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
-        config = config.filled({"compile.enabled": _runs_on_cuda(config)}, "auto, by the device")
+        device = config.train.device
+        is_planned = (config.launch.gpus or config.launch.gpu) is not None
+        on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
+        found = {"compile.enabled": device == "cuda" or on_gpu}
+        config = config.filled(found, "auto, by the device")
         config.check()
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
@@ -203,12 +187,6 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
             f"of model.{name} {getattr(config.model, name)!r}; lower it",
         )
     return config, arch
-
-
-def _runs_on_cuda(config: Config) -> bool:
-    """Return whether ``train.device`` means a GPU, here or on the machine that is planned for."""
-    device, is_planned = config.train.device, (config.launch.gpus or config.launch.gpu) is not None
-    return device == "cuda" or (device == "auto" and (is_planned or torch.cuda.is_available()))
 
 
 def check_widths(config: Config, arch: Architecture) -> None:
@@ -226,8 +204,7 @@ def check_widths(config: Config, arch: Architecture) -> None:
                 )
 
 
-def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
-    """Return the settings that nobody has set and that the checkpoint ``path`` decides."""
+def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not config.is_set("data.seq_len"):
         values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)
@@ -247,42 +224,36 @@ def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
 
 
 def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Refuse settings that this device or this layout cannot run.
-
-    Raises:
-        ConfigError: it names the setting, the value and what to use instead.
-    """
+    """Raise ConfigError where this device or this layout cannot run the settings."""
+    dtype = compute_dtype(config, device)
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
     needs_cudnn = config.kernels.batch_invariant and device.type == "cuda"
     if config.kernels.attention == "cudnn" or needs_cudnn:
         try:
-            cudnn_attention.require(device, compute_dtype(config, device), arch.head_dim)
+            cudnn_attention.require(device, dtype, arch.head_dim)
         except ValueError as error:
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
     if config.kernels.precision == "fp8" and device.type == "cuda":
-        problem = _fp8_problem(device, compute_dtype(config, device))
+        problem = None
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            name = torch.cuda.get_device_name(device)
+            problem = f"takes a Hopper GPU or later, and this is a {name}"
+        elif dtype != torch.bfloat16:
+            problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
         if problem is not None:
             raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
     _check_compilers(config, device)
-    check_effects(config, device)
-    facts: dict[str, str | None] = {Fact.DRY_RUN: "this is a run, which takes the machine as it is"}
+    facts: dict[str, str | None] = {
+        Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU",
+        Fact.DRY_RUN: "this is a run, which takes the machine as it is",
+    }
     if config.parallel.ep > 1:  # said again, for the group, where it is put to use
-        dtype, precision = compute_dtype(config, device), config.kernels.precision
-        reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
+        reason = why_not_here(arch, config.parallel.ep, device, dtype, config.kernels.precision)
         facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
-
-
-def _fp8_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why e4m3 products cannot run on a CUDA device in a compute dtype; None if they can."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"takes a Hopper GPU or later, and this is a {torch.cuda.get_device_name(device)}"
-    if dtype != torch.bfloat16:
-        return f"takes train.dtype bfloat16, and this run computes in {dtype}"
-    return None
 
 
 def _check_compilers(config: Config, device: torch.device) -> None:

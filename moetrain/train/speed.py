@@ -1,19 +1,17 @@
 """An estimate of the time of a training step, from the parts' own counts and measured rates.
 
-A step's products, the bytes that its other kernels move, its update and its messages are counted as
-:mod:`moetrain.train.memory` counts bytes, for each pipeline rank, and divided by what a GPU reaches
-of its datasheet. What gathers and reductions of parameters take beyond the products is exposed; so
-are tensor parallel collectives and dispatch, which nothing hides. Pipelines are simulated by their
-schedule.
+A step's products, the bytes that its other kernels move, its update and its messages are counted
+for each pipeline rank, and divided by what a GPU reaches of its datasheet. What gathers and
+reductions of parameters take beyond the products is exposed; so are tensor parallel collectives and
+dispatch, which nothing hides. Pipelines are simulated by their schedule.
 
 Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
 goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
-``tests/test_speed.py`` compares estimates with the rows of that page.
 
 Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
 travel to it, and eager blocks.
 
-Seconds unless a name says otherwise. Legend: T tokens of a micro-batch, D model width.
+Seconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -86,6 +84,16 @@ class _Clock:
         self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
         self.flops = gpu.peak_flops
         self.number = self.config.train.micro_batches(self.dims.data_ranks)
+        self.times = 4 + 2 * rank.share_trained
+        """FLOPs for each multiply-add of a forward, in it and in its backward."""
+        self.experts, self.others = 0.0, rank.matrices * rank.vocabulary_numbers
+        """Parameters that a rank computes with: experts', and all others."""
+        for layer, count in rank.layers.items():
+            for part in layer:
+                if part.style == "routed":
+                    self.experts += count * part.numbers(self.share)
+                else:
+                    self.others += count * part.numbers(self.share)
 
     def travel(self, size: float, ranks: int, span: int) -> float:
         """Return how long a rank of ``ranks`` receives all but its own part of ``size`` bytes.
@@ -98,17 +106,16 @@ class _Clock:
 
     def micro_batch(self) -> float:
         """Estimate the forward and the backward of all its blocks, and of the head."""
-        rank = self.rank
-        computing = sum(
-            count * (sum(map(self._part, layer)) + self._elementwise())
-            for layer, count in rank.layers.items()
-        )
-        exposed = sum(
-            count * sum(map(self._messages, layer)) for layer, count in rank.layers.items()
-        )
+        rank, computing, exposed = self.rank, 0.0, 0.0
+        # Everything of a block that is no product moves residual streams.
+        again = 1 if self.config.activation.policy == "none" else 4 / 3
+        elementwise = again * _PASSES * rank.residual_bytes / self.memory
+        for layer, count in rank.layers.items():
+            computing += count * (sum(map(self._part, layer)) + elementwise)
+            exposed += count * sum(map(self._messages, layer))
         if rank.is_last:
             products = rank.share.tokens * rank.vocabulary_numbers
-            computing += self._times(rank.share_trained) * products / (_HEAD * self.flops)
+            computing += self.times * products / (_HEAD * self.flops)
         hidden = self._gathers_and_reductions()
         return max(computing, hidden) + self._weights_moved() / self.memory + exposed
 
@@ -125,28 +132,25 @@ class _Clock:
 
     # ---- of one micro-batch --------------------------------------------------------------------
 
-    def _times(self, trained: float) -> float:
-        """Count the FLOPs for each multiply-add of a forward, in it and in its backward."""
-        return 4 + 2 * trained
-
     def _part(self, part: Part) -> float:
         """Estimate a part's products."""
         seq_len, activation = self.config.data.seq_len, self.config.activation
         own = self.share.tokens / self.dims.tp
-        saved = {"none": ("attention", "linear", "experts"), "full": (), "selective": ()}
-        kept = activation.save if activation.policy == "selective" else saved[activation.policy]
+        kept = activation.save if activation.policy == "selective" else ()
+        again = {
+            name: 2.0 * (activation.policy != "none" and name not in kept)
+            for name in ("attention", "linear", "experts")
+        }
         matrices = Part.products_per_token(part, seq_len)
         products = part.products_per_token(seq_len)
-        again = {name: 2.0 * (name not in kept) for name in ("attention", "linear", "experts")}
         faster = _FP8 if self.config.kernels.precision == "fp8" else 1.0
-        times = self._times(self.rank.share_trained)
         if part.style == "routed":
             fullest = 1 + _IMBALANCE * math.log2(self.dims.ep)
             if self.config.moe.force_balanced:
                 fullest = 1.0
-            flops = (times + again["experts"]) * products * fullest
+            flops = (self.times + again["experts"]) * products * fullest
             return own * flops / (_EXPERTS * faster * self.flops) + self._adapters(part)
-        linear = (times + again["linear"]) * matrices / (_PROJECTIONS * faster)
+        linear = (self.times + again["linear"]) * matrices / (_PROJECTIONS * faster)
         attention = (6 + again["attention"]) * (products - matrices) / _ATTENTION
         return own * (linear + attention) / self.flops + self._adapters(part)
 
@@ -162,11 +166,6 @@ class _Clock:
         seconds = 4 * self.share.width / self.memory + 6 * lora_rank / (_EXPERTS * self.flops)
         return (lora_rank > 0) * rows * widths * seconds
 
-    def _elementwise(self) -> float:
-        """Estimate everything of a block that is no product: it moves residual streams."""
-        again = 1 if self.config.activation.policy == "none" else 4 / 3
-        return again * _PASSES * self.rank.residual_bytes / self.memory
-
     def _messages(self, part: Part) -> float:
         """Estimate a part's collectives among tensor or expert parallel ranks."""
         dims, stream = self.dims, self.rank.residual_bytes
@@ -177,25 +176,14 @@ class _Clock:
             return 4 * self.travel(reached * stream, dims.ep, dims.ep)
         return 4 * self.travel(dims.tp * stream, dims.tp, dims.tp)
 
-    def _numbers(self, is_expert: bool) -> float:
-        """Count the parameters of its blocks that a rank computes with, experts' or the others'."""
-        return sum(
-            count * part.numbers(self.share)
-            for layer, count in self.rank.layers.items()
-            for part in layer
-            if (part.style == "routed") == is_expert
-        )
-
     def _weights_moved(self) -> float:
         """Count bytes of weights that products read and gradients that are written and added up."""
         rank, width = self.rank, self.share.width
-        numbers = self._numbers(False) + self._numbers(True)
-        numbers += rank.matrices * rank.vocabulary_numbers
         moved = 2 * width * (1 + rank.share_trained)
         casts = 2 * (FP32 + width) * (rank.is_alone and rank.turns > 0)
         gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
         sums = rank.trained / self.dims.sharding_ranks * gradient * (1 + (self.number > 1))
-        return numbers * (moved + casts) + sums
+        return (self.experts + self.others) * (moved + casts) + sums
 
     def _gathers_and_reductions(self) -> float:
         """Estimate what travels among ranks that shard parameters, and is hidden while it can."""
@@ -203,9 +191,5 @@ class _Clock:
         gathers = 2 if rank.turns else 1 / self.number
         reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
         each = self.share.width * (gathers + reduces * rank.share_trained)
-        vocabulary = rank.matrices * rank.vocabulary_numbers
-        return self.travel(
-            each * self._numbers(True), dims.efsdp, dims.sharding_ranks
-        ) + self.travel(
-            each * (self._numbers(False) + vocabulary), dims.dp_shard, dims.sharding_ranks
-        )
+        experts = self.travel(each * self.experts, dims.efsdp, dims.sharding_ranks)
+        return experts + self.travel(each * self.others, dims.dp_shard, dims.sharding_ranks)

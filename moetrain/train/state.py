@@ -1,20 +1,28 @@
-"""The state of a model in training: its weights and moments, spread over ranks.
+"""The state of a model in training: its weights and moments, spread over ranks, and checkpoints.
 
 :class:`ModelState` builds them, reads and loads them in parts or whole, exports them, and moves
-them to host memory and back. How they are trained is :mod:`moetrain.train.engine`'s business.
+them to host memory and back; :class:`Snapshots` saves and restores them with a run's progress.
+Ranks hold parts of tensors, and files hold pieces, each of which says where in the whole it lies. A
+checkpoint can thus be resumed on any mesh, where each rank reads only its own part. How weights are
+trained is :mod:`moetrain.train.engine`'s business.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
+from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
+from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError
+from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import TokenizerFiles
@@ -23,12 +31,14 @@ from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.optim import MOMENTS, AdamW
+from moetrain.optim import AdamW
 from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
+
+_logger = logging.getLogger("moetrain")
 
 _Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
 _OFFLOADED: tuple[_Offloaded, ...] = get_args(_Offloaded)
@@ -101,7 +111,7 @@ class ModelState:
             if not member.rule.trainable:
                 continue
             part, dtype = member.layout.part(member.local), self.optimizer.dtype
-            sizes = {f"{name}.{key}": dtype.itemsize for key in MOMENTS}
+            sizes = {f"{name}.{key}": dtype.itemsize for key in self.optimizer.MOMENTS}
             for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
                 if part.is_written_here(key):
                     total += aligned(itemsize * part.tensor.numel())
@@ -169,15 +179,15 @@ class ModelState:
 
     def _whole(self, name: str) -> torch.Tensor:
         self._need("weights")  # on every rank, whichever stage has it: else the others would wait
-        return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
 
-    def _whole_here(self, name: str) -> torch.Tensor:
-        """Return a tensor of this rank's stages, whole; collective over the ranks that have it."""
-        member = self.fsdp.members.get(name)
-        if member is None:
-            return self.model.get_buffer(name)
-        self.fsdp.settle()
-        return member.layout.whole(member.read().to(self.world.device))
+        def whole_here() -> torch.Tensor:  # collective over the ranks that have it
+            member = self.fsdp.members.get(name)
+            if member is None:
+                return self.model.get_buffer(name)
+            self.fsdp.settle()
+            return member.layout.whole(member.read().to(self.world.device))
+
+        return self.stages.whole(self.stages.table[name], whole_here).detach()
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
@@ -203,9 +213,9 @@ class ModelState:
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        share = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
         how = {"dtype": dtype, "tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes}
-        export = Export(whole, folder, **how, **share)
+        how |= {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
+        export = Export(whole, folder, **how)
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)
@@ -216,16 +226,12 @@ class ModelState:
     # ---- in host memory ------------------------------------------------------------------------
 
     def offload(self, *what: _Offloaded) -> None:
-        """Move ``what`` to host memory, and free its memory on the device, until :meth:`reload`.
+        """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
-        Tensors keep their identity, and on a GPU their addresses: parameters, moments and, with
-        several ranks, gradients come back to where they were. Until then methods that need them
-        raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may touch
-        them. Host memory is kept for the next time.
-
-        Args:
-            what: everything, if nothing is named. Workspaces (gathered parameters) are only freed,
-                and come back with their next use.
+        Tensors keep their identity, and on a GPU their addresses. Until then methods that need
+        them raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may
+        touch them. Host memory is kept for the next time. Workspaces (gathered parameters) are only
+        freed, and come back with their next use.
 
         Raises:
             ValueError: a name is unknown.
@@ -261,3 +267,155 @@ class ModelState:
         """Raise OffloadedError unless all of ``what`` is on the device."""
         for name in what:
             self._arenas[name].need()
+
+
+class Snapshots(Saver):
+    """Saves and restores a :class:`ModelState` with the progress of a run. Collective.
+
+    With ``checkpoint.asynchronous`` saves are written in the background, from copies.
+    """
+
+    def __init__(self, engine: ModelState) -> None:
+        """Reserve host memory for copies; raises RunFailed if there is too little."""
+        super().__init__(engine.world.own_rendezvous())
+        self.engine, self.settings = engine, engine.config.checkpoint
+        self.staging: Staging | None = None
+        if self.settings.asynchronous:
+            self.staging = Staging(engine.world.device)
+            engine.before_change = self.staging.hold_changes
+            # Reserving takes time, which nothing waits for yet.
+            if self.settings.interval or self.settings.minutes:
+                self.staging.reserve(engine.state_bytes())
+
+    def save(
+        self,
+        root: Path,
+        progress: Mapping[str, Any],
+        tensors: Mapping[str, Mapping[str, TensorSlice]],
+        *,
+        failed: bool,
+        keeps: int | None = None,
+    ) -> None:
+        """Begin to write a checkpoint under ``root``, once the previous one is written.
+
+        It is complete when :meth:`wait` returns. Unless it is written from copies, nothing may
+        change before.
+
+        Args:
+            progress: what ``state.json`` holds.
+            tensors: this rank's parts of groups besides the engine's.
+            keeps: a step whose checkpoint is kept besides the newest.
+
+        Raises:
+            RunFailed: this checkpoint or the previous one cannot be written.
+        """
+        self.wait()
+        engine, rng = self.engine, {}
+        if engine.world.is_main:  # all ranks have its random numbers after a resumption
+            rng["cpu"] = TensorSlice.all_of(torch.get_rng_state())
+            if engine.world.device.type == "cuda":
+                rng["cuda"] = TensorSlice.all_of(torch.cuda.get_rng_state(engine.world.device))
+        groups = {**engine.state(), "rng": rng, **tensors}
+        state = {
+            **progress,
+            "architecture": engine.arch.model_dump(mode="json"),
+            "config": engine.config.to_dict(),
+            "frozen": engine.fingerprint,
+        }
+        keep, every = self.settings.keep, self.settings.keep_every
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps)
+        if self.staging is None:
+            self.start(plan, groups, state)
+        else:
+            copies, ready = self.staging.copy(groups)
+            self.start(plan, copies, state, ready)
+
+    def restore(self, found: Checkpoint, data: str, total_steps: int) -> str:
+        """Load ``found``; every byte is read by some rank, and checked.
+
+        Args:
+            data: hash of what the run trains on.
+            total_steps: its length.
+
+        Returns:
+            What is damaged, the same on every rank, or an empty text. The engine's state is
+            undefined if anything is.
+
+        Raises:
+            ConfigError: tensors have other names, shapes or dtypes, the frozen weights are others,
+                or the run is over and data or ``model.path`` changed.
+        """
+        engine, world = self.engine, self.engine.world
+        self._check_same_run(found, data, total_steps)
+        self._check_same_frozen(found)
+        damaged = ""
+        try:
+            for group in engine.GROUPS:  # one after the other: each may be most of the memory
+                engine.load_state({group: found.group(group)})
+            self._set_random_numbers(found)
+            for name in set(found.groups) - {*engine.GROUPS, "rng"}:
+                for stored in found.group(name).values():
+                    stored.check(world.rank, world.size)
+        except DamagedCheckpoint as error:
+            damaged = error.problem
+        if damaged := world.any(damaged):
+            return damaged
+        _logger.info("resuming from %s", found.folder)
+        before = dict(leaves(found.state["config"]))
+        for name, value in leaves(engine.config.to_dict()):
+            if before.get(name) != value:
+                _logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
+        return ""
+
+    def _set_random_numbers(self, found: Checkpoint) -> None:
+        rng, device = found.tensors("rng"), self.engine.world.device
+        try:
+            torch.set_rng_state(rng["cpu"])
+            if device.type == "cuda" and "cuda" in rng:
+                torch.cuda.set_rng_state(rng["cuda"], device)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{str(found.folder)!r} has no state of random numbers: {error}",
+            ) from None
+
+    def _check_same_frozen(self, found: Checkpoint) -> None:
+        """Raise ConfigError unless frozen weights, which are not in ``found``, are as they were."""
+        engine = self.engine
+        if found.state.get("frozen", "") == engine.fingerprint:
+            return
+        path, seed = engine.config.model.path, engine.config.train.seed
+        origin = f"train.seed {seed}" if path is None else f"model.path {shortened(path)}"
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(found.folder)!r} was trained beside other frozen weights than this run has, of "
+            f"{origin}; set that, lora.rank, lora.base_dtype and train.freeze as they were, or "
+            "checkpoint.resume never",
+        )
+
+    def _check_same_run(self, found: Checkpoint, data: str, total_steps: int) -> None:
+        """Refuse to resume a finished run with other data, or from another ``model.path``.
+
+        A run that is not over may go on with other rows, and the checkpoint it began from may have
+        moved: the main rank warns of either. A run that is over would do nothing with them.
+        """
+        changed = []
+        if found.state.get("data", data) != data:  # earlier versions did not note it
+            changed.append("was trained on other data")
+        began = dict(leaves(found.state["config"])).get("model.path")
+        paths = {
+            path and os.path.realpath(os.path.expanduser(path))
+            for path in (began, self.engine.config.model.path)
+        }
+        if len(paths) > 1:
+            changed.append(f"began from model.path {shortened(began)}")
+        what = " and ".join(changed)
+        if changed and found.state["step"] >= total_steps:
+            raise ConfigError(
+                "output_dir",
+                f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and "
+                f"{what}; choose another output_dir, set checkpoint.resume never to start again, "
+                "or make train.steps or train.epochs longer to go on with it",
+            )
+        if changed and self.engine.world.is_main:
+            _logger.warning("%s %s; the run goes on from it", found.folder, what)

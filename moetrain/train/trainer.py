@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config, ConfigError, TrainSection
+from moetrain.config import Config, ConfigError
 from moetrain.data.given import given_data
 from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
@@ -22,7 +22,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
-from moetrain.train.engine import Engine, sequential
+from moetrain.train.engine import Engine
 from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, routing_losses
 from moetrain.train.preferences import Reference, chosen_objectives, pair_datasets
@@ -86,7 +86,7 @@ class Trainer(Run):
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
         if pairs := pair_datasets(self.data):
-            self.callbacks.add(Reference(pairs))
+            self.callbacks.append(Reference(pairs))
         found = chosen_objectives(config, arch, pairs, self._objective)
         self.objective, self._objective = found
         self.loader = Loader(
@@ -100,7 +100,8 @@ class Trainer(Run):
             before_batch=self.give_up_if_stopped,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
-        self.engine = Engine(config, arch, self.world, self.one_by_one)
+        self.engine = Engine(config, arch, self.world)
+        self.engine.before_forward = self.give_up_if_stopped
 
     @property
     def identity(self) -> str:
@@ -114,8 +115,7 @@ class Trainer(Run):
     @property
     def has_text(self) -> bool:
         """Whether the ids that are trained on are the tokenizer's."""
-        is_given = self._given is not None
-        config = self.config
+        config, is_given = self.config, self._given is not None
         return config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -158,15 +158,6 @@ class Trainer(Run):
         if self.stop and self.world.size == 1 and len(self.data.train):
             raise GivenUp
 
-    def one_by_one(self, batches: Any, forward: Any, backward: Any) -> None:
-        """Run :func:`~moetrain.train.engine.sequential`, which a stop signal ends early."""
-
-        def forward_unless_stopped(batch: Any) -> torch.Tensor:
-            self.give_up_if_stopped()
-            return forward(batch)
-
-        sequential(batches, forward_unless_stopped, backward)
-
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
@@ -183,8 +174,7 @@ class Trainer(Run):
         whole = sum(share for _, share in parts.values())
         try:
             for name, (part, share) in parts.items():
-                terms = held_out_terms(self.engine, part, self.config.train, self._objective)
-                for term, value in terms.items():
+                for term, value in self.held_out_terms(part).items():
                     key = f"eval_{term}"
                     row[key] = row.get(key, 0.0) + value * share / whole
                     row |= {f"{key}/{name}": value} if name else {}
@@ -193,6 +183,21 @@ class Trainer(Run):
         self.evaluated_at = self.step
         self.report(row)
         self.clock.start()
+
+    def held_out_terms(self, rows: Dataset) -> dict[str, float]:
+        """Return the terms over ``train.eval_rows`` of ``rows``, the first as ``loss``; collective.
+
+        They are the given objective's, else the cross-entropy in nats a token. Waits for the
+        device; nan if no row has anything of the first thing that the objective counts, such as a
+        target.
+        """
+        world, train, objective = self.world, self.config.train, self._objective or CrossEntropy()
+        ranks = world.data_rank, world.dims.data_ranks
+        batches = list(eval_batches(rows, train.eval_rows, train.micro_batch_size, *ranks))
+        terms = _named(self.engine.forward(batches, objective).terms)
+        counted = next(iter(objective.sizes(batches).values()))
+        is_some = world.sum_rows(torch.full((), counted, device=world.device)).item() > 0
+        return terms if is_some else dict.fromkeys(terms, math.nan)
 
     def log_step(self, result: _StepResult) -> None:
         """Log the step just done; this waits for the device."""
@@ -217,7 +222,12 @@ class Trainer(Run):
     def finish(self) -> None:
         """Evaluate, export what settings ask for and plot the losses."""
         self.evaluate()
-        self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
+        config, is_given = self.config, self._given is not None
+        # Whether the ids that are trained on are the tokenizer's.
+        has_text = (
+            config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
+        )
+        self.export(self.data.tokenizer if has_text else None, self.data.chat_template)
         if self.world.is_main:
             curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
             plot_curves(self.log.path, self.folder / "loss.png", curves, "loss (nats a token)")
@@ -243,22 +253,3 @@ def _named(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:
     # Those of the routers are logged for the whole global batch, whatever the objective balances.
     named = {"loss": first} | {k: k for k in others if k not in ("load_balancing", "router_z")}
     return {name: terms[key].item() for name, key in named.items()}
-
-
-def held_out_terms(
-    engine: Engine, rows: Dataset, train: TrainSection, objective: Objective[Any] | None = None
-) -> dict[str, float]:
-    """Return the terms over ``train.eval_rows`` of ``rows``, the first as ``loss``, on every rank.
-
-    ``objective`` is the cross-entropy in nats a token if it is None. Waits for the device; nan if
-    no row has anything of the first thing that the objective counts, such as a target.
-    """
-    world, objective = engine.world, objective or CrossEntropy()
-    batches = eval_batches(
-        rows, train.eval_rows, train.micro_batch_size, world.data_rank, world.dims.data_ranks
-    )
-    batches = list(batches)
-    terms = _named(engine.forward(batches, objective).terms)
-    counted = next(iter(objective.sizes(batches).values()))
-    is_some = world.sum_rows(torch.full((), counted, device=world.device)).item() > 0
-    return terms if is_some else dict.fromkeys(terms, math.nan)
