@@ -9,7 +9,7 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, corrected, score
-from moetrain.rl.rows import from_padded, pack, to_padded, unpack
+from moetrain.rl.rows import pack, unpack
 from moetrain.train.objectives import RouterLosses
 
 
@@ -21,31 +21,14 @@ def plain_logprobs(engine, sample, temperature):
     return logp[range(len(logp)), sample.tokens[1:]]
 
 
-def test_padded_left_padded_right_or_packed_the_scores_are_the_same():
+def test_packed_scores_are_those_of_each_sample_alone():
     engine, samples = make_engine(), make_samples(*LENGTHS)
-    sizes = [len(s.tokens) for s in samples]
-    is_real_BS = torch.arange(15) < torch.tensor(sizes)[:, None]
-    found = []
-    for is_real in (is_real_BS, is_real_BS.flip(1)):
-        tensors = {
-            name: to_padded([torch.from_numpy(getattr(s, field)) for s in samples], is_real)
-            for name, field in [
-                ("tokens_BS", "tokens"),
-                ("is_action_BS", "is_action"),
-                ("logprobs_BS", "logprobs"),
-            ]
-        }
-        mine = from_padded(is_real, **tensors, advantages_BS=tensors["logprobs_BS"])
-        batches = pack(mine, 14, 2)
-        stats = score(engine, batches, 0.8)
-        back = to_padded(unpack(batches, [x.logprob for x in stats]), is_real)
-        assert (back[~is_real] == 0).all()
-        found.append(back[is_real])
-    left, right = found
-    assert torch.equal(left, right)
-    for sample, logprobs in zip(samples, left.split(sizes), strict=True):
+    batches = pack(samples, 14, 2)
+    found = unpack(batches, [x.logprob for x in score(engine, batches, 0.8)])
+    for sample, logprobs in zip(samples, found, strict=True):
         acts = torch.from_numpy(sample.is_action[1:])
         close(logprobs[1:][acts], plain_logprobs(engine, sample, 0.8)[acts], 1e-5)
+        assert logprobs[0] == 0
         assert (logprobs[1:][~acts] == 0).all()
 
 

@@ -38,7 +38,7 @@ from moetrain.jobs.api import (
 from moetrain.jobs.shared import JobState, SharedEngine, Spread
 from moetrain.jobs.store import Job
 from moetrain.models.architecture import Architecture
-from moetrain.rl.learn import Dealt, gather
+from moetrain.rl.learn import Dealt
 from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
@@ -283,7 +283,7 @@ class JobSession(Spread):
             self._abort(mine)
         if self.is_given_up():
             done.clear()
-        parts = gather(self.world, done)
+        parts = self.world.gather(done)
         if not all(parts[: len(requests)]):  # of the ranks that had any
             return None
         found = {key: c for part in parts for key, c in part.items()}

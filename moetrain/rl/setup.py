@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -29,13 +28,11 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
-from moetrain.rl.calls import Calls, Failed, not_a_reward
+from moetrain.rl.collect import try_reward
 from moetrain.rl.envs import Demonstrates, Environment
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
-
-_logger = logging.getLogger("moetrain")
 
 _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""
@@ -64,11 +61,8 @@ class Setup:
         if config.kernels.precision != "bf16":
             problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
             raise ConfigError("kernels.precision", f"{problem}; unset it")
-        if config.rl.routing_replay and not arch.num_experts:
-            problem = f"true, but {arch.family} has no experts; unset it"
-            raise ConfigError("rl.routing_replay", problem)
         self.config, rl = config, config.rl
-        self.total_steps, self.num_groups = _steps(config), _groups(config)
+        self.total_steps, self.num_groups = _steps_and_groups(config)
         self.num_pages = Pages.number_for(config)
         self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
         if tokenizer.vocab_size > arch.vocab_size:
@@ -79,11 +73,11 @@ class Setup:
             )
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
-            _try_reward(environment, str(rl.reward), rl.step_timeout)
+            try_reward(environment, str(rl.reward), rl.step_timeout)
         if rl.supervised_steps and not isinstance(environment, Demonstrates):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
             raise ConfigError("rl.supervised_steps", problem)
-        self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
+        self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
         self.identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
 
     @classmethod
@@ -134,39 +128,15 @@ class Setup:
         return [name for name, was in before.items() if was != self.identity[name]]
 
 
-def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
-    """Raise ConfigError if the function ``name`` returns no reward for answers to the first line.
-
-    They are the line's own ``answer``, where there is one, and an empty text. A call that raises or
-    takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
-    """
-    line, calls = environment.lines[0], Calls[str](limit)
-    for answer in {str(line.get("answer", "")): None, "": None}:
-        calls.start(answer, environment.score, environment.problem(0), answer)
-    for answer, found in calls.wait_for_all().items():
-        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
-        if isinstance(found, Failed):
-            _logger.warning(
-                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
-                *(case, found.reason, found.detail[:400]),
-            )
-        elif (problem := not_a_reward(found)) is not None:
-            raise ConfigError("rl.reward", f"{case}, returns {problem}")
-
-
-def _steps(config: Config) -> int:
-    steps, supervised = config.train.steps, config.rl.supervised_steps
-    if steps is None:
+def _steps_and_groups(config: Config) -> tuple[int, int]:
+    """Return the run's steps, and the prompts of each."""
+    train, rl = config.train, config.rl
+    if train.steps is None:
         raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
-    if supervised > steps:
-        problem = f"{supervised} are more than train.steps {steps}, all of them"
+    if rl.supervised_steps > train.steps:
+        problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
         raise ConfigError("rl.supervised_steps", problem)
-    return steps
-
-
-def _groups(config: Config) -> int:
-    rl = config.rl
-    size = config.train.global_batch_size * rl.updates_per_rollout
+    size = train.global_batch_size * rl.updates_per_rollout
     number, left = divmod(size, rl.group_size)
     if left or number < rl.updates_per_rollout:
         raise ConfigError(
@@ -174,16 +144,15 @@ def _groups(config: Config) -> int:
             f"{rl.group_size} does not divide the {size} trajectories of a step "
             "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
         )
-    return number
+    return train.steps, number
 
 
 def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
-    prompts = None if rl.prompts is None else _digest(Path(os.path.expanduser(rl.prompts)))
     number = environment.num_tasks  # held-out tasks are drawn from so many
     return {
         "rl.env": _function(rl.env),
         "rl.env_args": str(rl.env_args),
-        "rl.prompts": str(prompts),
+        "rl.prompts": "None" if rl.prompts is None else _digest(rl.prompts),
         "rl.reward": _function(str(rl.reward)),
         "rl.eval_tasks": f"{rl.eval_tasks}" if number is None else f"{rl.eval_tasks} of {number}",
     }
@@ -191,12 +160,11 @@ def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
 
 def _function(name: str) -> str:
     file, _, key = name.rpartition(":")
-    path = Path(os.path.expanduser(file))
-    return f"{_digest(path)}:{key}" if file and path.is_file() else name
+    return f"{_digest(file)}:{key}" if os.path.isfile(os.path.expanduser(file)) else name
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(os.path.expanduser(file)).read_bytes()).hexdigest()
 
 
 def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
@@ -234,7 +202,7 @@ class Window:
         return new, due
 
 
-class Tasks:
+class _Tasks:
     """An environment's tasks, split into held-out ones and those that are trained.
 
     Finite tasks are shuffled once, always in the same way, so that neither part is the start of a

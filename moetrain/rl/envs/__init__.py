@@ -7,7 +7,7 @@
 Tokens go in and come out; :class:`TextEnvironment` turns them into text for tasks that are text.
 Each call may be plain or ``async``, and has a time limit. Plain ones are meant for what answers at
 once; asynchronous ones run beside generation, on one event loop for all, and must not block it
-(:mod:`moetrain.rl.calls`).
+(:mod:`moetrain.rl.collect`).
 
 Ours are in :mod:`moetrain.rl.envs.shipped`.
 """
