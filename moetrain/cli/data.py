@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import Config
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
@@ -30,6 +30,7 @@ _BAR = 40
 
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
+    parser.prog = "moetrain data"
     parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import ConfigError
 
 _SAMPLING = {

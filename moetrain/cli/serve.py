@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
 from moetrain.rollout.access import Access
