@@ -14,7 +14,7 @@ from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.collect import _Calls, _Failed
 from moetrain.rl.envs import Demonstrates, Turn
 from moetrain.rl.envs.shipped import _GENERATED, _evaluate, _load_function, open_environment
-from moetrain.rl.setup import Window, _Tasks
+from moetrain.rl.setup import _Tasks, _Window
 
 TOKENIZER = ByteTokenizer()
 
@@ -369,12 +369,12 @@ def test_slow_calls_are_made_together():
 
 
 def test_the_window_of_its_docstring():
-    window = Window(ahead=4)
+    window = _Window(ahead=4)
     assert window.advance(4) == (range(8), range(4))
     assert window.advance(4) == (range(8, 12), range(4, 8))
     assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
     assert window.advance(4) == (range(14, 18), range(10, 14))
-    assert Window(ahead=0).advance(3) == (range(3), range(3))
+    assert _Window(ahead=0).advance(3) == (range(3), range(3))
 
 
 def test_tasks_are_held_out_or_trained_each_once_an_epoch():

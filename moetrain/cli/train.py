@@ -74,8 +74,10 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too: those of generation."""
 
 _PROGRAMS = {
-    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")),
-    "bench": _Program("bench", "moetrain.cli.bench:Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")),
+    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
+    "bench": _Program(
+        "bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")
+    ),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",

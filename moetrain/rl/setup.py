@@ -48,12 +48,11 @@ class Setup:
     """
 
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
-        """Open everything that ``config`` names: imports the user's files, makes the environment
-        and tries the reward function.
+        """Import the user's files, make the environment and try the reward function.
 
         Raises:
-            ConfigError: settings of several sections do not fit, one has no effect on this model or
-                cannot run on this device, or something named is not there.
+            ConfigError: settings of several sections do not fit, one cannot run on this device, or
+                something named is not there.
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
@@ -63,6 +62,7 @@ class Setup:
             raise ConfigError("kernels.precision", f"{problem}; unset it")
         self.config, rl = config, config.rl
         self.total_steps, self.num_groups = _steps_and_groups(config)
+        self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
         self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
         if tokenizer.vocab_size > arch.vocab_size:
@@ -90,11 +90,7 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Refuse what a run of ``config`` would refuse, and describe the memory that it takes.
-
-        Raises:
-            ConfigError: as for a run, and as :func:`moetrain.train.plan.plan_memory`.
-        """
+        """Raise ConfigError as a run would, and describe the memory that it takes."""
         cls(config, arch, planned_machine(config).device.type)
         return plan_memory(config, arch, generates=True)
 
@@ -175,13 +171,13 @@ def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass
-class Window:
+class _Window:
     """A sliding window over the run's sequence of prompts: which are begun, and which are due.
 
     A step takes the next prompts and waits for exactly those; with ``rl.max_staleness`` s, the
     prompts of s steps more are begun by then, and go on over the updates between. So a trajectory
-    is at most s updates old when it is trained, nothing is thrown away for its age, and the prompts
-    of a step do not depend on anybody's speed.
+    is at most s updates old when it is trained, and the prompts of a step do not depend on
+    anybody's speed.
 
         s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                         step 1: 8 to 11          4 to 7
@@ -189,8 +185,7 @@ class Window:
     Each of W ranks generates every W-th prompt, whatever share of the data it trains.
     """
 
-    ahead: int
-    """Prompts that are begun before their step: rl.max_staleness times those of a step."""
+    ahead: int  # prompts that are begun before their step
     taken: int = 0
     begun: int = 0
 
@@ -210,19 +205,10 @@ class _Tasks:
     """
 
     def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
-        """
-        Args:
-            num_tasks: None: without end.
-            seed: for the order of the trained ones.
-
-        Raises:
-            ConfigError: no task would be left to train.
-        """
+        """``num_tasks`` None: without end. ConfigError: no task would be left to train."""
         if num_tasks is not None and num_held_out >= num_tasks:
-            raise ConfigError(
-                "rl.eval_tasks",
-                f"{num_held_out} of {num_tasks} tasks leave none to train; lower it",
-            )
+            problem = f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
+            raise ConfigError("rl.eval_tasks", problem)
         self.num_held_out, self.seed = num_held_out, seed
         self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)
         self._epoch, self._order = -1, np.empty(0, np.int64)

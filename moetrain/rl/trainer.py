@@ -30,7 +30,7 @@ from moetrain.rl.envs import Demonstrates
 from moetrain.rl.learn import Learned, Learner
 from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
-from moetrain.rl.setup import Setup, Window
+from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
@@ -144,31 +144,23 @@ class RlTrainer(Run):
     generates = True
 
     def build(self, arch: Architecture) -> None:
-        config = self.config
-        self.setup = Setup(config, arch, self.device.type)
-        self.total_steps = self.setup.total_steps
-        self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
-        self.environment = self.setup.environment
+        config, rl = self.config, self.config.rl
+        self.setup = setup = Setup(config, arch, self.device.type)
+        self.total_steps, self.window = setup.total_steps, setup.window
+        self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
         model, experts = replica(self.engine)
+        pages, most = setup.num_pages, rl.max_sequences
         self.generator = Generator(
-            model,
-            self.tokenizer,
-            num_pages=self.setup.num_pages,
-            max_sequences=config.rl.max_sequences,
-            experts=experts,
+            model, self.tokenizer, num_pages=pages, max_sequences=most, experts=experts
         )
         self.update_weights = WeightUpdate(self.engine, self.generator)
+        ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
         self.collector = Collector(
-            self.generator,
-            self.environment,
-            config.rl,
-            stop_ids=end_ids(self.engine.model, self.tokenizer),
-            longest=config.data.seq_len,
+            self.generator, setup.environment, rl, stop_ids=ends, longest=longest
         )
-        self.window = Window(config.rl.max_staleness * self.setup.num_groups)
         self.weights_at = -1
         """The step whose weights the generator holds."""
         self.lr = 0.0
@@ -232,13 +224,13 @@ class RlTrainer(Run):
         return learned
 
     def _imitate(self) -> Learned:
-        assert isinstance(self.environment, Demonstrates)  # Setup has seen to that
-        size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
+        environment, size = self.setup.environment, self.config.train.global_batch_size
+        assert isinstance(environment, Demonstrates)  # Setup has seen to that
+        limit, vocabulary = self.config.rl.step_timeout, self.engine.arch.vocab_size
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
-            vocabulary = self.engine.arch.vocab_size
-            shown = demonstrations(self.environment, tasks, limit, vocabulary)
+            shown = demonstrations(environment, tasks, limit, vocabulary)
         samples = [Sample.of(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
@@ -321,13 +313,9 @@ class RlTrainer(Run):
 
     def _next_groups(self, number: int) -> list[Trajectory]:
         begun, due = self.window.advance(number)
+        size, seed = self.config.rl.group_size, self.config.train.seed
         for prompt in self._mine(begun):
-            self.collector.start(
-                prompt,
-                self.tasks.trained(prompt),
-                self.config.rl.group_size,
-                self.config.train.seed,
-            )
+            self.collector.start(prompt, self.tasks.trained(prompt), size, seed)
         return self._all_of(self._mine(due))
 
     def _kls(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
