@@ -55,19 +55,6 @@ from moetrain.parallel.layout import TensorSlice
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    words = _parse(argv)
-    try:
-        return _COMMANDS[words.command](words)
-    except DamagedCheckpoint as error:
-        print(f"damaged: {error.problem}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # standard output, not a file
-        raise
-    except (OSError, SafetensorError) as error:
-        raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("checkpoint", __doc__)
     parser.add_argument("command", choices=list(_COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
@@ -79,7 +66,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if (words.other is None) != (words.command in ("inspect", "verify")):
         takes = "a second path" if words.other is None else "one path"
         raise ConfigError("checkpoint", f"{words.command} takes {takes}")
-    return words
+    try:
+        return _COMMANDS[words.command](words)
+    except DamagedCheckpoint as error:
+        print(f"damaged: {error.problem}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # standard output, not a file
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
 
 
 def _open(path: Path) -> Checkpoint:

@@ -67,18 +67,16 @@ _NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
 
 
 class _Failed(NamedTuple):
-    """Takes the place of an answer."""
+    """Takes the place of an answer; ``reason`` is a word to count by."""
 
     reason: str
-    """A word to count by: ``raised``, ``timeout``, or one of the caller's."""
     detail: str
 
 
 class _Calls:
-    """Calls under way, each under a key of the caller's."""
+    """Calls under way, each under a key of the caller's, with ``limit`` seconds each."""
 
     def __init__(self, limit: float) -> None:
-        """``limit``: seconds for one call."""
         self.limit = limit
         self._plain: dict[Any, tuple[Future[Any], Future[float]]] = {}
         """Each call's answer, and when it began. An awaitable's answer is another future, ..."""
@@ -100,8 +98,7 @@ class _Calls:
     def finished(self, patience: float = 0.0) -> list[tuple[Any, Any]]:
         """Return the answers that have come, or :class:`_Failed`, in the order of the calls.
 
-        Waits for plain calls, and, where these are none, up to ``patience`` seconds for one of the
-        others.
+        Waits for plain calls, and, without any, up to ``patience`` seconds for one of the others.
         """
         done: list[tuple[Any, Any]] = []
         for key, (answer, begun) in self._plain.items():
@@ -277,17 +274,12 @@ class _Active:
     episode: Episode | None = None
     """None: the environment is making it."""
     is_speaking: bool = False
-    """Whether the generator continues it; otherwise its environment was asked."""
+    """Whether the generator continues it; else its environment was asked."""
     completion: Completion | None = None
 
 
 class Collector:
-    """All trajectories under way on this rank.
-
-    Attributes:
-        generated: tokens generated since :meth:`reset_counts`.
-        seconds: time spent on generation, and on waiting for environments.
-    """
+    """All trajectories under way on this rank."""
 
     def __init__(
         self,
@@ -309,7 +301,7 @@ class Collector:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        self.generated = 0
+        self.generated = 0  # tokens
         self.seconds = {"generate": 0.0, "environment": 0.0}
 
     # ---- what is under way ---------------------------------------------------------------------
@@ -317,11 +309,9 @@ class Collector:
     def start(
         self, group: int, task: int, size: int, seed: int, temperature: float | None = None
     ) -> None:
-        """Begin ``size`` attempts at ``task``, as ``group``.
+        """Begin ``size`` attempts at ``task``, as ``group``, whose number ``seed`` goes with.
 
-        Args:
-            seed: seed of their sampling, together with the group's number.
-            temperature: None: ``rl.temperature``.
+        ``temperature`` None: ``rl.temperature``.
         """
         warm = self.settings.temperature if temperature is None else temperature
         for member in range(size):
@@ -399,31 +389,29 @@ class Collector:
             return self._fail(name, answer)
         trajectory.answers += 1
         trajectory.reward += answer.reward
-        if answer.done or trajectory.is_overlong:
-            return self._end(name)
         has_room = self._room(trajectory, len(answer.tokens)) > 0
-        if not has_room or len(trajectory.actions) >= self.settings.max_turns:
-            if not trajectory.actions:
-                problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
-                return self._fail(name, _Failed("too_long", f"{problem} (data.seq_len)"))
-            trajectory.is_overlong = True
-            return self._end(name)
-        trajectory.extend(answer.tokens)
-        self._speak(name, part)
+        is_cut = not has_room or len(trajectory.actions) >= self.settings.max_turns
+        if answer.done or trajectory.is_overlong:
+            trajectory.is_over = True
+        elif is_cut and not trajectory.actions:
+            problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
+            return self._fail(name, _Failed("too_long", f"{problem} (data.seq_len)"))
+        elif is_cut:
+            trajectory.is_over = trajectory.is_overlong = True
+        else:
+            trajectory.extend(answer.tokens)
+            return self._speak(name, part)
+        del self._active[name]
 
     def _fail(self, name: str, failed: _Failed) -> None:
-        trajectory, (reason, detail) = self._active[name].trajectory, failed
-        trajectory.fault, trajectory.detail = reason, detail
+        trajectory, (reason, detail) = self._active.pop(name).trajectory, failed
+        trajectory.fault, trajectory.detail, trajectory.is_over = reason, detail, True
         if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
             _logger.warning(
                 "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
                 *(trajectory.task, reason, detail),
             )
-        self._end(name)
-
-    def _end(self, name: str) -> None:
-        self._active.pop(name).trajectory.is_over = True
 
     # ---- the policy's side ---------------------------------------------------------------------
 
