@@ -10,7 +10,7 @@ from test_rl_rows import make_samples
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, corrected, score
 from moetrain.rl.rows import pack, unpack
-from moetrain.train.objectives import RouterLosses
+from moetrain.train.objectives import Pretraining
 
 
 def plain_logprobs(engine, sample, temperature):
@@ -34,9 +34,8 @@ def test_packed_scores_are_those_of_each_sample_alone():
 
 def test_on_policy_nothing_differs_from_what_was_scored():
     engine = make_engine("moe.aux_loss_coef=0")
-    routers = RouterLosses.of(engine.config, engine.arch)
-    objective = PolicyObjective(engine.config.rl, routers)
-    assert objective.settings == engine.config.rl
+    own = PolicyObjective(engine.config.rl)
+    objective = Pretraining.of(engine.config, engine.arch, own=own)
     batches = pack(make_samples(*LENGTHS), 13, 2)
     stats = score(engine, batches)
     batches = [b._replace(logprobs_BS=x.logprob) for b, x in zip(batches, stats, strict=True)]
@@ -70,7 +69,6 @@ def train_on_ranks(layouts):
         # Balancing over the global batch is the one that no split changes.
         engine = make_engine(*words, "moe.aux_loss_scope=global_batch", micro=rows)
         rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
-        routers = RouterLosses.of(engine.config, engine.arch)
         samples = make_samples(*LENGTHS)
         all_batches = pack(samples, 12, rows)
         even = -(-len(all_batches) // ranks) * ranks
@@ -78,7 +76,9 @@ def train_on_ranks(layouts):
         for number, choice in enumerate(ENGINE_CHOICES):
             settings = RlSection(**choice)
             mine = wobbled(batches, score(engine, batches, settings.temperature), settings)
-            totals = engine.forward_backward(mine, PolicyObjective(settings, routers))
+            own = PolicyObjective(settings)
+            objective = Pretraining.of(engine.config, engine.arch, own=own)
+            totals = engine.forward_backward(mine, objective)
             terms = {k: v.item() for k, v in totals.terms.items()}
             terms["grad_norm"] = engine.fsdp.gradient_norm().item()
             members = engine.fsdp.members.items()

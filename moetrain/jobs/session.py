@@ -45,7 +45,7 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.train.objectives import Objective, Pretraining, RouterLosses
+from moetrain.train.objectives import Objective, Pretraining
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.snapshot import Snapshots, find_snapshot
@@ -232,8 +232,8 @@ class JobSession(Spread):
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
         policy = request.policy()
         if policy is not None and policy not in self._objectives:
-            routers = RouterLosses.of(self.config, self.engine.arch)
-            self._objectives[policy] = PolicyObjective(policy, routers)
+            own = PolicyObjective(policy)
+            self._objectives[policy] = Pretraining.of(self.config, self.engine.arch, own=own)
         samples = request.samples()
         dealt = self._dealt(samples)
         totals = self.engine.forward_backward(dealt.batches, self._objectives[policy])

@@ -40,7 +40,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.rl.envs import Demonstrates, Demonstration, Environment, Episode, Turn
+from moetrain.rl.envs import Demonstration, Environment, Episode, Turn
 from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.rows import Trajectory
 from moetrain.rollout.engine import Generator
@@ -166,7 +166,7 @@ def _result(answer: Future[Any], seconds: float) -> Any:
 
 
 def demonstrations(
-    environment: Demonstrates, tasks: Sequence[int], limit: float, vocabulary: int
+    environment: Any, tasks: Sequence[int], limit: float, vocabulary: int
 ) -> list[Demonstration]:
     """Ask for a demonstration of each task, its tokens below ``vocabulary``.
 

@@ -20,7 +20,7 @@ from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Objective, RouterLosses
+from moetrain.train.objectives import Objective, Pretraining
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,7 @@ class Learner:
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.world = config, engine, engine.world
-        self.policy = PolicyObjective(config.rl, RouterLosses.of(config, engine.arch))
+        self.policy = Pretraining.of(config, engine.arch, own=PolicyObjective(config.rl))
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
         self.compared = self.differing = 0

@@ -66,7 +66,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Outputs, RouterLosses, Term
+from moetrain.train.objectives import Outputs, Term
 
 _EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order
@@ -287,33 +287,26 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](_clamped(logprob - other))
 
 
-_NO_ROUTER_LOSSES = RouterLosses(load_balancing=0.0, router_z=0.0, is_pooled=False)
-
-
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The :class:`moetrain.train.objectives.Objective` that ``Engine.forward_backward`` minimises.
+    """The loss that ``Engine.forward_backward`` minimises, but for the routers' auxiliary losses,
+    which :class:`moetrain.train.objectives.Pretraining` adds.
 
-    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
-    ``entropy_bonus`` (with ``rl.entropy_coef``), and the routers' auxiliary losses. Statistics,
-    terms of coefficient 0 that are means over the global batch's trained tokens: ``entropy``,
-    ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what the ratio
-    divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's), ``kl`` (k3
-    from the reference) and ``weight`` (importance), where the batches have them.
+    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss) and
+    ``entropy_bonus`` (with ``rl.entropy_coef``). Statistics, terms of coefficient 0 that are means
+    over the global batch's trained tokens: ``entropy``, ``ratio``, ``ratio_square``,
+    ``clip_share``, ``moved`` (k3 of the policy from what the ratio divides by), ``mismatch`` (k3 of
+    the trainer's probabilities from the rollout's), ``kl`` (k3 from the reference) and ``weight``
+    (importance), where the batches have them.
     """
 
     settings: RlSection
-    routers: RouterLosses = _NO_ROUTER_LOSSES
-
-    @property
-    def balances(self) -> bool:
-        return self.routers.balances
+    balances = False
 
     def sizes(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
         return {
             "targets": sum(int((b.targets_BS != IGNORE_INDEX).sum()) for b in batches),
             "samples": sum(b.num_trained_samples() for b in batches),
-            "tokens": sum(b.num_tokens for b in batches),
         }
 
     def terms(
@@ -359,8 +352,7 @@ class PolicyObjective:
             terms["entropy_bonus"] = Term((shares * stats.entropy).sum(), -settings.entropy_coef)
         for name, x in _statistics(stats, ratio.detach(), is_clipped, old, batch).items():
             terms[name] = Term((trained * x.detach() / sizes["targets"]).sum(), 0.0)
-        shared = {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
-        return shared | self.routers.router_terms(outputs, sizes["tokens"])
+        return {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
 
 
 def _statistics(

@@ -29,7 +29,7 @@ from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
-from moetrain.rl.envs import Demonstrates, Environment
+from moetrain.rl.envs import Environment
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
@@ -74,7 +74,7 @@ class Setup:
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
             try_reward(environment, str(rl.reward), rl.step_timeout)
-        if rl.supervised_steps and not isinstance(environment, Demonstrates):
+        if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
             raise ConfigError("rl.supervised_steps", problem)
         self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
