@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import pytest
+from test_rl_collect import collector_of
 from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
-from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward, demonstrations
+from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.rows import Trajectory
 from moetrain.rl.trainer import _Failing
@@ -124,7 +126,7 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
     with pytest.raises(
         RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
     ):
-        demonstrations(Shows(), [4], 0.2, 264)
+        collector_of(Shows(), step_timeout=0.2).demonstrations([4])
 
 
 def test_a_demonstration_is_passed_on():
@@ -132,7 +134,12 @@ def test_a_demonstration_is_passed_on():
         def demonstrate(self, task):
             return later() if task == 5 else Demonstration((1, 2, task), (False, True, 1))
 
-    found = demonstrations(Shows(), [4, 5, 6], 5, 264)
+    collector = collector_of(Shows(), step_timeout=5)
+    found = collector.demonstrations([4, 5, 6])
     assert found[1] == Demonstration((1, 2), (False, True))
     assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
     assert found[0].mask == (False, True, True)
+    before = threading.active_count()
+    for _ in range(9):
+        assert collector.demonstrations([4, 5, 6]) == found
+    assert threading.active_count() - before < 9  # no step leaves a thread behind

@@ -48,10 +48,8 @@ from moetrain.rollout.request import Completion, Request, SamplingParams
 
 _logger = logging.getLogger("moetrain")
 
-_GENERATION_WAIT = 0.01
-"""Seconds to wait at once for environments, while there is nothing to generate."""
-_ANSWER_WAIT = 1.0
-"""Seconds between looks at awaited answers, where nothing else is to be done."""
+_PATIENCE = 0.01
+"""Seconds to wait at once for awaited answers, while there is nothing else to do."""
 _QUICK = 0.005
 """Seconds that a call may take before others no longer wait for its thread. Threads cost as well:
 with one for each of 2,048 calls a step of 0.43 s took 0.67."""
@@ -82,18 +80,17 @@ class _Calls:
         """Each call's answer, and when it began. An awaitable's answer is another future, ..."""
         self._later: dict[Any, tuple[Future[Any], float]] = {}
         """... which moves here, with the call's deadline."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.new_event_loop()
         self._waiting: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         """Calls that have not begun, each behind the two futures of ``_plain``."""
         self._num_threads = 0
 
     def start(self, key: Hashable, function: Callable[..., Any], *args: Any) -> None:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+        if not self._num_threads:
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            self._add_threads(1)
         answer, begun = self._plain[key] = Future(), Future()
         self._waiting.put((answer, begun, partial(function, *args)))
-        self._add_threads(0 if self._num_threads else 1)
 
     def finished(self, patience: float = 0.0) -> list[tuple[Any, Any]]:
         """Return the answers that have come, or :class:`_Failed`, in the order of the calls.
@@ -124,7 +121,7 @@ class _Calls:
         """Wait for all calls; returns what :meth:`finished` does."""
         found: dict[Any, Any] = {}
         while self._plain or self._later:
-            found |= dict(self.finished(_ANSWER_WAIT))
+            found |= dict(self.finished(_PATIENCE))
         return found
 
     def _add_threads(self, number: int) -> None:
@@ -139,7 +136,6 @@ class _Calls:
             try:
                 result = call()
                 if isinstance(result, Awaitable):
-                    assert self._loop is not None
                     result = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop)
                 answer.set_result(result)
             except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
@@ -163,38 +159,6 @@ def _result(answer: Future[Any], seconds: float) -> Any:
 
 
 # ---- what environments may say -------------------------------------------------------------------
-
-
-def demonstrations(
-    environment: Any, tasks: Sequence[int], limit: float, vocabulary: int
-) -> list[Demonstration]:
-    """Ask for a demonstration of each task, its tokens below ``vocabulary``.
-
-    Raises:
-        RunFailed: one raises, takes longer than ``limit`` seconds, or is none.
-    """
-    calls, shown = _Calls(limit), []
-    for number, task in enumerate(tasks):
-        calls.start(number, environment.demonstrate, task)
-    for number, found in sorted(calls.all_finished().items()):
-        if isinstance(found, _Failed):
-            problem = f"failed ({found.reason}): {found.detail[:400]}"
-        elif not (
-            isinstance(found, Demonstration)
-            and _are_tokens(found.tokens, vocabulary)
-            and isinstance(found.mask, tuple)
-            and len(found.mask) == len(found.tokens) >= 2
-            and not found.mask[0]
-        ):
-            problem = (
-                "is none: a Demonstration is a tuple of two or more tokens of 0 to "
-                f"{vocabulary - 1}, and as many truth values, of which the first is false"
-            )
-        else:
-            shown.append(Demonstration(found.tokens, tuple(map(bool, found.mask))))
-            continue
-        raise RunFailed(f"rl.env: its demonstration of task {tasks[number]} {problem}")
-    return shown
 
 
 def try_reward(environment: Jsonl, name: str, limit: float) -> None:
@@ -297,6 +261,7 @@ class Collector:
         """Trajectories that were begun and not yet returned by :meth:`finish`, by group."""
         self._active: dict[str, _Active] = {}
         self._calls = _Calls(settings.step_timeout)
+        self._shown = _Calls(settings.step_timeout)
         self._said: set[str] = set()
         self.reset_counts()
 
@@ -359,6 +324,36 @@ class Collector:
 
     # ---- the environment's side ----------------------------------------------------------------
 
+    def demonstrations(self, tasks: Sequence[int]) -> list[Demonstration]:
+        """Ask for a demonstration of each task, while trajectories wait.
+
+        Raises:
+            RunFailed: one raises, takes longer than ``rl.step_timeout``, or is none.
+        """
+        environment: Any = self.environment
+        shown, vocabulary = [], self.generator.model.arch.vocab_size
+        for number, task in enumerate(tasks):
+            self._shown.start(number, environment.demonstrate, task)
+        for number, found in sorted(self._shown.all_finished().items()):
+            if isinstance(found, _Failed):
+                problem = f"failed ({found.reason}): {found.detail[:400]}"
+            elif (
+                isinstance(found, Demonstration)
+                and _are_tokens(found.tokens, vocabulary)
+                and isinstance(found.mask, tuple)
+                and len(found.mask) == len(found.tokens) >= 2
+                and not found.mask[0]
+            ):
+                shown.append(Demonstration(found.tokens, tuple(map(bool, found.mask))))
+                continue
+            else:
+                problem = (
+                    "is none: a Demonstration is a tuple of two or more tokens of 0 to "
+                    f"{vocabulary - 1}, and as many truth values, of which the first is false"
+                )
+            raise RunFailed(f"rl.env: its demonstration of task {tasks[number]} {problem}")
+        return shown
+
     def _enter(self, trajectory: Trajectory) -> Any:
         """Return a new episode and its answer, after all actions of a resumed trajectory."""
         episode = self.environment.episode(trajectory.task)
@@ -372,7 +367,7 @@ class Collector:
     def _hear(self) -> None:
         started = time.perf_counter()
         # Wait only if there is nothing to generate.
-        while heard := self._calls.finished(0 if self.generator.is_busy else _GENERATION_WAIT):
+        while heard := self._calls.finished(0 if self.generator.is_busy else _PATIENCE):
             for name, answer in heard:
                 self._answered(name, answer)
         self.seconds["environment"] += time.perf_counter() - started

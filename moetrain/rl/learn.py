@@ -38,8 +38,7 @@ class Dealt:
     ) -> None:
         """Pack this rank's share into micro-batches of ``rows`` rows of ``length``. Collective.
 
-        Args:
-            order: the indices of all ``samples``; ranks take one each in turn.
+        Ranks take one sample each in turn, in the ``order`` that the indices of all have.
         """
         self.world = engine.world
         self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]

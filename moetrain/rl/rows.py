@@ -117,9 +117,9 @@ class Trajectory:
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
-    """Whether it was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    """Cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """Why it failed, in a word; None: it did not fail."""
+    """Why it failed, in a word to count by; None: it did not fail."""
     detail: str = ""
     """The same in a line."""
     tokens: list[int] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Trajectory:
         logprobs: Sequence[float] | None = None,
         versions: Sequence[int] | None = None,
     ) -> None:
-        """Append tokens that the policy has chosen or, without ``logprobs``, the environment's."""
+        """Append the policy's tokens or, without ``logprobs``, the environment's."""
         self.tokens += tokens
         self.is_action += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
@@ -206,10 +206,9 @@ class RolloutBatch(NamedTuple):
     targets_BS: torch.Tensor
     """The next token where it is an action that is trained, else IGNORE_INDEX."""
     positions_BS: torch.Tensor
-    """From 0 in each segment."""
+    """From 0 in each segment: a sample, or the pads at a row's end."""
     cu_seqlens: torch.Tensor
-    """int32, from 0: each segment's end among the B * S positions. A segment is a sample, or the
-    pads at a row's end."""
+    """int32, from 0: each segment's end among the B * S positions."""
     is_pad_BS: torch.Tensor
     logprobs_BS: torch.Tensor
     """Of the rollout; 0 where there is no target."""
@@ -217,7 +216,6 @@ class RolloutBatch(NamedTuple):
     versions_BS: torch.Tensor
     """Of the weights that chose the target; -1: the policy did not choose it."""
     places: tuple[_Place, ...]
-    """The place of every sample in the batch, on the host."""
     routes_BSLK: torch.Tensor | None = None
     """int32, the experts of each *input* token in the rollout, -1 where unknown."""
     proximal_BS: torch.Tensor | None = None
@@ -233,9 +231,8 @@ class RolloutBatch(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        return Inputs(
-            self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS, self.routes_BSLK
-        )
+        where = self.positions_BS, self.cu_seqlens, self.is_pad_BS
+        return Inputs(self.tokens_BS, *where, self.routes_BSLK)
 
     @property
     def num_tokens(self) -> int:
@@ -325,12 +322,9 @@ def _batch(
 
 
 def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Take per-position ``results`` [B, S] apart into one tensor [n] for each sample, in order.
+    """Take ``results`` [B, S] for all of :func:`pack`'s batches apart into one [n] a sample.
 
     Each token has the value of the position that predicts it, and the first token has 0.
-
-    Args:
-        batches: all that :func:`pack` gave for the samples.
     """
     found = {}
     for batch, result_BS in zip(batches, results, strict=True):

@@ -25,7 +25,7 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.layout import TensorSlice
-from moetrain.rl.collect import Collector, demonstrations
+from moetrain.rl.collect import Collector
 from moetrain.rl.learn import Learned, Learner
 from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
@@ -223,12 +223,11 @@ class RlTrainer(Run):
         return learned
 
     def _imitate(self) -> Learned:
-        size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
+        size = self.config.train.global_batch_size
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
-            vocabulary = self.engine.arch.vocab_size
-            shown = demonstrations(self.setup.environment, tasks, limit, vocabulary)
+            shown = self.collector.demonstrations(tasks)
         samples = [Sample.of(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"

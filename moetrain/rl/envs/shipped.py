@@ -71,8 +71,7 @@ class _YesNoMaybe(SolvedEnvironment):
 class _Sort(SolvedEnvironment):
     """Put ``least`` to ``most`` different digits in order.
 
-    The right answer scores 1; any other scores half the share of digits that are right before the
-    first wrong one.
+    A wrong answer scores half the share of digits that are right before the first wrong one.
     """
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
@@ -177,10 +176,7 @@ class _Sum(Episode):
 
 
 class _ReasoningGym(SolvedEnvironment):
-    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), which is an extra.
-
-    Its own configuration (``seed``, sizes, ...) comes as keyword arguments.
-    """
+    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), by its settings."""
 
     def __init__(self, prompts: Prompts, name: str, **settings: Any) -> None:
         super().__init__(prompts)
@@ -201,7 +197,7 @@ class _ReasoningGym(SolvedEnvironment):
 
 
 def _import_extra(module: str, field: str, value: str) -> Any:
-    """Import a package of the extra ``rl``, which takes a second; or ConfigError."""
+    """Import a package of the extra ``rl``, which takes a second."""
     if importlib.util.find_spec(module) is None:
         problem = f"{value!r} needs {module.replace('_', '-')}, which is not installed"
         raise ConfigError(field, f"{problem}; pip install 'moetrain[rl]'")
@@ -289,8 +285,8 @@ def _find_reward(name: str) -> _Reward:
     return reward
 
 
-def _exact() -> _Reward:
-    return lambda line, answer: float(answer.strip() == str(line["answer"]).strip())
+def _exact(line: dict[str, Any], answer: str) -> float:
+    return float(answer.strip() == str(line["answer"]).strip())
 
 
 def _math() -> _Reward:
@@ -306,7 +302,7 @@ def _math() -> _Reward:
     return score
 
 
-_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": _exact, "math": _math}
+_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": lambda: _exact, "math": _math}
 
 
 def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
@@ -395,16 +391,17 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     gym, _, task = name.partition(":")
     try:
         if name in _GENERATED:
-            return _GENERATED[name](prompts, **args)
-        if name == "jsonl":
+            environment = _GENERATED[name](prompts, **args)
+        elif name == "jsonl":
             for key in ("prompts", "reward"):
                 if getattr(settings, key) is None:
                     raise ConfigError(f"rl.{key}", "not set, and rl.env 'jsonl' needs it")
-            return Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
-        if gym == "reasoning-gym" and task:
-            return _ReasoningGym(prompts, task, **args)
-        others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
-        return _checked(name, _load_function(name, "rl.env", others)(prompts, **args))
+            environment = Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
+        elif gym == "reasoning-gym" and task:
+            environment = _ReasoningGym(prompts, task, **args)
+        else:
+            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
+            environment = _load_function(name, "rl.env", others)(prompts, **args)
     except TypeError as error:  # an argument that it does not have, or of another type
         raise ConfigError("rl.env_args", f"{given!r}: {error}") from error
     except ConfigError:
@@ -412,9 +409,6 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
         problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError("rl.env", problem) from error
-
-
-def _checked(name: str, environment: Any) -> Environment:
     number = getattr(environment, "num_tasks", "missing")
     if number is not None and not (type(number) is int and number > 0):
         problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
