@@ -56,12 +56,9 @@ def start_ranks(
 ) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
-    Call it from the main thread, where signals arrive.
-
-    Args:
-        max_restarts: how often to start all ranks again after a failure.
-        check: checks the settings, once, while the ranks start, before any passes
-            :func:`pass_gate`. If it raises, the ranks end and the error is raised here.
+    Call it from the main thread, where signals arrive. After a failure all ranks start again,
+    ``max_restarts`` times. ``check`` checks the settings, once, while the ranks start, before any
+    passes :func:`pass_gate`; if it raises, the ranks end and the error is raised here.
     """
     restarts, code = 0, _run_ranks(command, nproc, 0, max_restarts, check)
     while code == _FAILED and restarts < max_restarts:
@@ -212,9 +209,8 @@ def pass_gate(file: str) -> None:
 def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
     """Return whether no rank of this machine reported a failure before; others fail because of it.
 
-    Args:
-        error_file: this rank's own file, from TORCHELASTIC_ERROR_FILE.
-        waits: let the death of another rank, which may be the cause, be reported first.
+    ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` the death of
+    another rank, which may be the cause, is reported first.
     """
     if waits:
         time.sleep(5 * _POLL_SECONDS)

@@ -216,15 +216,16 @@ def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | _Fa
     reward, done = _number(answer.reward), _number(answer.done)
     problem = _not_a_reward(answer.reward, trajectory.reward)
     if problem is not None or reward is None:
-        return _Failed("nonsense", f"its reward is {problem}")
-    if done is None:
-        return _Failed("nonsense", f"its done, a {type(answer.done).__name__}, is no number")
-    if not _are_tokens(answer.tokens, vocabulary):
+        problem = f"its reward is {problem}"
+    elif done is None:
+        problem = f"its done, a {type(answer.done).__name__}, is no number"
+    elif not _are_tokens(answer.tokens, vocabulary):
         problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
-        return _Failed("nonsense", problem)
-    if not trajectory.answers and (done or not answer.tokens):
-        return _Failed("nonsense", "its prompt is empty or over")
-    return Turn(answer.tokens, reward, bool(done))
+    elif not trajectory.answers and (done or not answer.tokens):
+        problem = "its prompt is empty or over"
+    else:
+        return Turn(answer.tokens, reward, bool(done))
+    return _Failed("nonsense", problem)
 
 
 # ---- trajectories --------------------------------------------------------------------------------
@@ -309,8 +310,7 @@ class Collector:
     def under_way(self) -> list[Trajectory]:
         """Return all trajectories not handed out, as they are now, in the order to resume them in.
 
-        They go on here as they would after :meth:`resume`: the cache is emptied, and requests are
-        submitted again in this order.
+        They go on here as they would after that: without a cache, submitted in this order.
         """
         speaking = {name: part for name, part in self._active.items() if part.is_speaking}
         for name, part in speaking.items():
@@ -325,11 +325,7 @@ class Collector:
     # ---- the environment's side ----------------------------------------------------------------
 
     def demonstrations(self, tasks: Sequence[int]) -> list[Demonstration]:
-        """Ask for a demonstration of each task, while trajectories wait.
-
-        Raises:
-            RunFailed: one raises, takes longer than ``rl.step_timeout``, or is none.
-        """
+        """Ask for a demonstration of each task; RunFailed: one raises, is late, or is none."""
         environment: Any = self.environment
         shown, vocabulary = [], self.generator.model.arch.vocab_size
         for number, task in enumerate(tasks):

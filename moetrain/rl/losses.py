@@ -350,30 +350,19 @@ class PolicyObjective:
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
             terms["entropy_bonus"] = Term((shares * stats.entropy).sum(), -settings.entropy_coef)
-        for name, x in _statistics(stats, ratio.detach(), is_clipped, old, batch).items():
+        now, trainer = logprob.detach(), batch.proximal_BS
+        seen = {
+            "entropy": stats.entropy,
+            "ratio": ratio,
+            "ratio_square": ratio.square(),
+            "clip_share": is_clipped,
+            "moved": kl_estimate("k3", old, now),
+            "mismatch": kl_estimate("k3", batch.logprobs_BS, now if trainer is None else trainer),
+        }
+        if batch.reference_BS is not None:
+            seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
+        if batch.weights_BS is not None:
+            seen["weight"] = batch.weights_BS
+        for name, x in seen.items():
             terms[name] = Term((trained * x.detach() / sizes["targets"]).sum(), 0.0)
         return {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
-
-
-def _statistics(
-    stats: _TokenStats,
-    ratio: torch.Tensor,
-    is_clipped: torch.Tensor,
-    old: torch.Tensor,
-    batch: RolloutBatch,
-) -> dict[str, torch.Tensor]:
-    now = stats.logprob.detach()
-    trainer = now if batch.proximal_BS is None else batch.proximal_BS
-    seen = {
-        "entropy": stats.entropy,
-        "ratio": ratio,
-        "ratio_square": ratio.square(),
-        "clip_share": is_clipped,
-        "moved": kl_estimate("k3", old, now),
-        "mismatch": kl_estimate("k3", batch.logprobs_BS, trainer),
-    }
-    if batch.reference_BS is not None:
-        seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
-    if batch.weights_BS is not None:
-        seen["weight"] = batch.weights_BS
-    return seen

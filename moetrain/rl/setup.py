@@ -23,13 +23,11 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
-from moetrain.rl.envs import Environment
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
@@ -78,7 +76,16 @@ class Setup:
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
             raise ConfigError("rl.supervised_steps", problem)
         self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
-        self.identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
+        number, held_out = environment.num_tasks, str(rl.eval_tasks)
+        self.identity = {
+            "rl.env": _function(rl.env),
+            "rl.env_args": str(rl.env_args),
+            "rl.prompts": "None" if rl.prompts is None else _digest(rl.prompts),
+            "rl.reward": _function(str(rl.reward)),
+            # Held-out tasks are drawn from so many.
+            "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
+            "data.tokenizer": tokenizer.fingerprint,
+        }
 
     @classmethod
     def inspect(cls, config: Config, arch: Architecture) -> None:
@@ -103,8 +110,7 @@ class Setup:
     def edited_since(self, found: Checkpoint) -> list[str]:
         """Return the settings whose code was edited since the run that wrote ``found``.
 
-        Raises:
-            ConfigError: anything else that it was trained on differs, by the setting.
+        ConfigError: anything else that it was trained on differs, by the setting.
         """
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
@@ -141,17 +147,6 @@ def _steps_and_groups(config: Config) -> tuple[int, int]:
             "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
         )
     return train.steps, number
-
-
-def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
-    number = environment.num_tasks  # held-out tasks are drawn from so many
-    return {
-        "rl.env": _function(rl.env),
-        "rl.env_args": str(rl.env_args),
-        "rl.prompts": "None" if rl.prompts is None else _digest(rl.prompts),
-        "rl.reward": _function(str(rl.reward)),
-        "rl.eval_tasks": f"{rl.eval_tasks}" if number is None else f"{rl.eval_tasks} of {number}",
-    }
 
 
 def _function(name: str) -> str:

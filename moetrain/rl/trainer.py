@@ -100,9 +100,8 @@ class _Failing:
     HOPELESS_STEPS = 3
     """Time enough to restart a service that answers for an environment."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self._first: Trajectory | None = None
+    steps = 0
+    _first: Trajectory | None = None
 
     def look_at(self, trajectories: Sequence[Trajectory]) -> None:
         before, self._first = self._first, trajectories[0]

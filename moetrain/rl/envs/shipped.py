@@ -214,10 +214,9 @@ def _check_whole(**values: object) -> None:
 def _check_sum(digits: int, terms: int) -> None:
     """Raise ConfigError for sizes that no sum has, or that :func:`_evaluate` refuses."""
     _check_whole(digits=digits, terms=terms)
-    if not 1 <= digits <= _MOST_DIGITS:
-        raise ConfigError("rl.env_args", f"digits {digits}: 1 to {_MOST_DIGITS}")
-    if not 1 <= terms <= _MOST_TERMS:
-        raise ConfigError("rl.env_args", f"terms {terms}: 1 to {_MOST_TERMS}")
+    for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
+        if not 1 <= value <= most:
+            raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
 
 
 def _random_sum(task: int, digits: int, terms: int, operations: str) -> str:
@@ -308,8 +307,7 @@ _SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": lambda: _exact, "math": _
 def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     """Import the function or class ``file.py:name``, which runs the file.
 
-    Raises:
-        ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
+    ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
     """
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
@@ -375,12 +373,7 @@ _GENERATED: dict[str, Callable[..., Environment]] = {
 
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
-    """Make the environment that ``rl.env`` names, with ``rl.env_args``.
-
-    Raises:
-        ConfigError: there is no such environment, it does not take these arguments, or what it
-            needs is not there.
-    """
+    """Make the environment that ``rl.env`` names, with ``rl.env_args``; ConfigError: it cannot."""
     name, given, prompts = settings.env, settings.env_args, Prompts(tokenizer, settings.chat)
     try:
         args = {} if given is None else json.loads(given)
