@@ -24,9 +24,10 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
+from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.offload.activations import _PAGE, _ActivationOffload
 from moetrain.parallel.offload.arena import DeviceBytes
-from moetrain.train.memory import GIB
+from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.setup import garbage_collector_off
 from moetrain.train.trainer import Trainer
@@ -93,12 +94,15 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
     losses = [trainer.train_step().loss for _ in range(steps)]
     wait(trainer)
     seconds = (time.perf_counter() - start) / steps
+    dtype = compute_dtype(trainer.config, trainer.device)
+    dims = trainer.world.dims
+    ranks = RankSizes.of_ranks(trainer.config, trainer.session.arch, dims, dtype)
     return {
         "hardware": device_name(trainer.device),
         "tokens_per_second": (trainer.tokens - tokens) / steps / seconds,
         "step_ms": seconds * 1e3,
         "memory_gib": peak_memory_gib(trainer.device),
-        "estimate_gib": trainer.session.memory.total / GIB,
+        "estimate_gib": max(rank.peak(None).total for rank in ranks) / GIB,
         "sent_gib": ((host.bytes_down if host else 0) - sent) / steps / GIB,
         "pinned_gib": host.num_pages * _PAGE / GIB if host else 0.0,
         "loss": losses[-1].item(),

@@ -56,14 +56,15 @@ def test_other_shells_have_the_same_words(script, capsys):
     assert any(seen in line for line in lines)
 
 
-def test_commands_are_called_by_name(capsys):
+def test_commands_are_called_by_name(monkeypatch, capsys):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"moetrain": "moetrain.cli.main:main"}
     assert main(["train", "debug", "--dry_run", "--launch.gpus", "1"]) == 0
     assert '"preset": "debug"' in capsys.readouterr().out
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"moetrain {project['version']}\n"
-    assert main([]) == 0
+    monkeypatch.setattr("sys.argv", ["moetrain"])
+    assert main() == 0
     assert "usage: moetrain COMMAND" in capsys.readouterr().out
 
 

@@ -8,10 +8,18 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.rl import RlSection
-from moetrain.rl.advantages import Outcome, advantages
+from moetrain.rl.losses import advantages
+from moetrain.rl.rows import Trajectory
 
 REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]
-OUTCOMES = [Outcome(g, reward) for g, rewards in enumerate(REWARDS) for reward in rewards]
+
+
+def ended(group, reward, **how):
+    """A trajectory that is over."""
+    return Trajectory(group, 0, 0, 0, 1.0, reward=reward, **how)
+
+
+OUTCOMES = [ended(g, reward) for g, rewards in enumerate(REWARDS) for reward in rewards]
 
 
 def values_of(outcomes, **settings):
@@ -57,10 +65,10 @@ def test_dr_grpo_is_the_default():
 
 def test_who_failed_is_in_nobodys_advantage():
     bad = [
-        Outcome(0, 100.0, fault="timeout"),
-        Outcome(1, math.nan),
-        Outcome(2, -50.0, fault="raised"),
-        Outcome(2, -50.0, fault="raised"),
+        ended(0, 100.0, fault="timeout"),
+        ended(1, math.nan),
+        ended(2, -50.0, fault="raised"),
+        ended(2, -50.0, fault="raised"),
     ]
     found = advantages([*bad, *OUTCOMES], RlSection())
     assert found.values == [None] * 4 + values_of(OUTCOMES)
@@ -68,7 +76,7 @@ def test_who_failed_is_in_nobodys_advantage():
 
 
 def test_an_overlong_trajectory_counts_is_masked_or_is_gone():
-    outcomes = [Outcome(0, 1.0), Outcome(0, 0.0), Outcome(0, 4.0, is_overlong=True)]
+    outcomes = [ended(0, 1.0), ended(0, 0.0), ended(0, 4.0, is_overlong=True)]
     kept = advantages(outcomes, RlSection())
     masked = advantages(outcomes, RlSection(overlong="mask"))
     dropped = advantages(outcomes, RlSection(overlong="drop"))
@@ -81,8 +89,8 @@ def test_an_overlong_trajectory_counts_is_masked_or_is_gone():
 
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"])
 def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
-    flat = [Outcome(7, 0.1 + 0.2), Outcome(7, 0.3), Outcome(8, 0.0), Outcome(8, 0.0)]
-    alone = [Outcome(9, 5.0), Outcome(9, 6.0, fault="timeout")]
+    flat = [ended(7, 0.1 + 0.2), ended(7, 0.3), ended(8, 0.0), ended(8, 0.0)]
+    alone = [ended(9, 5.0), ended(9, 6.0, fault="timeout")]
     found = advantages([*flat, *alone, *OUTCOMES], RlSection(advantage=name))
     assert found.values[:6] == [None] * 6
     assert found.values[6:] == values_of(OUTCOMES, advantage=name)
@@ -90,20 +98,21 @@ def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
 
 
 def test_nothing_at_all_to_learn():
-    found = advantages([Outcome(0, 1.0), Outcome(0, 1.0)], RlSection(advantage="reinforce_pp"))
+    found = advantages([ended(0, 1.0), ended(0, 1.0)], RlSection(advantage="reinforce_pp"))
     assert found.values == [0.0, 0.0]
     # Of which the mean is another in its last bit.
-    found = advantages([Outcome(i, 0.1) for i in range(7)], RlSection(advantage="reinforce_pp"))
+    found = advantages([ended(i, 0.1) for i in range(7)], RlSection(advantage="reinforce_pp"))
     assert found.values == pytest.approx([0.0] * 7, abs=1e-15)
     assert advantages([], RlSection()).values == []
-    assert advantages([Outcome(0, 1.0, fault="raised")], RlSection()).spread == 0
+    assert advantages([ended(0, 1.0, fault="raised")], RlSection()).spread == 0
 
 
 def test_a_kl_in_the_reward_is_taken_off_before():
-    outcomes = [Outcome(0, 1.0, kl=2.0), Outcome(0, 1.0, kl=4.0)]
-    assert values_of(outcomes, kl_coef=0.5) == [None, None]
-    assert values_of(outcomes, kl_coef=0.5, kl_in="reward") == [0.5, -0.5]
-    assert values_of([Outcome(0, 1.0, kl=math.nan)]) == [None]
+    outcomes, settings = [ended(0, 1.0), ended(0, 1.0)], RlSection(kl_coef=0.5, kl_in="reward")
+    assert advantages(outcomes, settings).values == [None, None]
+    assert advantages(outcomes, settings, [2.0, 4.0]).values == [0.5, -0.5]
+    found = advantages(outcomes, settings, [math.nan, 4.0])
+    assert found.left_out == {"not_finite": 1, "alone": 1}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, corrected, score
-from moetrain.rl.rows import from_padded, pack, to_padded, unpack
-from moetrain.train.objectives import RouterLosses
+from moetrain.rl.rows import pack, unpack
+from moetrain.train.objectives import Pretraining
 
 
 def plain_logprobs(engine, sample, temperature):
@@ -21,39 +21,21 @@ def plain_logprobs(engine, sample, temperature):
     return logp[range(len(logp)), sample.tokens[1:]]
 
 
-def test_padded_left_padded_right_or_packed_the_scores_are_the_same():
+def test_packed_scores_are_those_of_each_sample_alone():
     engine, samples = make_engine(), make_samples(*LENGTHS)
-    sizes = [len(s.tokens) for s in samples]
-    is_real_BS = torch.arange(15) < torch.tensor(sizes)[:, None]
-    found = []
-    for is_real in (is_real_BS, is_real_BS.flip(1)):
-        tensors = {
-            name: to_padded([torch.from_numpy(getattr(s, field)) for s in samples], is_real)
-            for name, field in [
-                ("tokens_BS", "tokens"),
-                ("is_action_BS", "is_action"),
-                ("logprobs_BS", "logprobs"),
-            ]
-        }
-        mine = from_padded(is_real, **tensors, advantages_BS=tensors["logprobs_BS"])
-        batches = pack(mine, 14, 2)
-        stats = score(engine, batches, 0.8)
-        back = to_padded(unpack(batches, [x.logprob for x in stats]), is_real)
-        assert (back[~is_real] == 0).all()
-        found.append(back[is_real])
-    left, right = found
-    assert torch.equal(left, right)
-    for sample, logprobs in zip(samples, left.split(sizes), strict=True):
+    batches = pack(samples, 14, 2)
+    found = unpack(batches, [x.logprob for x in score(engine, batches, 0.8)])
+    for sample, logprobs in zip(samples, found, strict=True):
         acts = torch.from_numpy(sample.is_action[1:])
         close(logprobs[1:][acts], plain_logprobs(engine, sample, 0.8)[acts], 1e-5)
+        assert logprobs[0] == 0
         assert (logprobs[1:][~acts] == 0).all()
 
 
 def test_on_policy_nothing_differs_from_what_was_scored():
     engine = make_engine("moe.aux_loss_coef=0")
-    routers = RouterLosses.of(engine.config, engine.arch)
-    objective = PolicyObjective(engine.config.rl, routers)
-    assert objective.settings == engine.config.rl
+    own = PolicyObjective(engine.config.rl)
+    objective = Pretraining.of(engine.config, engine.arch, own=own)
     batches = pack(make_samples(*LENGTHS), 13, 2)
     stats = score(engine, batches)
     batches = [b._replace(logprobs_BS=x.logprob) for b, x in zip(batches, stats, strict=True)]
@@ -87,7 +69,6 @@ def train_on_ranks(layouts):
         # Balancing over the global batch is the one that no split changes.
         engine = make_engine(*words, "moe.aux_loss_scope=global_batch", micro=rows)
         rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
-        routers = RouterLosses.of(engine.config, engine.arch)
         samples = make_samples(*LENGTHS)
         all_batches = pack(samples, 12, rows)
         even = -(-len(all_batches) // ranks) * ranks
@@ -95,7 +76,9 @@ def train_on_ranks(layouts):
         for number, choice in enumerate(ENGINE_CHOICES):
             settings = RlSection(**choice)
             mine = wobbled(batches, score(engine, batches, settings.temperature), settings)
-            totals = engine.forward_backward(mine, PolicyObjective(settings, routers))
+            own = PolicyObjective(settings)
+            objective = Pretraining.of(engine.config, engine.arch, own=own)
+            totals = engine.forward_backward(mine, objective)
             terms = {k: v.item() for k, v in totals.terms.items()}
             terms["grad_norm"] = engine.fsdp.gradient_norm().item()
             members = engine.fsdp.members.items()

@@ -11,10 +11,10 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rl.calls import Calls, Failed
-from moetrain.rl.envs import Demonstrates, Turn
+from moetrain.rl.collect import _Calls, _Failed
+from moetrain.rl.envs import Turn
 from moetrain.rl.envs.shipped import _GENERATED, _evaluate, _load_function, open_environment
-from moetrain.rl.setup import Tasks, Window
+from moetrain.rl.setup import _Tasks, _Window
 
 TOKENIZER = ByteTokenizer()
 
@@ -35,7 +35,6 @@ def ids(text, ends=True):
 @pytest.mark.parametrize("name", _GENERATED)
 def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
     environment = opened(name)
-    assert isinstance(environment, Demonstrates)
     rewards = []
     for task in range(30):
         shown = environment.demonstrate(task)
@@ -275,7 +274,6 @@ def test_extras_that_are_not_installed_are_one_line(values, lines, monkeypatch):
 def test_reasoning_gym():
     pytest.importorskip("reasoning_gym")
     environment = opened("reasoning-gym:chain_sum", env_args='{"seed": 5, "max_terms": 3}')
-    assert isinstance(environment, Demonstrates)
     shown = environment.demonstrate(11)
     episode = environment.episode(11)
     turn = episode.reset()
@@ -299,13 +297,6 @@ def test_math_verify(lines):
 # ---- calls -------------------------------------------------------------------------------------
 
 
-def all_of(calls):
-    found = {}
-    while len(calls):
-        found.update(calls.finished(patience=0.05))
-    return found
-
-
 def test_calls_that_fail_do_not_touch_the_others():
     async def later(value):
         await asyncio.sleep(0.05)
@@ -320,7 +311,7 @@ def test_calls_that_fail_do_not_touch_the_others():
     async def cancelled():
         raise asyncio.CancelledError
 
-    calls = Calls(limit=0.4)
+    calls = _Calls(limit=0.4)
     calls.start("now", lambda: 1)
     calls.start("raises", lambda: 1 / 0)
     calls.start("ends", ends)
@@ -329,7 +320,7 @@ def test_calls_that_fail_do_not_touch_the_others():
     calls.start("never", never)
     calls.start("cancelled", cancelled)
     started = time.monotonic()
-    found = all_of(calls)
+    found = calls.all_finished()
     assert time.monotonic() - started < 5
     assert (found["now"], found["later"]) == (1, 2)
     reasons = {"hangs": "timeout", "never": "timeout"} | dict.fromkeys(
@@ -337,9 +328,9 @@ def test_calls_that_fail_do_not_touch_the_others():
     )
     assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
-    assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
+    assert found["hangs"] == _Failed("timeout", "no answer within rl.step_timeout")
     calls.start("again", later, 3)  # beside what was cancelled or hangs
-    assert all_of(calls) == {"again": 3}
+    assert calls.all_finished() == {"again": 3}
 
 
 def test_plain_calls_are_waited_for_and_others_are_not():
@@ -354,17 +345,17 @@ def test_plain_calls_are_waited_for_and_others_are_not():
         time.sleep(0.1)
         return "slow"
 
-    calls = Calls(limit=60)
+    calls = _Calls(limit=60)
     calls.start("b", waits)
     calls.start("a", slow)
     assert calls.finished() == [("a", "slow")]
     assert calls.finished() == []
     go.set()
-    assert all_of(calls) == {"b": "done"}
+    assert calls.all_finished() == {"b": "done"}
 
 
 def test_slow_calls_are_made_together():
-    calls = Calls(limit=60)
+    calls = _Calls(limit=60)
     started = time.monotonic()
     for i in range(300):
         calls.start(i, time.sleep, 0.2)
@@ -376,37 +367,37 @@ def test_slow_calls_are_made_together():
 
 
 def test_the_window_of_its_docstring():
-    window = Window(ahead=4)
+    window = _Window(ahead=4)
     assert window.advance(4) == (range(8), range(4))
     assert window.advance(4) == (range(8, 12), range(4, 8))
     assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
     assert window.advance(4) == (range(14, 18), range(10, 14))
-    assert Window(ahead=0).advance(3) == (range(3), range(3))
+    assert _Window(ahead=0).advance(3) == (range(3), range(3))
 
 
 def test_tasks_are_held_out_or_trained_each_once_an_epoch():
-    tasks = Tasks(10, 3, seed=1)
+    tasks = _Tasks(10, 3, seed=1)
     held_out = [tasks.held_out(i) for i in range(3)]
     first, second = ([tasks.trained(e * 7 + i) for i in range(7)] for e in range(2))
     assert sorted(held_out + first) == sorted(held_out + second) == list(range(10))
     assert first != second
-    assert held_out == [Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
-    assert first == [Tasks(10, 3, seed=1).trained(i) for i in range(7)]
-    endless = Tasks(None, 3, seed=1)
+    assert held_out == [_Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
+    assert first == [_Tasks(10, 3, seed=1).trained(i) for i in range(7)]
+    endless = _Tasks(None, 3, seed=1)
     assert [endless.held_out(2), endless.trained(0), endless.trained(9)] == [2, 3, 12]
     with pytest.raises(ConfigError, match=r"rl.eval_tasks: 10 of 10"):
-        Tasks(10, 10, seed=0)
+        _Tasks(10, 10, seed=0)
 
 
 def test_quick_calls_are_not_late_behind_others():
-    calls: Calls[int] = Calls(limit=0.5)
+    calls = _Calls(limit=0.5)
     for i in range(300):
         calls.start(i, time.sleep, 0.003)
     assert [result for _, result in calls.finished()] == [None] * 300
 
 
 def test_quick_calls_share_a_thread():
-    calls: Calls[int] = Calls(limit=60)
+    calls = _Calls(limit=60)
     before = threading.active_count()
     for _ in range(3):
         for i in range(500):

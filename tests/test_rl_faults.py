@@ -2,17 +2,19 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import pytest
+from test_rl_collect import collector_of
 from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
-from moetrain.rl.calls import _LARGEST_REWARD, demonstrations, not_a_reward
-from moetrain.rl.collect import Failing
+from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.rows import Trajectory
+from moetrain.rl.trainer import _Failing
 
 GONE = """
 from moetrain.rl.envs.shipped import _Sort
@@ -40,7 +42,7 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
     assert (
-        len(rows) == 2 + 1 + Failing.HOPELESS_STEPS - 1
+        len(rows) == 2 + 1 + _Failing.HOPELESS_STEPS - 1
     )  # the last of them was not logged any more
     assert faults[:2] == [0, 0]
     assert 0 < faults[2] < 16  # which cost nothing but themselves
@@ -76,9 +78,9 @@ def test_no_reward_that_is_taken_makes_a_step_that_is_skipped(tmp_path):
 
 
 def test_rewards_of_all_turns_are_bounded_together():
-    assert not_a_reward(-_LARGEST_REWARD) is None
-    assert not_a_reward(-1.0, _LARGEST_REWARD) is None
-    assert "at most 1e+12" in not_a_reward(1.0, _LARGEST_REWARD)
+    assert _not_a_reward(-_LARGEST_REWARD) is None
+    assert _not_a_reward(-1.0, _LARGEST_REWARD) is None
+    assert "at most 1e+12" in _not_a_reward(1.0, _LARGEST_REWARD)
 
 
 def ended(*faults):
@@ -86,15 +88,14 @@ def ended(*faults):
 
 
 def test_hopeless_is_what_fails_alike_step_after_step():
-    failing = Failing()
+    failing = _Failing()
     steps = [("raised", "raised"), ("raised", "raised"), ("raised", None), ("timeout",) * 2]
     steps += [("raised", "timeout"), ("raised",) * 2, ("raised",) * 2, ("timeout",) * 2]
     for step in steps:
         failing.look_at(ended(*step))
-        assert not failing.is_hopeless
-    for _ in range(Failing.HOPELESS_STEPS - 1):
+        assert failing.describe() is None
+    for _ in range(_Failing.HOPELESS_STEPS - 1):
         failing.look_at(ended("timeout", "timeout"))
-    assert failing.is_hopeless
     assert failing.describe().endswith("(timeout), and nothing was learned; of task 7: timeout!")
 
 
@@ -125,7 +126,7 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
     with pytest.raises(
         RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
     ):
-        demonstrations(Shows(), [4], 0.2, 264)
+        collector_of(Shows(), step_timeout=0.2).demonstrations([4])
 
 
 def test_a_demonstration_is_passed_on():
@@ -133,7 +134,12 @@ def test_a_demonstration_is_passed_on():
         def demonstrate(self, task):
             return later() if task == 5 else Demonstration((1, 2, task), (False, True, 1))
 
-    found = demonstrations(Shows(), [4, 5, 6], 5, 264)
+    collector = collector_of(Shows(), step_timeout=5)
+    found = collector.demonstrations([4, 5, 6])
     assert found[1] == Demonstration((1, 2), (False, True))
     assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
     assert found[0].mask == (False, True, True)
+    before = threading.active_count()
+    for _ in range(9):
+        assert collector.demonstrations([4, 5, 6]) == found
+    assert threading.active_count() - before < 9  # no step leaves a thread behind

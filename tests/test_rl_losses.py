@@ -20,7 +20,6 @@ from moetrain.rl.losses import (
     PolicyObjective,
     corrected,
     kl_estimate,
-    token_stats,
 )
 from moetrain.rl.rows import pack
 from moetrain.train.objectives import Outputs
@@ -49,16 +48,16 @@ def test_token_stats_are_a_softmaxs(temperature):
     targets[4] = IGNORE_INDEX
     slopes = torch.randn(2, 9, generator=generator).double()
     mine, theirs = (leaf(h), leaf(w)), (leaf(h), leaf(w))
-    found = token_stats(*mine, targets, temperature=temperature)
+    found = Vocabulary().token_losses(*mine, targets, temperature=temperature)
     p = torch.softmax(theirs[0] @ theirs[1].T / temperature, -1)
     logprob = p[range(9), targets.clamp(min=0)].log() * (targets >= 0)
     entropy = -(p * p.log()).sum(-1) * (targets >= 0)
-    close(found.logprob, logprob)
-    close(found.entropy, entropy)
+    close(-found.loss_T, logprob)
+    close(found.entropy_T, entropy)
     for _ in range(2):  # the first backward leaves what is saved as it was
         for x in mine:
             x.grad = None
-        (torch.stack(found) * slopes).sum().backward(retain_graph=True)
+        (slopes[1] * found.entropy_T - slopes[0] * found.loss_T).sum().backward(retain_graph=True)
         if theirs[0].grad is None:
             (slopes[0] * logprob + slopes[1] * entropy).sum().backward()
         for a, b in zip(mine, theirs, strict=True):
@@ -73,9 +72,9 @@ def test_the_fast_kernel_has_the_same_token_stats():
     answers = []
     for backend in ("triton", "reference"):
         inputs = leaf(h), leaf(w)
-        stats = token_stats(*inputs, targets, temperature=0.6, vocabulary=Vocabulary(backend))
-        (stats.logprob.exp() - stats.entropy.square()).sum().backward()
-        answers.append((*(x.detach() for x in stats), *(x.grad for x in inputs)))
+        stats = Vocabulary(backend).token_losses(*inputs, targets, temperature=0.6)
+        ((-stats.loss_T).exp() - stats.entropy_T.square()).sum().backward()
+        answers.append([stats.loss_T.detach(), stats.entropy_T.detach(), *(x.grad for x in inputs)])
     for mine, theirs in zip(*answers, strict=True):
         close(mine, theirs, 1e-5)
 

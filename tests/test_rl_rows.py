@@ -5,10 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.testing import assert_close
 
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.rl.rows import Sample, from_padded, pack, to_padded, unpack
+from moetrain.rl.rows import Sample, pack, unpack
 
 
 def make_sample(n, seed=0, group=0, routes=None, vocabulary=50):
@@ -107,41 +106,6 @@ def test_empty_micro_batches_where_other_ranks_have_more():
         assert (batch.targets_BS == IGNORE_INDEX).all()
         assert batch.cu_seqlens.tolist() == [0, 6]
     assert len(pack([], 6, 2)) == 1
-
-
-@pytest.mark.parametrize("side", ["left", "right", "anywhere"])
-def test_padded_sequences_are_the_samples_wherever_they_lie(side):
-    samples = make_samples(4, 7, 2, 6)
-    is_real_BS = torch.zeros(4, 9, dtype=torch.bool)
-    for b, sample in enumerate(samples):
-        n = len(sample.tokens)
-        places = {"left": range(9 - n, 9), "right": range(n), "anywhere": range(b, b + n)}[side]
-        is_real_BS[b, list(places)] = True
-
-    def padded(name, dtype):
-        per_sample = [
-            torch.from_numpy(np.broadcast_to(getattr(s, name), len(s.tokens)).astype(dtype))
-            for s in samples
-        ]
-        return to_padded(per_sample, is_real_BS)
-
-    found = from_padded(
-        is_real_BS,
-        tokens_BS=padded("tokens", np.int64),
-        is_action_BS=padded("is_action", bool),
-        logprobs_BS=padded("logprobs", np.float32),
-        advantages_BS=padded("advantage", np.float32),
-    )
-    for b, (mine, theirs) in enumerate(zip(found, samples, strict=True)):
-        assert np.array_equal(mine.tokens, theirs.tokens)
-        assert np.array_equal(mine.is_action, theirs.is_action)
-        assert np.array_equal(mine.logprobs, theirs.logprobs)
-        assert np.array_equal(mine.versions, np.where(theirs.is_action, 0, -1))
-        assert (mine.advantage == theirs.advantage).all()
-        assert mine.group == b
-    for mine, theirs in zip(pack(found, 8, 2), pack(samples, 8, 2), strict=True):
-        assert torch.equal(mine.tokens_BS, theirs.tokens_BS)
-        assert_close(mine.advantages_BS, theirs.advantages_BS, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.rl.collect import try_reward
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
-from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
 from moetrain.train.memory import GIB, RankSizes
@@ -147,7 +147,7 @@ def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path,
     (tmp_path / "rewards.py").write_text(text)
     name = f"{tmp_path}/rewards.py:score"
     prompts = Prompts(ByteTokenizer(), chat=False)
-    _try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
+    try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
     assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
 
 

@@ -157,8 +157,12 @@ class Saver:
         Raises:
             RunFailed: it could not be written; nothing of it is left.
         """
-        is_writing = self._under_way is not None and not self._under_way.done()
-        return None if is_writing else self.wait()
+        return None if self.is_writing else self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save has begun that is not complete."""
+        return self._under_way is not None and not self._under_way.done()
 
     def wait(self) -> Saved | None:
         """Wait until the save is complete; otherwise like :meth:`finished`."""

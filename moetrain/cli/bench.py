@@ -22,7 +22,7 @@ from moetrain.train.trainer import Trainer
 _WARM_UP, _TIMED = 4, 10
 
 
-class Bench:
+class _Bench:
     """Training steps that are timed."""
 
     def __init__(self, config: Config) -> None:

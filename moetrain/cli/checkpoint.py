@@ -18,10 +18,9 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -36,7 +35,7 @@ from moetrain.checkpoint.read import (
     open_checkpoint,
 )
 from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
@@ -49,19 +48,6 @@ from moetrain.parallel.mesh import TensorSlice
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    words = _parse(argv)
-    try:
-        return _COMMANDS[words.command](words)
-    except DamagedCheckpoint as error:
-        print(f"damaged: {error.problem}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # standard output, not a file
-        raise
-    except (OSError, SafetensorError) as error:
-        raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("checkpoint", __doc__)
     parser.add_argument("command", choices=list(_COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
@@ -73,7 +59,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if (words.other is None) != (words.command in ("inspect", "verify")):
         takes = "a second path" if words.other is None else "one path"
         raise ConfigError("checkpoint", f"{words.command} takes {takes}")
-    return words
+    try:
+        return _COMMANDS[words.command](words)
+    except DamagedCheckpoint as error:
+        print(f"damaged: {error.problem}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # standard output, not a file
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
 
 
 def _open(path: Path) -> Checkpoint:
@@ -114,18 +108,17 @@ def _inspect(words: argparse.Namespace) -> int:
 
 def _verify(words: argparse.Namespace) -> int:
     found = _open(words.path)
-    num_bytes, damaged = 0, []
+    num_bytes, damaged = 0, False
     for group, name, stored in found.stored():
         try:
             stored.check()
         except DamagedCheckpoint as error:
-            damaged.append(f"{group} {name}: {error.problem}")
+            print(f"damaged: {group} {name}: {error.problem}", file=sys.stderr)
+            damaged = True
         num_bytes += stored.shape.numel() * stored.dtype.itemsize
-    for line in damaged:
-        print(f"damaged: {line}", file=sys.stderr)
     if not damaged:
         print(f"{found.folder}: {num_bytes / 2**30:.3f} GiB of tensors are as written")
-    return int(bool(damaged))
+    return int(damaged)
 
 
 def _diff(words: argparse.Namespace) -> int:
@@ -133,11 +126,15 @@ def _diff(words: argparse.Namespace) -> int:
         {(group, name): stored for group, name, stored in _open(path).stored()}
         for path in (words.path, words.other)
     )
-    lines = [*_only_in(words.path, one, two), *_only_in(words.other, two, one)]
+    lines = []
+    for path, mine, others in ((words.path, one, two), (words.other, two, one)):
+        absent, groups = {*mine} - {*others}, {group for group, _ in others}
+        for group, count in Counter(group for group, _ in absent).items():
+            if group not in groups:  # optim, say
+                lines.append(f"{group}: all {count} tensors are only in {path}")
+        lines += [f"{group} {name}: only in {path}" for group, name in absent if group in groups]
     for key in one.keys() & two.keys():
-        a = one[key]
-        b = two[key]
-        name = " ".join(key)
+        a, b, name = one[key], two[key], " ".join(key)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
             continue
@@ -152,20 +149,6 @@ def _diff(words: argparse.Namespace) -> int:
             lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
     print("\n".join(sorted(lines)) or "no tensor differs")
     return int(bool(lines))
-
-
-_Key = tuple[str, str]
-"""A group and a tensor's name."""
-
-
-def _only_in(path: Path, mine: Iterable[_Key], others: Iterable[_Key]) -> Iterator[str]:
-    """Write a line for each name that ``others`` lack, or one for a whole group (optim, say)."""
-    absent = {*mine} - {*others}
-    groups = {group for group, _ in others}
-    for group, count in Counter(group for group, _ in absent).items():
-        if group not in groups:
-            yield f"{group}: all {count} tensors are only in {path}"
-    yield from (f"{group} {name}: only in {path}" for group, name in absent if group in groups)
 
 
 def _export_hf(words: argparse.Namespace) -> int:
@@ -187,35 +170,19 @@ def _export_hf(words: argparse.Namespace) -> int:
             "its run with checkpoint.save_hf yes, which exports all",
         )
     config = found.state["config"]
-    began = config.get("model", {}).get("path")
+    began, data = config.get("model", {}).get("path"), config.get("data", {})
     if began is not None:
-        folder = resolve(began)
-        model.source = check_checkpoint(folder, arch)
-    export = Export(model, words.other, dtype=words.dtype, tokenizer=_tokenizer(config))
-    export.write(_hf_tensors(found, model))
+        model.source = check_checkpoint(resolve(began), arch)
+    tokenizer = None
+    if data.get("source") != "synthetic" and "tokenizer" in data:
+        from moetrain.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(data["tokenizer"]).export()
+    whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
+    weights = ((name, whole(parameter)[place]) for name, parameter, place in model.pieces())
+    Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
     print(f"{words.other}: the weights of {found.folder}")
     return 0
-
-
-def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every weight by its name in Hugging Face's files, reading a parameter at a time."""
-    stored = found.group("model")
-    before, whole = "", torch.empty(0)
-    for name, parameter, place in model.pieces():
-        if parameter != before:
-            before = parameter
-            whole = stored[parameter][()]
-        yield name, whole[place]
-
-
-def _tokenizer(config: dict[str, Any]) -> Any:
-    """Load the tokenizer that a run of ``config`` exports."""
-    from moetrain.data.tokenizer import load_tokenizer
-
-    data = config.get("data", {})
-    if data.get("source") == "synthetic" or "tokenizer" not in data:
-        return None
-    return load_tokenizer(data["tokenizer"]).export()
 
 
 def _import_hf(words: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import Config
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
@@ -30,6 +30,7 @@ _BAR = 40
 
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
+    parser.prog = "moetrain data"
     parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)
@@ -52,8 +53,13 @@ main = partial(run_command, _run)
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
     """Print the counts and the histogram of the first rows."""
-    lengths = np.concatenate([_lengths(row) for row in rows])
+    documents = [_documents(row) for row in rows]
+    lengths = np.concatenate([ends - starts for starts, ends in documents])
     tokens = int(lengths.sum())
+    cut = sum(  # which do not end with the end of a text
+        int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
+        for row, (_, ends) in zip(rows, documents, strict=True)
+    )
     learned = sum(int((row.targets_S != IGNORE_INDEX).sum()) for row in rows)
     held_out = "none" if data.eval is None else f"{len(data.eval):,}"
     table = Table(show_header=False, box=None)
@@ -63,7 +69,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     table.add_row("documents or parts" + of_first, f"{len(lengths):,}")
     table.add_row("tokens", f"{tokens:,} ({tokens / (len(rows) * config.data.seq_len):.1%} full)")
     table.add_row("learned", f"{learned:,} ({learned / max(1, tokens):.1%})")
-    table.add_row("cut at a row's end", f"{_count_cut(data, rows):,}")
+    table.add_row("cut at a row's end", f"{cut:,}")
     console.print(table)
     console.print("tokens of a document, and how many have so many")
     counts, edges = np.histogram(lengths, bins=min(12, max(1, int(lengths.max()))))
@@ -72,30 +78,20 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
         console.print(f"{int(low):>7} to {int(high):<7} {bar} {count}", highlight=False)
 
 
-def _lengths(row: Row) -> np.ndarray:
-    """Return the tokens of each document in ``row``, without pads."""
-    lengths = row.lengths.copy()
+def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the documents in ``row`` start and where they end, without pads."""
+    ends = np.cumsum(row.lengths)
+    starts = ends - row.lengths
     if row.is_pad_S is not None:
-        lengths[-1] -= int(row.is_pad_S.sum())
-    return lengths
-
-
-def _count_cut(data: Data, rows: Sequence[Row]) -> int:
-    """Count the documents in ``rows`` that do not end with the end of a text."""
-    cut = 0
-    for row in rows:
-        ends = np.cumsum(row.lengths) - row.lengths + _lengths(row)
-        cut += int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
-    return cut
+        ends[-1] -= int(row.is_pad_S.sum())
+    return starts, ends
 
 
 def _coloured(data: Data, row: Row) -> Text:
     """Return the text of ``row``: what is learned green, the rest dim, a bar between documents."""
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()
-    starts = np.cumsum(row.lengths) - row.lengths
-    for start, length in zip(starts, _lengths(row), strict=True):
-        end = int(start + length)
+    for start, end in zip(*_documents(row), strict=True):
         borders = np.flatnonzero(np.diff(learned_S[start:end])) + 1 + start
         for a, b in zip([start, *borders], [*borders, end], strict=True):
             said = data.tokenizer.decode(row.tokens_S[a:b].tolist())

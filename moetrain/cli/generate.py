@@ -6,12 +6,11 @@ written to standard output as it is made. Exit codes: 0, or 2 and one line that 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
 
-from moetrain.cli.command import Parser, run_command
+from moetrain.cli.main import Parser, run_command
 from moetrain.config import ConfigError
 
 _SAMPLING = {
@@ -24,7 +23,7 @@ _SAMPLING = {
 """Options that SamplingParams has under the same names: default and meaning."""
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _run(argv: Sequence[str] | None) -> None:
     parser = Parser("generate", __doc__)
     parser.add_model()
     parser.add_argument(
@@ -41,11 +40,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="append", default=[], help="text to stop before; may be repeated"
     )
-    return parser.parse_args(argv)
-
-
-def _run(argv: Sequence[str] | None) -> None:
-    args = _parse(argv)
+    args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
     from moetrain.rollout.engine import Generator
     from moetrain.rollout.pages import Pages

@@ -56,18 +56,15 @@ def start_ranks(
 ) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
-    Call it from the main thread, where signals arrive.
-
-    Args:
-        max_restarts: how often to start all ranks again after a failure.
-        check: checks the settings, once, while the ranks start, before any passes
-            :func:`pass_gate`. If it raises, the ranks end and the error is raised here.
+    Call it from the main thread, where signals arrive. After a failure all ranks start again,
+    ``max_restarts`` times. ``check`` checks the settings, once, while the ranks start, before any
+    passes :func:`pass_gate`; if it raises, the ranks end and the error is raised here.
     """
-    code = _run_ranks(command, nproc, 0, max_restarts, check)
-    for restarts in range(1, max_restarts + 1):
-        if code == _FAILED:
-            print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
-            code = _run_ranks(command, nproc, restarts, max_restarts, None)
+    restarts, code = 0, _run_ranks(command, nproc, 0, max_restarts, check)
+    while code == _FAILED and restarts < max_restarts:
+        restarts += 1
+        print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
+        code = _run_ranks(command, nproc, restarts, max_restarts, None)
     return code
 
 
@@ -117,7 +114,7 @@ def _run_ranks(
             )
             try:
                 if check is not None:
-                    _look(check, handlers)
+                    _call_stoppable(check, handlers)
                 gate.touch()
                 mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
@@ -136,18 +133,18 @@ def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None]) -> Non
         signal.signal(number, was if was is signal.SIG_IGN else handler)
 
 
-def _look(check: _Check, handlers: _Handlers) -> None:
+def _call_stoppable(check: _Check, handlers: _Handlers) -> None:
     """Call ``check``; a stop signal ends it, or is honoured after it if a user's code caught it."""
-    got: list[int] = []
+    got: list[_Stopped] = []
 
     def stop(number: int, frame: Any) -> None:
-        got.append(_meaning(number))
-        raise _Stopped(got[0])
+        got.append(_Stopped(_meaning(number)))
+        raise got[0]
 
     _set_handlers(handlers, stop)
     check()
     if got:
-        raise _Stopped(got[0])
+        raise got[0]
 
 
 def _meaning(number: int) -> int:
@@ -212,9 +209,8 @@ def pass_gate(file: str) -> None:
 def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
     """Return whether no rank of this machine reported a failure before; others fail because of it.
 
-    Args:
-        error_file: this rank's own file, from TORCHELASTIC_ERROR_FILE.
-        waits: let the death of another rank, which may be the cause, be reported first.
+    ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` the death of
+    another rank, which may be the cause, is reported first.
     """
     if waits:
         time.sleep(5 * _POLL_SECONDS)
@@ -231,29 +227,28 @@ def _die_with(launcher: int) -> None:
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
-        threading.Thread(target=_outlive_not, args=(launcher,), daemon=True).start()
+        threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
     if os.getppid() != launcher:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _outlive_not(launcher: int) -> None:
+def _die_after(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_command(argv: Sequence[str]) -> None:
-    """Run ``LAUNCHER -m MODULE [WORD ...]`` or ``LAUNCHER FILE [WORD ...]`` as python would."""
-    launcher, *command = argv
+def _run_command(launcher: str, *command: str) -> None:
+    """Run ``-m MODULE [WORD ...]`` or ``FILE [WORD ...]`` as python would."""
     _die_with(int(launcher))
-    is_module = command[0] == "-m"
-    sys.argv = command[1:] if is_module else command
-    if is_module:
+    if command[0] == "-m":
+        sys.argv = [*command[1:]]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
+        sys.argv = [*command]
         sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    _run_command(sys.argv[1:])
+    _run_command(*sys.argv[1:])

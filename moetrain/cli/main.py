@@ -1,22 +1,31 @@
-"""``moetrain COMMAND``: every command under one name, and what completes them in a shell.
+"""``moetrain COMMAND``: every command under one name, what completes them, and what they share.
 
 ``moetrain train`` is ``python -m moetrain.train``, and so are the others. Completion reads what
 each command's ``--help`` prints, so that there is no second list of settings.
+
+``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`), the other commands options
+of their own (:class:`Parser`). In both, whatever is wrong raises :class:`ConfigError`, whose one
+line goes to standard error, and the exit code is 2.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
-from importlib import import_module
+from importlib import metadata
 from io import StringIO
-from typing import Any
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import NoReturn
 
-from moetrain.cli.command import run_command, version
 from moetrain.config import ConfigError
+from moetrain.config.environment import let_idle_threads_sleep
 
 _COMMANDS = {
     "train": ("moetrain.cli.train:main", "pretrain or fine-tune a model"),
@@ -33,19 +42,103 @@ _COMMANDS = {
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
 _SHELLS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n", "fish": ""}
 """What a shell's script begins with; zsh takes that of bash."""
+_MEANINGS = {name: meaning for name, (_, meaning) in _COMMANDS.items()} | {
+    "completion": f"print a script for a shell: {', '.join(_SHELLS)}",
+    "version": "print the version",
+}
+
+
+# ---- what commands share -------------------------------------------------------------------------
+
+
+def version() -> str:
+    """Return ``moetrain 0.1.0``: the installed package's version, else that of its pyproject."""
+    try:
+        number = metadata.version("moetrain")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        number = tomllib.loads(project.read_text("utf-8"))["project"]["version"]
+    return f"moetrain {number}"
+
+
+def error_line(text: str) -> str:
+    """Join ``text`` into one line without anything that a terminal would act on."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
+
+
+def run_command(
+    work: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None
+) -> int:
+    """Call ``work(argv)`` and return its exit code; a ConfigError is one line, and 2.
+
+    ``argv`` is a command line; None: the process's own.
+    """
+    let_idle_threads_sleep()
+    try:
+        with reader_may_leave():
+            return work(argv) or 0
+        return 0  # whoever reads standard output has left
+    except ConfigError as error:
+        print(error_line(f"error: {error}"), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End in silence once nobody reads standard output any more (``--help | head``).
+
+    For commands that only print; a run that nobody watches goes on.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the rest of the buffer would fail again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of ``python -m moetrain.NAME``; what is wrong with them raises ConfigError."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"python -m moetrain.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.name = name
+        self.add_argument("--version", action="version", version=version())
+
+    def add_model(self) -> None:
+        """Add the options that name a model and the device it runs on."""
+        self.add_argument("path", metavar="PATH", help="Hugging Face folder or hub id")
+        self.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
+        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(self.name, f"{message}; see --help")
+
+
+# ---- moetrain COMMAND ----------------------------------------------------------------------------
 
 
 def _run(argv: Sequence[str] | None) -> int | None:
-    name, *words = sys.argv[1:] if argv is None else argv or [""]
+    name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     match name:
         case "completion":
             _complete(words)
         case "version" | "--version":
             print(version())
         case "" | "help" | "--help" | "-h":
-            print(_usage())
+            print("usage: moetrain COMMAND ...; moetrain COMMAND --help says what it takes\n")
+            print(*(f"  {name:12}{meaning}" for name, meaning in _MEANINGS.items()), sep="\n")
         case _ if name in _COMMANDS:
-            return _find(name)(words)
+            return resolve_name(_COMMANDS[name][0])(words)
         case _:
             problem = f"{name!r} is none; use {', '.join(_COMMANDS)}, completion or version"
             raise ConfigError("command", problem)
@@ -53,25 +146,6 @@ def _run(argv: Sequence[str] | None) -> int | None:
 
 
 main = partial(run_command, _run)
-
-
-def _find(name: str) -> Any:
-    module, _, function = _COMMANDS[name][0].partition(":")
-    return getattr(import_module(module), function)
-
-
-def _meanings() -> dict[str, str]:
-    others = {
-        "completion": f"print a script for a shell: {', '.join(_SHELLS)}",
-        "version": "print the version",
-    }
-    return {name: meaning for name, (_, meaning) in _COMMANDS.items()} | others
-
-
-def _usage() -> str:
-    lines = [f"  {name:12}{meaning}" for name, meaning in _meanings().items()]
-    head = "usage: moetrain COMMAND ...; moetrain COMMAND --help says what it takes"
-    return "\n".join([head, "", *lines])
 
 
 def _complete(words: Sequence[str]) -> None:
@@ -88,7 +162,7 @@ def _options(name: str) -> dict[str, list[str]]:
     """Return a command's options and the values that each takes, and under "" its first words."""
     printed = StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        _find(name)(["--help"])
+        resolve_name(_COMMANDS[name][0])(["--help"])
     text = printed.getvalue()
     first = re.search(r"^(?:recipes: (.*)|  \{(.*)\})$", text, re.MULTILINE)
     options = {"": re.findall(r"[\w.-]+", (first[1] or first[2]) if first else "")}
@@ -104,7 +178,7 @@ def _bash(options: dict[str, dict[str, list[str]]]) -> str:
         "_moetrain() {",
         "  local words word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}",
         "  case ${COMP_CWORD}-${COMP_WORDS[1]}-$before in",
-        f"    1-*) words='{' '.join(_meanings())}' ;;",
+        f"    1-*) words='{' '.join(_MEANINGS)}' ;;",
     ]
     for name, of_name in options.items():
         for option, values in of_name.items():
@@ -119,7 +193,7 @@ def _bash(options: dict[str, dict[str, list[str]]]) -> str:
 def _fish(options: dict[str, dict[str, list[str]]]) -> str:
     lines = [
         f"complete -c moetrain -n __fish_use_subcommand -f -a {name} -d {meaning!r}"
-        for name, meaning in _meanings().items()
+        for name, meaning in _MEANINGS.items()
     ]
     for name, of_name in options.items():
         seen = f"complete -c moetrain -n '__fish_seen_subcommand_from {name}'"

@@ -19,16 +19,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.cli import launch
-from moetrain.cli.command import error_line, reader_may_leave, version
+from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
@@ -37,40 +36,33 @@ from moetrain.config.sources import RunFailed, recipe_names
 
 
 class _Program(NamedTuple):
-    """A command that takes settings, and what differs between one and another.
-
-    ``MODULE:NAME`` strings are imported when they are needed, so that ``--help`` waits for nothing.
-    """
+    """A command that takes settings, and what differs between one and another."""
 
     name: str
     """The command is ``python -m moetrain.NAME``."""
     run: str
-    """``MODULE:CLASS``; ``CLASS(config).fit()`` runs it in one process or rank."""
+    """``MODULE:CLASS``, imported when it is needed, so that ``--help`` waits for nothing;
+    ``CLASS(config).fit()`` runs the command in one process or rank."""
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
-    plan: str = "moetrain.train.plan:plan_memory"
-    """``MODULE:FUNCTION``, called for a dry run with config and architecture. It raises ConfigError
-    for what the run would refuse, and returns in words how much memory the run takes."""
-    inspect: str | None = None
-    """The same check while several processes start, without a look at devices; None: not needed."""
+    setup: str | None = None
+    """``MODULE:CLASS`` with two checks of config and architecture, which raise ConfigError for what
+    the run would refuse. ``plan``, for a dry run, returns in words how much memory the run takes.
+    ``inspect``, while several processes start, does not look at devices. None: there is no more to
+    check than the settings themselves and the memory."""
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for a setting that this command does not use."""
         for name, origin in config.origins.items():
-            if name.startswith(self.foreign) and origin.startswith("recipe "):
+            if not name.startswith(self.foreign):
+                continue
+            if origin.startswith("recipe "):
                 problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
                 use = f"python -m moetrain.{self.name} has no use for; its own is"
                 raise ConfigError("recipe", f"{problem} {use} {self.recipes.default}")
-            if name.startswith(self.foreign):
-                problem = f"set ({origin}), but python -m moetrain.{self.name} has no use for it"
-                raise ConfigError(name, f"{problem}; leave it out")
-
-
-def _find(name: str) -> Any:
-    """Import what ``MODULE:NAME`` means."""
-    module, _, key = name.partition(":")
-    return attrgetter(key)(import_module(module))
+            problem = f"set ({origin}), but python -m moetrain.{self.name} has no use for it"
+            raise ConfigError(name, f"{problem}; leave it out")
 
 
 _NO_DATA = (
@@ -82,15 +74,16 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too: those of generation."""
 
 _PROGRAMS = {
-    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")),
-    "bench": _Program("bench", "moetrain.cli.bench:Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")),
+    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
+    "bench": _Program(
+        "bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")
+    ),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",
         Recipes.RL,
         foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "eval.", "jobs."),
-        plan="moetrain.rl.setup:Setup.plan",
-        inspect="moetrain.rl.setup:Setup.inspect",
+        setup="moetrain.rl.setup:Setup",
     ),
     "jobs": _Program(
         "jobs",
@@ -105,8 +98,7 @@ _PROGRAMS = {
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),
-        plan="moetrain.jobs.run:JobRun.plan",
-        inspect="moetrain.jobs.run:JobRun.inspect",
+        setup="moetrain.jobs.run:JobRun",
     ),
 }
 
@@ -121,10 +113,9 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := {"--help", "-h", "--version"} & {*words}:
         with reader_may_leave():
-            is_version = asked == {"--version"}
-            print(version() if is_version else _help(program.name, program.recipes))
+            print(version() if asked == {"--version"} else _help(program))
         return 0
-    dry_run = "--dry_run" in words
+    is_dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
     is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
     place = None
@@ -136,7 +127,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
-        if dry_run:
+        if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0
         if place is not None:
@@ -157,13 +148,14 @@ run_rl = partial(main, command="rl")
 run_jobs = partial(main, command="jobs")
 
 
-def _help(name: str, recipes: Recipes) -> str:
+def _help(program: _Program) -> str:
     """Describe usage, recipes, and every setting with its type, default and docstring."""
+    recipes = program.recipes
     with_path = recipes.of_path
     if recipes.of_chats != with_path:
         with_path = f"{recipes.of_chats} for records, else {with_path}"
     lines = [
-        f"usage: python -m moetrain.{name} [RECIPE | FILE.toml] [--section.key value ...]",
+        f"usage: python -m moetrain.{program.name} [RECIPE | FILE.toml] [--section.key value ...]",
         "",
         f"recipes: {', '.join(recipe_names())}",
         f"default: {recipes.default}; with model.path, {with_path}",
@@ -194,10 +186,12 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
-    from moetrain.train.setup import resolve_run  # imports torch, as all below
+    from moetrain.train.plan import plan_memory  # imports torch, as all below
+    from moetrain.train.setup import resolve_run
 
     config, arch = resolve_run(config)
-    estimate = _find(program.plan)(config, arch)
+    plan = plan_memory if program.setup is None else resolve_name(program.setup).plan
+    estimate = plan(config, arch)
     if shows:
         with reader_may_leave():
             print(json.dumps(config.to_dict(), indent=2))
@@ -229,19 +223,18 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
                 f"torchrun --nproc-per-node {nproc} SCRIPT.py",
             )
         plan_world(*resolved, nproc)
-        if program.inspect is not None:
-            _find(program.inspect)(*resolved)
+        if program.setup is not None:
+            resolve_name(program.setup).inspect(*resolved)
 
-    return launch.start_ranks(
-        ["-m", f"moetrain.{program.name}", *words], nproc, max_restarts, check
-    )
+    command = ["-m", f"moetrain.{program.name}", *words]
+    return launch.start_ranks(command, nproc, max_restarts, check)
 
 
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 
-    run = _find(program.run)
+    run = resolve_name(program.run)
     if place is not None and place.gate is not None:
         launch.pass_gate(place.gate)  # the launcher has worked while we imported torch and more
     try:
@@ -272,10 +265,8 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
     number = getattr(error, "errno", None)
     if number is None and (match := _OS_ERROR.search(str(error))):
         number = int(match[1] or match[2])
-    if number is None:
-        return None
     is_ours = Path(folder).absolute() in Path(file).absolute().parents
-    if not is_ours and errno.errorcode.get(number) not in _DISK_ERRORS:
+    if number is None or not (is_ours or errno.errorcode.get(number) in _DISK_ERRORS):
         return None
     return f"{os.strerror(number)}: {file or f'in output_dir {folder!r}'}"
 
@@ -300,8 +291,7 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
 def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
     """Print once why a run did not succeed; return ``code``, or exit if ranks are several.
 
-    Args:
-        may_follow: the reason may be that another rank ended.
+    ``may_follow``: the reason may be that another rank ended.
     """
     # Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
     error_file = None if place is None else place.error_file

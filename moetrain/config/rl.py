@@ -1,6 +1,6 @@
 """The section ``rl``: what reinforcement learning optimises, and how its loop runs.
 
-The formulas behind the choices are in :mod:`moetrain.rl.losses` and :mod:`moetrain.rl.advantages`.
+The formulas behind the choices are in :mod:`moetrain.rl.losses`.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ from moetrain.jobs.api import (
 from moetrain.jobs.shared import JobState, SharedEngine, Spread
 from moetrain.jobs.store import Job
 from moetrain.models.architecture import Architecture
-from moetrain.rl.learn import Dealt, gather
+from moetrain.rl.learn import Dealt
 from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.train.objectives import Objective, Pretraining, RouterLosses
+from moetrain.train.objectives import Objective, Pretraining
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.state import Snapshots
@@ -232,8 +232,8 @@ class JobSession(Spread):
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
         policy = request.policy()
         if policy is not None and policy not in self._objectives:
-            routers = RouterLosses.of(self.config, self.engine.arch)
-            self._objectives[policy] = PolicyObjective(policy, routers)
+            own = PolicyObjective(policy)
+            self._objectives[policy] = Pretraining.of(self.config, self.engine.arch, own=own)
         samples = request.samples()
         dealt = self._dealt(samples)
         totals = self.engine.forward_backward(dealt.batches, self._objectives[policy])
@@ -283,7 +283,7 @@ class JobSession(Spread):
             self._abort(mine)
         if self.is_given_up():
             done.clear()
-        parts = gather(self.world, done)
+        parts = self.world.gather(done)
         if not all(parts[: len(requests)]):  # of the ranks that had any
             return None
         found = {key: c for part in parts for key, c in part.items()}

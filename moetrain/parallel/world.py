@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from moetrain.parallel.processes import (
     find_ranks,
     num_processes,
 )
+
+_T = TypeVar("_T")
 
 _BYTES_OF_TOKEN = 24
 """Bytes of a token in a batch on the host: its id, target and position."""
@@ -72,6 +75,14 @@ class World:
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over every rank of the run."""
         return _sum(x, self.meshes.everyone)
+
+    def gather(self, mine: _T) -> list[_T]:
+        """Return every rank's object, by rank. Collective; waits."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
 
     def barrier(self) -> None:
         """Return when every rank has come here. Raises RunFailed when one is gone."""

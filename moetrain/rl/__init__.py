@@ -1,6 +1,6 @@
 """Reinforcement learning on packed rollouts. Its parts can be used without our loop.
 
-    outcomes -> advantages -> samples -> rows (packed) -> score -> corrected -> PolicyObjective
+    trajectories -> advantages -> samples -> rows (packed) -> score -> corrected -> PolicyObjective
 
 ``Engine.forward_backward`` minimises a :class:`~moetrain.rl.losses.PolicyObjective`; the rest
 prepares its micro-batches.

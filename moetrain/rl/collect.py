@@ -3,37 +3,232 @@
     collector.start(group, task, size, seed)    # begins them
     collector.finish(groups)                    # runs until these are over; others go on meanwhile
 
-A trajectory is either being continued by the generator or waits for its environment, whose failure
-ends this trajectory alone. Weights may change between two calls: trajectories go on with the new
-ones, and every token keeps the version that chose it. With experts shared between ranks,
-:meth:`Collector.finish` is collective: ranks that are done take steps too.
+A trajectory is either being continued by the generator or waits for its environment. Weights may
+change between two calls: trajectories go on with the new ones, and every token keeps the version
+that chose it. With experts shared between ranks, :meth:`Collector.finish` is collective: ranks that
+are done take steps too.
+
+Each call of an environment has a time limit, and a failure costs its own trajectory alone. Calls
+begin in daemon threads: one makes all of them while they are quick, and slow ones soon have one
+each. A plain answer is waited for, so that a run whose environment is quick is the same at every
+rerun; an awaitable goes on, on one event loop for all, while text is generated. A thread that hangs
+is left behind.
+
+Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import threading
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from decimal import Decimal
+from functools import partial
+from numbers import Real
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
-from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.calls import Calls, Failed, turn_of
-from moetrain.rl.envs import Environment, Episode, Turn
+from moetrain.config.sources import RunFailed, shortened
+from moetrain.rl.envs import Demonstration, Environment, Episode, Turn
+from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.rows import Trajectory
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request, SamplingParams
 
 _logger = logging.getLogger("moetrain")
 
-_SHOWN = 8
 _PATIENCE = 0.01
-"""Seconds to wait at once for environments, while there is nothing to generate."""
+"""Seconds to wait at once for awaited answers, while there is nothing else to do."""
+_QUICK = 0.005
+"""Seconds that a call may take before others no longer wait for its thread. Threads cost as well:
+with one for each of 2,048 calls a step of 0.43 s took 0.67."""
+_LARGEST_REWARD = 1e12
+"""Gradients grow with rewards, and their squares are summed in fp32, which ends at 3.4e38: above
+about 1e19 the norm is infinite and every step is skipped. The rest is room for the gradient of the
+log-probability."""
+_NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
+"""What a reward may be an object of."""
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+class _Failed(NamedTuple):
+    """Takes the place of an answer; ``reason`` is a word to count by."""
+
+    reason: str
+    detail: str
+
+
+class _Calls:
+    """Calls under way, each under a key of the caller's, with ``limit`` seconds each."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._plain: dict[Any, tuple[Future[Any], Future[float]]] = {}
+        """Each call's answer, and when it began. An awaitable's answer is another future, ..."""
+        self._later: dict[Any, tuple[Future[Any], float]] = {}
+        """... which moves here, with the call's deadline."""
+        self._loop = asyncio.new_event_loop()
+        self._waiting: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        """Calls that have not begun, each behind the two futures of ``_plain``."""
+        self._num_threads = 0
+
+    def start(self, key: Hashable, function: Callable[..., Any], *args: Any) -> None:
+        if not self._num_threads:
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            self._add_threads(1)
+        answer, begun = self._plain[key] = Future(), Future()
+        self._waiting.put((answer, begun, partial(function, *args)))
+
+    def finished(self, patience: float = 0.0) -> list[tuple[Any, Any]]:
+        """Return the answers that have come, or :class:`_Failed`, in the order of the calls.
+
+        Waits for plain calls, and, without any, up to ``patience`` seconds for one of the others.
+        """
+        done: list[tuple[Any, Any]] = []
+        for key, (answer, begun) in self._plain.items():
+            while not (self._waiting.empty() or answer.done() or wait([answer], _QUICK).done):
+                self._add_threads(min(self._num_threads, self._waiting.qsize()))
+            deadline = begun.result() + self.limit  # waiting for others' turn is not late
+            result = _result(answer, deadline - time.monotonic())
+            if isinstance(result, Future):
+                self._later[key] = result, deadline
+            else:
+                done.append((key, result))
+        self._plain.clear()
+        if not done and self._later and patience:
+            wait([answer for answer, _ in self._later.values()], patience, FIRST_COMPLETED)
+        for key, (answer, deadline) in list(self._later.items()):
+            if answer.done() or time.monotonic() > deadline:
+                done.append((key, _result(answer, 0)))
+                answer.cancel()
+                del self._later[key]
+        return done
+
+    def all_finished(self) -> dict[Any, Any]:
+        """Wait for all calls; returns what :meth:`finished` does."""
+        found: dict[Any, Any] = {}
+        while self._plain or self._later:
+            found |= dict(self.finished(_PATIENCE))
+        return found
+
+    def _add_threads(self, number: int) -> None:
+        for _ in range(number):
+            threading.Thread(target=self._work, daemon=True).start()
+        self._num_threads += number
+
+    def _work(self) -> None:
+        while True:
+            answer, begun, call = self._waiting.get()
+            begun.set_result(time.monotonic())
+            try:
+                result = call()
+                if isinstance(result, Awaitable):
+                    result = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop)
+                answer.set_result(result)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
+                answer.set_exception(error)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _result(answer: Future[Any], seconds: float) -> Any:
+    """Return what ``answer`` comes to within ``seconds``, or why there is none."""
+    if not (answer.done() or wait([answer], max(0.0, seconds)).done):
+        return _Failed("timeout", "no answer within rl.step_timeout")
+    if answer.cancelled():
+        return _Failed("raised", "it was cancelled")
+    if (error := answer.exception()) is None:
+        return answer.result()
+    reason = "timeout" if isinstance(error, TimeoutError) else "raised"
+    return _Failed(reason, " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+# ---- what environments may say -------------------------------------------------------------------
+
+
+def try_reward(environment: Jsonl, name: str, limit: float) -> None:
+    """Raise ConfigError if the function ``name`` returns no reward for answers to the first line.
+
+    They are the line's own ``answer``, where there is one, and an empty text. A call that raises or
+    takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
+    """
+    line, calls = environment.lines[0], _Calls(limit)
+    for answer in {str(line.get("answer", "")): None, "": None}:
+        calls.start(answer, environment.score, environment.problem(0), answer)
+    for answer, found in calls.all_finished().items():
+        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
+        if isinstance(found, _Failed):
+            _logger.warning(
+                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
+                *(case, found.reason, found.detail[:400]),
+            )
+        elif (problem := _not_a_reward(found)) is not None:
+            raise ConfigError("rl.reward", f"{case}, returns {problem}")
+
+
+def _number(value: Any) -> float | None:
+    """Return ``value`` of Python, NumPy or torch as a float; None: it is no finite number."""
+    if not isinstance(value, _NUMBERS):  # float() would read text, and run an object's own code
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _not_a_reward(value: object, before: float = 0.0) -> str | None:
+    """Say what is wrong with ``value`` as a reward, added to ``before``; None: nothing."""
+    number, most = _number(value), _LARGEST_REWARD
+    if number is None:
+        return f"a {type(value).__name__} that is no finite number"
+    if abs(before + number) > most:
+        return f"{number:g}; all of a trajectory's together are at most {most:g} in size"
+    return None
+
+
+def _are_tokens(tokens: object, vocabulary: int) -> bool:
+    """Whether an environment may say ``tokens``: a tuple of integers below ``vocabulary``."""
+    return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)
+
+
+def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | _Failed:
+    """Return an environment's ``answer`` if it may go on ``trajectory``, else what is wrong."""
+    if isinstance(answer, _Failed):
+        return answer
+    if not isinstance(answer, Turn):
+        return _Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
+    reward, done = _number(answer.reward), _number(answer.done)
+    problem = _not_a_reward(answer.reward, trajectory.reward)
+    if problem is not None or reward is None:
+        problem = f"its reward is {problem}"
+    elif done is None:
+        problem = f"its done, a {type(answer.done).__name__}, is no number"
+    elif not _are_tokens(answer.tokens, vocabulary):
+        problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
+    elif not trajectory.answers and (done or not answer.tokens):
+        problem = "its prompt is empty or over"
+    else:
+        return Turn(answer.tokens, reward, bool(done))
+    return _Failed("nonsense", problem)
+
+
+# ---- trajectories --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -44,17 +239,12 @@ class _Active:
     episode: Episode | None = None
     """None: the environment is making it."""
     is_speaking: bool = False
-    """Whether the generator continues it; otherwise its environment was asked."""
+    """Whether the generator continues it; else its environment was asked."""
     completion: Completion | None = None
 
 
 class Collector:
-    """All trajectories under way on this rank.
-
-    Attributes:
-        generated: tokens generated since :meth:`reset_counts`.
-        seconds: time spent on generation, and on waiting for environments.
-    """
+    """All trajectories under way on this rank."""
 
     def __init__(
         self,
@@ -71,13 +261,13 @@ class Collector:
         self.groups: dict[int, list[Trajectory]] = {}
         """Trajectories that were begun and not yet returned by :meth:`finish`, by group."""
         self._active: dict[str, _Active] = {}
-        self._calls: Calls[str] = Calls(settings.step_timeout)
+        self._calls = _Calls(settings.step_timeout)
+        self._shown = _Calls(settings.step_timeout)
         self._said: set[str] = set()
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Set all counts to zero."""
-        self.generated = 0
+        self.generated = 0  # tokens
         self.seconds = {"generate": 0.0, "environment": 0.0}
 
     # ---- what is under way ---------------------------------------------------------------------
@@ -85,11 +275,9 @@ class Collector:
     def start(
         self, group: int, task: int, size: int, seed: int, temperature: float | None = None
     ) -> None:
-        """Begin ``size`` attempts at ``task``, as ``group``.
+        """Begin ``size`` attempts at ``task``, as ``group``, whose number ``seed`` goes with.
 
-        Args:
-            seed: seed of their sampling, together with the group's number.
-            temperature: None: ``rl.temperature``.
+        ``temperature`` None: ``rl.temperature``.
         """
         warm = self.settings.temperature if temperature is None else temperature
         for member in range(size):
@@ -122,8 +310,7 @@ class Collector:
     def under_way(self) -> list[Trajectory]:
         """Return all trajectories not handed out, as they are now, in the order to resume them in.
 
-        They go on here as they would after :meth:`resume`: the cache is emptied, and requests are
-        submitted again in this order.
+        They go on here as they would after that: without a cache, submitted in this order.
         """
         speaking = {name: part for name, part in self._active.items() if part.is_speaking}
         for name, part in speaking.items():
@@ -137,23 +324,46 @@ class Collector:
 
     # ---- the environment's side ----------------------------------------------------------------
 
+    def demonstrations(self, tasks: Sequence[int]) -> list[Demonstration]:
+        """Ask for a demonstration of each task; RunFailed: one raises, is late, or is none."""
+        environment: Any = self.environment
+        shown, vocabulary = [], self.generator.model.arch.vocab_size
+        for number, task in enumerate(tasks):
+            self._shown.start(number, environment.demonstrate, task)
+        for number, found in sorted(self._shown.all_finished().items()):
+            if isinstance(found, _Failed):
+                problem = f"failed ({found.reason}): {found.detail[:400]}"
+            elif (
+                isinstance(found, Demonstration)
+                and _are_tokens(found.tokens, vocabulary)
+                and isinstance(found.mask, tuple)
+                and len(found.mask) == len(found.tokens) >= 2
+                and not found.mask[0]
+            ):
+                shown.append(Demonstration(found.tokens, tuple(map(bool, found.mask))))
+                continue
+            else:
+                problem = (
+                    "is none: a Demonstration is a tuple of two or more tokens of 0 to "
+                    f"{vocabulary - 1}, and as many truth values, of which the first is false"
+                )
+            raise RunFailed(f"rl.env: its demonstration of task {tasks[number]} {problem}")
+        return shown
+
     def _enter(self, trajectory: Trajectory) -> Any:
         """Return a new episode and its answer, after all actions of a resumed trajectory."""
         episode = self.environment.episode(trajectory.task)
         actions = [trajectory.tokens[start:stop] for start, stop in trajectory.actions]
-        if actions:
-            return episode, asyncio.run(_told_again(episode, actions))
         answer = episode.reset()
-        return _both(episode, answer) if isinstance(answer, Awaitable) else (episode, answer)
+        if not (actions or isinstance(answer, Awaitable)):
+            return episode, answer
+        told = _told_again(episode, answer, actions)
+        return asyncio.run(told) if actions else told
 
     def _hear(self) -> None:
         started = time.perf_counter()
-        while True:
-            # Wait only if there is nothing to generate.
-            patience = 0.0 if self.generator.is_busy else _PATIENCE
-            heard = self._calls.finished(patience)
-            if not heard:
-                break
+        # Wait only if there is nothing to generate.
+        while heard := self._calls.finished(0 if self.generator.is_busy else _PATIENCE):
             for name, answer in heard:
                 self._answered(name, answer)
         self.seconds["environment"] += time.perf_counter() - started
@@ -161,42 +371,38 @@ class Collector:
     def _answered(self, name: str, answer: Any) -> None:
         part = self._active[name]
         trajectory = part.trajectory
-        if part.episode is None and not isinstance(answer, Failed):
+        if part.episode is None and not isinstance(answer, _Failed):
             part.episode, answer = answer
             if trajectory.answers > len(trajectory.actions):  # resumed in the policy's turn
                 return self._speak(name, part)
-        answer = turn_of(answer, trajectory, self.generator.model.arch.vocab_size)
-        if isinstance(answer, Failed):
+        answer = _turn_of(answer, trajectory, self.generator.model.arch.vocab_size)
+        if isinstance(answer, _Failed):
             return self._fail(name, answer)
         trajectory.answers += 1
         trajectory.reward += answer.reward
-        if answer.done or trajectory.is_overlong:
-            return self._end(name)
         has_room = self._room(trajectory, len(answer.tokens)) > 0
-        if not has_room or len(trajectory.actions) >= self.settings.max_turns:
-            if not trajectory.actions:
-                problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
-                return self._fail(name, Failed("too_long", f"{problem} (data.seq_len)"))
-            trajectory.is_overlong = True
-            return self._end(name)
-        trajectory.extend(answer.tokens)
-        self._speak(name, part)
+        is_cut = not has_room or len(trajectory.actions) >= self.settings.max_turns
+        if answer.done or trajectory.is_overlong:
+            trajectory.is_over = True
+        elif is_cut and not trajectory.actions:
+            problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
+            return self._fail(name, _Failed("too_long", f"{problem} (data.seq_len)"))
+        elif is_cut:
+            trajectory.is_over = trajectory.is_overlong = True
+        else:
+            trajectory.extend(answer.tokens)
+            return self._speak(name, part)
+        del self._active[name]
 
-    def _fail(self, name: str, failed: Failed) -> None:
-        trajectory, (reason, detail) = self._active[name].trajectory, failed
-        trajectory.fault, trajectory.detail = reason, detail
+    def _fail(self, name: str, failed: _Failed) -> None:
+        trajectory, (reason, detail) = self._active.pop(name).trajectory, failed
+        trajectory.fault, trajectory.detail, trajectory.is_over = reason, detail, True
         if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
             _logger.warning(
                 "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
-                trajectory.task,
-                reason,
-                detail,
+                *(trajectory.task, reason, detail),
             )
-        self._end(name)
-
-    def _end(self, name: str) -> None:
-        self._active.pop(name).trajectory.is_over = True
 
     # ---- the policy's side ---------------------------------------------------------------------
 
@@ -232,11 +438,14 @@ class Collector:
         # They cover all tokens that were read so far, earlier turns included.
         trajectory.routes = None if completion.routes is None else completion.routes.numpy()
         trajectory.is_overlong = completion.finish_reason == "length"
-        start = trajectory.turn_start
+        # The turn starts behind the environment's last tokens, which may be before the last turn.
+        start = len(trajectory.tokens) - trajectory.is_action[::-1].index(False)
+        start = max([start, *(stop for _, stop in trajectory.actions)])
         trajectory.actions.append((start, len(trajectory.tokens)))
-        assert part.episode is not None
-        action = trajectory.tokens[start:]
-        self._calls.start(completion.request_id, _step, part.episode, action)
+        episode, action = part.episode, trajectory.tokens[start:]
+        assert episode is not None
+        # An episode without step fails alone, in the call.
+        self._calls.start(completion.request_id, lambda: episode.step(action))
 
     def _take_in(self, part: _Active) -> None:
         completion, part.completion = part.completion, None
@@ -244,83 +453,11 @@ class Collector:
             part.trajectory.extend(completion.tokens, completion.logprobs, completion.versions)
 
 
-def _step(episode: Episode, action: list[int]) -> Turn | Awaitable[Turn]:
-    return episode.step(action)  # in the call: an episode without step fails alone
-
-
-async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Turn]:
-    return episode, await answer
-
-
-async def _told_again(episode: Episode, actions: Sequence[Sequence[int]]) -> Any:
-    answer = episode.reset()
+async def _told_again(
+    episode: Episode, answer: Turn | Awaitable[Turn], actions: Iterable[Sequence[int]]
+) -> tuple[Episode, Turn]:
     for action in actions:
         if isinstance(answer, Awaitable):
             await answer
         answer = episode.step(action)
-    return await answer if isinstance(answer, Awaitable) else answer
-
-
-# ---- what has become of them ---------------------------------------------------------------------
-
-
-class Failing:
-    """Counts the steps in a row in which every trajectory has failed for one reason.
-
-    A run of such steps ends: else it would end well and have learned nothing.
-    """
-
-    HOPELESS_STEPS = 3
-    """Time enough to restart a service that answers for an environment."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._first = Trajectory(0, 0, 0, 0, 0.0)
-
-    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
-        before, self._first = self._first.fault, trajectories[0]
-        faults = {t.fault for t in trajectories}
-        if len(faults) > 1 or None in faults:
-            self.steps = 0
-        else:
-            self.steps = self.steps + 1 if faults == {before} else 1
-
-    @property
-    def is_hopeless(self) -> bool:
-        return self.steps >= self.HOPELESS_STEPS
-
-    def describe(self) -> str:
-        first = self._first
-        return (
-            f"every trajectory of {self.steps} steps in a row failed ({first.fault}), and "
-            f"nothing was learned; of task {first.task}: {first.detail[:400]}"
-        )
-
-
-def figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
-    """Return means over ``trajectories``, at least one; failed ones count with a reward of 0.
-
-    ``solved`` is the share with the full reward of 1.
-    """
-    number = len(trajectories)
-    rewards = [0.0 if t.fault else t.reward for t in trajectories]
-    return {
-        f"{prefix}reward": sum(rewards) / number,
-        f"{prefix}solved": sum(reward >= 1 for reward in rewards) / number,
-        f"{prefix}length": sum(t.num_written for t in trajectories) / number,
-        f"{prefix}overlong": sum(t.is_overlong for t in trajectories) / number,
-    }
-
-
-def write_completions(trajectories: Iterable[Trajectory], tokenizer: Tokenizer, file: Path) -> None:
-    """Write the first few as text to ``file``, with the policy's own words in double brackets."""
-    parts = []
-    for t in list(trajectories)[:_SHOWN]:
-        said = []
-        for acts, run in groupby(zip(t.is_action, t.tokens, strict=True), lambda pair: pair[0]):
-            text = tokenizer.decode([token for _, token in run])
-            said.append(f"[[{text}]]" if acts else text)
-        ending = t.fault or ("cut off" if t.is_overlong else "ended")
-        parts.append(f"--- task {t.task}, reward {t.reward:g}, {ending}\n{''.join(said)}\n")
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("\n".join(parts), "utf-8")
+    return episode, await answer if isinstance(answer, Awaitable) else answer

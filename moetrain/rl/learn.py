@@ -8,32 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.world import World
 from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Objective, RouterLosses
+from moetrain.train.objectives import Objective, Pretraining
 
 _T = TypeVar("_T")
-
-
-def gather(world: World, mine: _T) -> list[_T]:
-    """Return every rank's object, by rank. Collective; waits."""
-    if world.size == 1:
-        return [mine]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine)
-    return found
 
 
 class Dealt:
@@ -49,14 +38,13 @@ class Dealt:
     ) -> None:
         """Pack this rank's share into micro-batches of ``rows`` rows of ``length``. Collective.
 
-        Args:
-            order: the indices of all ``samples``; ranks take one each in turn.
+        Ranks take one sample each in turn, in the ``order`` that the indices of all have.
         """
         self.world = engine.world
         self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]
         mine = [samples[i] for i in self._mine]
         self.batches = pack(mine, length, rows)
-        most = max(gather(self.world, len(self.batches)))
+        most = max(self.world.gather(len(self.batches)))
         most += -most % engine.batch_multiple
         if len(self.batches) < most:
             self.batches = pack(mine, length, rows, least=most)
@@ -69,7 +57,7 @@ class Dealt:
         The parts are :func:`~moetrain.rl.rows.unpack`'s; values are all ranks', by sample.
         """
         values = map(value, unpack(self.batches, results))
-        parts = gather(self.world, dict(zip(self._mine, values, strict=True)))
+        parts = self.world.gather(dict(zip(self._mine, values, strict=True)))
         known = {i: found for part in parts for i, found in part.items()}
         return [known[i] for i in range(len(known))]
 
@@ -90,7 +78,7 @@ class Learner:
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.world = config, engine, engine.world
-        self.policy = PolicyObjective(config.rl, RouterLosses.of(config, engine.arch))
+        self.policy = Pretraining.of(config, engine.arch, own=PolicyObjective(config.rl))
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
         self.compared = self.differing = 0
@@ -118,17 +106,14 @@ class Learner:
         """Make the policy's updates on all ranks' ``samples``; the weights are ``version``."""
         settings = self.config.rl
         numbers = sorted({sample.group for sample in samples})
-        groups = [set(part) for part in np.array_split(numbers, settings.updates_per_rollout)]
         updates = [
             self.deal([sample for sample in samples if sample.group in some]).batches
-            for some in groups
-            if some
+            for some in np.array_split(numbers, settings.updates_per_rollout)
+            if len(some)
         ]
-        batches = [batch for update in updates for batch in update]
-        batches, row = self._scored(batches, version)
+        batches, row = self._scored([batch for update in updates for batch in update], version)
         if settings.kl_coef:
-            with self.at_reference():
-                pairs = zip(batches, self._logprobs(batches), strict=True)
+            pairs = zip(batches, self._at_reference(batches), strict=True)
             batches = [batch._replace(reference_BS=found_BS) for batch, found_BS in pairs]
         rest = iter(batches)
         parts = [list(islice(rest, len(update))) for update in updates]
@@ -165,9 +150,8 @@ class Learner:
         apart, differing, number = self.world.sum_rows(seen).tolist()
         self.compared += int(number)
         self.differing += int(differing)
-        return batches, (
-            {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
-        )
+        row = {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
+        return batches, row
 
     def _logprobs(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
         """Score ``batches`` with the engine's weights as they are; [B, S] each. Collective."""
@@ -190,23 +174,20 @@ class Learner:
     def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
         """Estimate each sample's KL from the reference over its actions. Collective."""
         dealt = self.deal(samples)
-        with self.at_reference():
-            pairs = zip(dealt.batches, self._logprobs(dealt.batches), strict=True)
         kls = []
-        for batch, found_BS in pairs:
+        for batch, found_BS in zip(dealt.batches, self._at_reference(dealt.batches), strict=True):
             kl_BS = kl_estimate(self.config.rl.kl, batch.logprobs_BS, found_BS)
             kls.append(torch.where(batch.targets_BS != IGNORE_INDEX, kl_BS, 0))
         return dealt.by_sample(kls, lambda kl: kl.sum().item())
 
     def keep_reference(self) -> None:
-        self.reference = {k: v.to("cpu", copy=True) for k, v in self._values().items()}
+        self.reference = _copied(self._values())
 
-    @contextmanager
-    def at_reference(self) -> Iterator[None]:
+    def _at_reference(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
         with self._restored() as values:
             self.engine.before_change()
             _copy(self.reference, values)
-            yield
+            return self._logprobs(batches)
 
     def reference_state(self) -> dict[str, TensorSlice]:
         parts = self.engine.state()["model"]
@@ -222,7 +203,7 @@ class Learner:
     def _restored(self) -> Iterator[dict[str, torch.Tensor]]:
         """Put the engine's weights back as they are now; yields what changes inside."""
         values = self._values()
-        now = {name: value.to("cpu", copy=True) for name, value in values.items()}
+        now = _copied(values)
         try:
             yield values
         finally:
@@ -234,6 +215,10 @@ class Learner:
         members = self.engine.fsdp.members.items()
         trained = {name: member.local for name, member in members if member.rule.trainable}
         return trained | dict(self.engine.model.named_buffers())
+
+
+def _copied(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in values.items()}
 
 
 @torch.no_grad()

@@ -1,4 +1,17 @@
-"""Losses of reinforcement learning: settings of ``rl`` name them, tables here hold them.
+"""Advantages and losses of reinforcement learning, by the names that settings of ``rl`` give them.
+
+A trajectory that failed, or was cut off where that counts as failing, is left out before anything
+is averaged, and does not affect the others. Then, for a group's rewards R (n of them):
+
+    dr_grpo                A = R - mean(R)                          arXiv 2503.20783
+    grpo                   A = (R - mean(R)) / std(R)               arXiv 2402.03300
+    rloo                   A = R - mean(the others')                arXiv 2402.14740
+    reinforce_pp_baseline  a = R - mean(R), then over the batch     arXiv 2501.03262
+    reinforce_pp           a = R, then over the batch: A = (a - mean(a)) / std(a)
+
+with standard deviations of n - 1. All but the last learn by comparing within a group: a group
+whose rewards are equal, or that has a single member left, is not trained at all, and so is in no
+denominator either. Means over the batch are over what is trained.
 
 For each trained token, with log-probability lp, advantage A, and the ratio r = exp(lp - old),
 where ``ratio`` says what old is (current: lp itself, as a constant; proximal: the trainer's before
@@ -39,32 +52,113 @@ Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from moetrain.config.rl import PolicyName, RlSection
+from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.layers import Vocabulary
 from moetrain.models.transformer import Transformer
-from moetrain.rl.rows import RolloutBatch
+from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Outputs, RouterLosses, Term
+from moetrain.train.objectives import Outputs, Term
 
+_EQUAL = 1e-9
+"""Relative difference below which rewards are the same: sums of the same parts in another order
+differ by 1e-16 or so, and a division by their standard deviation would make 1 of that."""
 _LOG_RATIO_LIMIT = 20.0
 """Nats to which the logarithm of a ratio is clamped, once, where it is made. A ratio of exp(20) =
 4.9e8 has a finite square in fp32, and so has the sum of any batch of them; one step past
 log(3.4e38) = 88.7 a single token makes the loss infinite. Beyond the limit the gradient is 0."""
-_WHOLE = Vocabulary()
+
+
+# ---- advantages ---------------------------------------------------------------------------------
+
+
+class _Advantages(NamedTuple):
+    """The advantages of trajectories, in their order."""
+
+    values: list[float | None]
+    """None: the trajectory is not trained."""
+    left_out: Counter[str]
+    """Trajectories that are not trained, by reason: a fault, ``overlong``, ``not_finite``
+    (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
+    spread: float
+    """Standard deviation of the advantages that are trained; 0 where there is only one."""
+
+
+_BASELINES: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
+    "dr_grpo": lambda r: r - r.mean(),
+    "grpo": lambda r: (r - r.mean()) / r.std(ddof=1),
+    "rloo": lambda r: r - (r.sum() - r) / (len(r) - 1),
+    "reinforce_pp_baseline": lambda r: r - r.mean(),
+    "reinforce_pp": None,
+}
+"""Maps a group's rewards to advantages; None: groups have no part in it."""
+_OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
+"""Those whose advantages are then normalised over the batch."""
+
+
+def advantages(
+    trajectories: Sequence[Trajectory], settings: RlSection, kls: Sequence[float] | None = None
+) -> _Advantages:
+    """Compute the advantage of every trajectory of the *global* batch, all ranks' together.
+
+    Args:
+        kls: the KL estimate of each, summed over its tokens, which ``rl.kl_coef`` times is taken
+            off its reward; None: nothing is.
+    """
+    values = np.array([t.reward for t in trajectories], dtype=np.float64)
+    if kls is not None:
+        values -= settings.kl_coef * np.array(kls)
+    reasons: list[str | None] = [t.fault for t in trajectories]
+    groups: dict[int, list[int]] = {}
+    for i, t in enumerate(trajectories):
+        if t.fault is None and not math.isfinite(values[i]):
+            reasons[i] = "not_finite"
+        elif t.fault is None and t.is_overlong and settings.overlong == "drop":
+            reasons[i] = "overlong"
+        elif t.fault is None:
+            groups.setdefault(t.group, []).append(i)
+    if (of_group := _BASELINES[settings.advantage]) is not None:
+        for members in groups.values():
+            if len(members) > 1 and not _is_flat(values[members]):
+                values[members] = of_group(values[members])
+                continue
+            for i in members:
+                reasons[i] = "alone" if len(members) == 1 else "no_variance"
+    for i, t in enumerate(trajectories):
+        if settings.overlong == "mask" and t.is_overlong and reasons[i] is None:
+            reasons[i] = "overlong"
+    trained = np.flatnonzero([reason is None for reason in reasons])
+    if settings.advantage in _OVER_BATCH and len(trained):
+        spread = 1.0 if _is_flat(values[trained]) else _spread(values[trained])
+        values[trained] = (values[trained] - values[trained].mean()) / spread
+    return _Advantages(
+        [float(v) if r is None else None for v, r in zip(values, reasons, strict=True)],
+        Counter(reason for reason in reasons if reason is not None),
+        _spread(values[trained]),
+    )
+
+
+def _is_flat(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= _EQUAL * np.abs(values).max())
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 # ---- log-probabilities and entropies ------------------------------------------------------------
 
 
 class _TokenStats(NamedTuple):
-    """Values of each token, at least fp32 and differentiable; 0 where there is no target."""
+    """[B, S] each, at least fp32 and differentiable; 0 where there is no target."""
 
     logprob: torch.Tensor
     """Log-probability of the target, nats."""
@@ -72,52 +166,36 @@ class _TokenStats(NamedTuple):
     """Entropy of the predicted distribution, nats."""
 
 
-def token_stats(
-    hidden_TD: torch.Tensor,
-    head_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    vocabulary: Vocabulary = _WHOLE,
+def _token_stats(
+    model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
 ) -> _TokenStats:
-    """Return log-probability and entropy of each target under softmax(h @ head^T / temperature).
-
-    Where ``head_VD`` is spread over tensor parallel ranks it takes ``model.vocabulary``, is
-    collective, and returns the same on all of them.
-    """
-    losses = vocabulary.token_losses(hidden_TD, head_VD, targets_T, temperature=temperature)
-    return _TokenStats(-losses.loss_T, losses.entropy_T)
+    losses = model.vocabulary.token_losses(
+        hidden_BSD.flatten(0, 1),
+        model.head_weight,
+        batch.targets_BS.flatten(),
+        temperature=temperature,
+    )
+    shape = batch.targets_BS.shape
+    return _TokenStats(-losses.loss_T.view(shape), losses.entropy_T.view(shape))
 
 
 def score(
     engine: Engine, batches: Sequence[RolloutBatch], temperature: float = 1.0
 ) -> list[_TokenStats]:
-    """Return :func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
+    """Return log-probability and entropy of each batch's targets under the engine's weights.
 
-    ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
-    compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
+    They are those of softmax(h @ head^T / temperature), on the CPU. ``Engine.forward_backward``
+    computes the same numbers, and the same bits where blocks are not compiled (the graph of a
+    forward alone may round elsewhere). Collective; waits for the device.
     """
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
-        return torch.stack(_batch_stats(engine.model, hidden_BSD, batch, temperature))
+        return torch.stack(_token_stats(engine.model, hidden_BSD, batch, temperature))
 
     shapes = [(2, *batch.targets_BS.shape) for batch in batches]
     with engine.work(), torch.no_grad(), engine.exact_sizes():
         found = engine.collect(batches, finish, shapes)
     return [_TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
-
-
-def _batch_stats(
-    model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
-) -> _TokenStats:
-    stats = token_stats(
-        hidden_BSD.flatten(0, 1),
-        model.head_weight,
-        batch.targets_BS.flatten(),
-        temperature=temperature,
-        vocabulary=model.vocabulary,
-    )
-    return _TokenStats(*(x_T.view_as(batch.targets_BS) for x_T in stats))
 
 
 # ---- importance weights -------------------------------------------------------------------------
@@ -146,89 +224,55 @@ def corrected(
     Masked tokens lose their targets, and so leave every denominator, before any micro-batch runs.
     ``proximal`` are [B, S] of each batch, as :func:`score` returns them.
     """
-    return [_corrected(*pair, settings) for pair in zip(batches, proximal, strict=True)]
-
-
-def _corrected(batch: RolloutBatch, proximal_BS: torch.Tensor, settings: RlSection) -> RolloutBatch:
-    batch = batch._replace(proximal_BS=proximal_BS)
-    if settings.importance_of == "none":
-        return batch
-    has_target_BS = batch.targets_BS != IGNORE_INDEX
-    log_weights_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
-    if settings.importance_of == "sequence":
-        log_weights_BS = batch.sums_over_samples(log_weights_BS)
-    weights_BS = _clamped(log_weights_BS).exp()
     low, high = settings.importance_low, settings.importance_high
-    if settings.importance_how == "truncate":
-        return batch._replace(weights_BS=weights_BS.clamp(max=high))
-    is_kept_BS = (weights_BS >= low) & (weights_BS <= high)
-    return batch._replace(
-        weights_BS=torch.where(is_kept_BS, weights_BS, 0),
-        targets_BS=torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX),
-    )
+    found = []
+    for batch, proximal_BS in zip(batches, proximal, strict=True):
+        batch = batch._replace(proximal_BS=proximal_BS)
+        if settings.importance_of != "none":
+            has_target_BS = batch.targets_BS != IGNORE_INDEX
+            log_weights_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
+            if settings.importance_of == "sequence":
+                log_weights_BS = batch.sums_over_samples(log_weights_BS)
+            weights_BS = _clamped(log_weights_BS).exp()
+            if settings.importance_how == "truncate":
+                batch = batch._replace(weights_BS=weights_BS.clamp(max=high))
+            else:
+                is_kept_BS = (weights_BS >= low) & (weights_BS <= high)
+                batch = batch._replace(
+                    weights_BS=torch.where(is_kept_BS, weights_BS, 0),
+                    targets_BS=torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX),
+                )
+        found.append(batch)
+    return found
 
 
 # ---- losses -------------------------------------------------------------------------------------
 
 
-class _PolicyInputs(NamedTuple):
-    """The arguments of a policy's loss, each [B, S]."""
+def _policy_loss(
+    logprob: torch.Tensor, log_ratio: torch.Tensor, advantage: torch.Tensor, settings: RlSection
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return each token's loss, its ratio, and whether clipping has changed its gradient.
 
-    logprob: torch.Tensor
-    """Differentiable."""
-    log_ratio: torch.Tensor
-    """Logarithm of the ratio; differentiable, unless old is lp itself."""
-    advantage: torch.Tensor
-    sample_mean: Callable[[torch.Tensor], torch.Tensor]
-    """Averages a [B, S] over the trained tokens of each position's sample."""
-
-
-class _TokenLoss(NamedTuple):
-    """The result of a policy's loss, each [B, S]."""
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    is_clipped: torch.Tensor
-    """bool: whether clipping has changed this token's gradient."""
-
-
-def _clip_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    (low, high), advantage = settings.clip_range, inputs.advantage
-    ratio = inputs.log_ratio.exp()
+    ``logprob`` is differentiable, and so is ``log_ratio``, unless old is lp itself; [B, S] each.
+    """
+    low, high = settings.clip_range
+    if settings.policy == "reinforce":
+        ratio = log_ratio.detach().exp()
+        return -advantage * logprob, ratio, torch.zeros_like(ratio, dtype=torch.bool)
+    if settings.policy == "cispo":
+        ratio = log_ratio.detach().exp()
+        weight = ratio.clamp(low, high)
+        return -weight * advantage * logprob, ratio, weight != ratio
+    ratio = log_ratio.exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     is_clipped = torch.where(advantage > 0, ratio > high, (ratio < low) & (advantage < 0))
     if settings.dual_clip is not None:
         is_past = (advantage < 0) & (ratio > settings.dual_clip)
         gain = torch.where(is_past, settings.dual_clip * advantage, gain)
         is_clipped = is_clipped | is_past
-    return _TokenLoss(-gain, ratio, is_clipped)
+    return -gain, ratio, is_clipped
 
-
-def _gspo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    mean = inputs.sample_mean(inputs.log_ratio.detach())
-    # The second part is 0, and brings the gradient.
-    log_ratio = mean + inputs.logprob - inputs.logprob.detach()
-    return _clip_loss(inputs._replace(log_ratio=log_ratio), settings)
-
-
-def _cispo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    ratio = inputs.log_ratio.detach().exp()
-    weight = ratio.clamp(*settings.clip_range)
-    return _TokenLoss(-weight * inputs.advantage * inputs.logprob, ratio, weight != ratio)
-
-
-def _reinforce_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    ratio = inputs.log_ratio.detach().exp()
-    loss = -inputs.advantage * inputs.logprob
-    return _TokenLoss(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
-
-
-_POLICIES: dict[PolicyName, Callable[[_PolicyInputs, RlSection], _TokenLoss]] = {
-    "clip": _clip_loss,
-    "gspo": _gspo_loss,
-    "cispo": _cispo_loss,
-    "reinforce": _reinforce_loss,
-}
 
 _KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda d: d,
@@ -243,33 +287,26 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](_clamped(logprob - other))
 
 
-_NO_ROUTER_LOSSES = RouterLosses(load_balancing=0.0, router_z=0.0, is_pooled=False)
-
-
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The :class:`moetrain.train.objectives.Objective` that ``Engine.forward_backward`` minimises.
+    """The loss that ``Engine.forward_backward`` minimises, but for the routers' auxiliary losses,
+    which :class:`moetrain.train.objectives.Pretraining` adds.
 
-    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
-    ``entropy_bonus`` (with ``rl.entropy_coef``), and the routers' auxiliary losses. Statistics,
-    terms of coefficient 0 that are means over the global batch's trained tokens: ``entropy``,
-    ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what the ratio
-    divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's), ``kl`` (k3
-    from the reference) and ``weight`` (importance), where the batches have them.
+    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss) and
+    ``entropy_bonus`` (with ``rl.entropy_coef``). Statistics, terms of coefficient 0 that are means
+    over the global batch's trained tokens: ``entropy``, ``ratio``, ``ratio_square``,
+    ``clip_share``, ``moved`` (k3 of the policy from what the ratio divides by), ``mismatch`` (k3 of
+    the trainer's probabilities from the rollout's), ``kl`` (k3 from the reference) and ``weight``
+    (importance), where the batches have them.
     """
 
     settings: RlSection
-    routers: RouterLosses = _NO_ROUTER_LOSSES
-
-    @property
-    def balances(self) -> bool:
-        return self.routers.balances
+    balances = False
 
     def sizes(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
         return {
             "targets": sum(int((b.targets_BS != IGNORE_INDEX).sum()) for b in batches),
             "samples": sum(b.num_trained_samples() for b in batches),
-            "tokens": sum(b.num_tokens for b in batches),
         }
 
     def terms(
@@ -280,16 +317,9 @@ class PolicyObjective:
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
         """Compute a batch's terms; ValueError if it lacks a ``reference_BS`` that they need."""
-        stats = _batch_stats(model, outputs.hidden_BSD, batch, self.settings.temperature)
-        terms = self.token_terms(stats, batch, sizes)
-        mine = {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
-        return mine | self.routers.router_terms(outputs, sizes["tokens"])
-
-    def token_terms(
-        self, stats: _TokenStats, batch: RolloutBatch, sizes: Mapping[str, torch.Tensor]
-    ) -> dict[str, Term]:
-        """Compute all terms but the routers', from log-probabilities and entropies [B, S]."""
-        settings, logprob = self.settings, stats.logprob
+        settings = self.settings
+        stats = _token_stats(model, outputs.hidden_BSD, batch, settings.temperature)
+        logprob = stats.logprob
         old = {
             "current": logprob.detach(),
             "proximal": batch.logprobs_BS if batch.proximal_BS is None else batch.proximal_BS,
@@ -297,57 +327,42 @@ class PolicyObjective:
         }[settings.ratio]
         trained = (batch.targets_BS != IGNORE_INDEX).to(logprob.dtype)
         num_trained = batch.sums_over_samples(trained).clamp(min=1)
-        inputs = _PolicyInputs(
-            logprob,
-            _clamped(logprob - old),
-            batch.advantages_BS.to(logprob.dtype),
-            lambda x: batch.sums_over_samples(trained * x) / num_trained,
-        )
-        token = _POLICIES[settings.policy](inputs, settings)
+        log_ratio = _clamped(logprob - old)
+        if settings.policy == "gspo":
+            mean = batch.sums_over_samples(trained * log_ratio.detach()) / num_trained
+            # The second part is 0, and brings the gradient.
+            log_ratio = mean + logprob - logprob.detach()
+        advantage = batch.advantages_BS.to(logprob.dtype)
+        loss, ratio, is_clipped = _policy_loss(logprob, log_ratio, advantage, settings)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
             "fixed": settings.max_tokens * sizes["samples"],
         }
-        learned = self._learned(token.loss, stats, batch, trained / parts[settings.aggregation])
-        seen = _seen(token, stats, old, batch)
-        means = {k: (trained * x.detach() / sizes["targets"]).sum() for k, x in seen.items()}
-        return learned | {name: Term(mean, 0.0) for name, mean in means.items()}
-
-    def _learned(
-        self, loss: torch.Tensor, stats: _TokenStats, batch: RolloutBatch, shares: torch.Tensor
-    ) -> dict[str, Term]:
-        """Compute the terms that have gradients, by each token's share of the whole [B, S]."""
-        settings = self.settings
+        shares = trained / parts[settings.aggregation]
         weighted = loss if batch.weights_BS is None else batch.weights_BS * loss
         terms = {"policy": Term((shares * weighted).sum())}
         if settings.kl_coef and settings.kl_in == "loss":
             if batch.reference_BS is None:
                 problem = f"rl.kl_coef is {settings.kl_coef}, and a batch has no reference_BS"
                 raise ValueError(f"PolicyObjective: {problem} to stay near to")
-            kl = kl_estimate(settings.kl, stats.logprob, batch.reference_BS)
+            kl = kl_estimate(settings.kl, logprob, batch.reference_BS)
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
-            bonus = (shares * stats.entropy).sum()
-            terms["entropy_bonus"] = Term(bonus, -settings.entropy_coef)
-        return terms
-
-
-def _seen(
-    token: _TokenLoss, stats: _TokenStats, old: torch.Tensor, batch: RolloutBatch
-) -> dict[str, torch.Tensor]:
-    now, ratio = stats.logprob.detach(), token.ratio.detach()
-    trainer = now if batch.proximal_BS is None else batch.proximal_BS
-    seen = {
-        "entropy": stats.entropy,
-        "ratio": ratio,
-        "ratio_square": ratio.square(),
-        "clip_share": token.is_clipped,
-        "moved": kl_estimate("k3", old, now),
-        "mismatch": kl_estimate("k3", batch.logprobs_BS, trainer),
-    }
-    if batch.reference_BS is not None:
-        seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
-    if batch.weights_BS is not None:
-        seen["weight"] = batch.weights_BS
-    return seen
+            terms["entropy_bonus"] = Term((shares * stats.entropy).sum(), -settings.entropy_coef)
+        now, trainer = logprob.detach(), batch.proximal_BS
+        seen = {
+            "entropy": stats.entropy,
+            "ratio": ratio,
+            "ratio_square": ratio.square(),
+            "clip_share": is_clipped,
+            "moved": kl_estimate("k3", old, now),
+            "mismatch": kl_estimate("k3", batch.logprobs_BS, now if trainer is None else trainer),
+        }
+        if batch.reference_BS is not None:
+            seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
+        if batch.weights_BS is not None:
+            seen["weight"] = batch.weights_BS
+        for name, x in seen.items():
+            terms[name] = Term((trained * x.detach() / sizes["targets"]).sum(), 0.0)
+        return {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}

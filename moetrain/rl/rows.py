@@ -73,11 +73,15 @@ class Sample:
         versions: ArrayLike | None = None,
     ) -> Self:
         """Make a sample of values in any form; None: log-probabilities and versions are 0."""
-        ids, acts = np.array(tokens, np.int64), np.array(is_action, bool)
-        noted = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
-        chosen = np.where(acts, 0, -1) if versions is None else versions
-        arrays = np.array(noted, np.float32), np.array(chosen, np.int64)
-        return cls(ids, acts, *arrays, np.array(advantage, np.float32), group)
+        acts = np.array(is_action, bool)
+        return cls(
+            tokens=np.array(tokens, np.int64),
+            is_action=acts,
+            logprobs=np.array(np.zeros(len(acts)) if logprobs is None else logprobs, np.float32),
+            versions=np.array(np.where(acts, 0, -1) if versions is None else versions, np.int64),
+            advantage=np.array(advantage, np.float32),
+            group=group,
+        )
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -113,9 +117,9 @@ class Trajectory:
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
-    """Whether it was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    """Cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """Why it failed, in a word; None: it did not fail."""
+    """Why it failed, in a word to count by; None: it did not fail."""
     detail: str = ""
     """The same in a line."""
     tokens: list[int] = field(default_factory=list)
@@ -131,7 +135,7 @@ class Trajectory:
         logprobs: Sequence[float] | None = None,
         versions: Sequence[int] | None = None,
     ) -> None:
-        """Append tokens that the policy has chosen or, without ``logprobs``, the environment's."""
+        """Append the policy's tokens or, without ``logprobs``, the environment's."""
         self.tokens += tokens
         self.is_action += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
@@ -142,19 +146,11 @@ class Trajectory:
         """Tokens that the policy has chosen."""
         return sum(self.is_action)
 
-    @property
-    def turn_start(self) -> int:
-        """The start of the policy's turn under way, behind the environment's last tokens."""
-        start = len(self.tokens)
-        stop = self.actions[-1][1] if self.actions else 0
-        while start > stop and self.is_action[start - 1]:
-            start -= 1
-        return start
-
     def sample(self, advantage: float) -> Sample:
         """Return the sample to train on."""
-        per_token = self.logprobs, self.versions
-        sample = Sample.of(self.tokens, self.is_action, advantage, self.group, *per_token)
+        sample = Sample.of(
+            self.tokens, self.is_action, advantage, self.group, self.logprobs, self.versions
+        )
         return replace(sample, routes=self.routes)
 
     @staticmethod
@@ -162,8 +158,8 @@ class Trajectory:
         trajectories: Iterable[Trajectory],
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
-        rows = [asdict(t) for t in trajectories]
-        lengths = [len(row["tokens"]) for row in rows]
+        rows: list[dict[str, Any]]
+        rows = [asdict(t) | {"length": len(t.tokens)} for t in trajectories]
         tensors = {
             name: torch.tensor([value for row in rows for value in row.pop(name)], dtype=dtype)
             for name, dtype in _PER_TOKEN.items()
@@ -171,7 +167,6 @@ class Trajectory:
         for i, row in enumerate(rows):
             if (routes := row.pop("routes")) is not None:
                 tensors[f"routes.{i}"] = torch.from_numpy(routes)
-            row["length"] = lengths[i]
         return rows, tensors
 
     @classmethod
@@ -182,25 +177,22 @@ class Trajectory:
         found, start = [], 0
         for i, row in enumerate(rows):
             fields: dict[str, Any] = dict(row)
+            stop = start + fields.pop("length")
+            fields |= {name: tensors[name][start:stop].tolist() for name in _PER_TOKEN}
+            fields["actions"] = [tuple(action) for action in fields["actions"]]
             if f"routes.{i}" in tensors:
                 fields["routes"] = tensors[f"routes.{i}"].numpy()
-            stop = start + fields.pop("length")
-            fields["actions"] = [tuple(action) for action in fields["actions"]]
-            fields |= {name: tensors[name][start:stop].tolist() for name in _PER_TOKEN}
             found.append(cls(**fields))
             start = stop
         return found
 
 
 class _Place(NamedTuple):
-    """The place of a sample in a batch."""
+    """The place of a sample, by its index among those packed, among a batch's B * S positions."""
 
     sample: int
-    """Index among the samples that were packed."""
     start: int
-    """First position among the batch's B * S."""
     length: int
-    """Number of positions, n - 1."""
 
 
 class RolloutBatch(NamedTuple):
@@ -214,10 +206,9 @@ class RolloutBatch(NamedTuple):
     targets_BS: torch.Tensor
     """The next token where it is an action that is trained, else IGNORE_INDEX."""
     positions_BS: torch.Tensor
-    """From 0 in each segment."""
+    """From 0 in each segment: a sample, or the pads at a row's end."""
     cu_seqlens: torch.Tensor
-    """int32, from 0: each segment's end among the B * S positions. A segment is a sample, or the
-    pads at a row's end."""
+    """int32, from 0: each segment's end among the B * S positions."""
     is_pad_BS: torch.Tensor
     logprobs_BS: torch.Tensor
     """Of the rollout; 0 where there is no target."""
@@ -225,7 +216,6 @@ class RolloutBatch(NamedTuple):
     versions_BS: torch.Tensor
     """Of the weights that chose the target; -1: the policy did not choose it."""
     places: tuple[_Place, ...]
-    """The place of every sample in the batch, on the host."""
     routes_BSLK: torch.Tensor | None = None
     """int32, the experts of each *input* token in the rollout, -1 where unknown."""
     proximal_BS: torch.Tensor | None = None
@@ -241,9 +231,8 @@ class RolloutBatch(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        return Inputs(
-            self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS, self.routes_BSLK
-        )
+        where = self.positions_BS, self.cu_seqlens, self.is_pad_BS
+        return Inputs(self.tokens_BS, *where, self.routes_BSLK)
 
     @property
     def num_tokens(self) -> int:
@@ -304,9 +293,7 @@ def _batch(
             ends.append(at)
         if at < (row + 1) * seq_len:
             ends.append((row + 1) * seq_len)
-    routes = (samples[place.sample].routes for place in places)
-    route_shape = next((r.shape[1:] for r in routes if r is not None), None)
-    rows: dict[str, np.ndarray | None] = {
+    rows: dict[str, np.ndarray] = {
         "tokens_BS": np.zeros(size, np.int64),
         "targets_BS": np.full(size, IGNORE_INDEX),
         "positions_BS": np.arange(size) - np.repeat(ends[:-1], np.diff(ends)),
@@ -314,40 +301,30 @@ def _batch(
         "logprobs_BS": np.zeros(size, np.float32),
         "advantages_BS": np.zeros(size, np.float32),
         "versions_BS": np.full(size, -1),
-        "routes_BSLK": None if route_shape is None else np.full((size, *route_shape), -1, np.int32),
     }
     for i, start, length in places:
-        for name, values in _fields(samples[i]).items():
-            row_values = rows[name]
-            if row_values is not None and values is not None:
-                row_values[start : start + length] = values
+        sample, here = samples[i], slice(start, start + length)
+        acts = sample.is_action[1:]
+        rows["tokens_BS"][here] = sample.tokens[:-1]
+        rows["targets_BS"][here] = np.where(acts, sample.tokens[1:], IGNORE_INDEX)
+        rows["is_pad_BS"][here] = False
+        rows["logprobs_BS"][here] = np.where(acts, sample.logprobs[1:], 0)
+        rows["advantages_BS"][here] = np.broadcast_to(sample.advantage, length + 1)[1:]
+        rows["versions_BS"][here] = sample.versions[1:]
+        if sample.routes is not None:
+            if "routes_BSLK" not in rows:
+                rows["routes_BSLK"] = np.full((size, *sample.routes.shape[1:]), -1, np.int32)
+            rows["routes_BSLK"][here] = sample.routes
     shape = len(members), seq_len
-    tensors = {k: torch.from_numpy(v).unflatten(0, shape) for k, v in rows.items() if v is not None}
+    tensors = {name: torch.from_numpy(row).unflatten(0, shape) for name, row in rows.items()}
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     return RolloutBatch(**tensors, cu_seqlens=cu_seqlens, places=tuple(places))
 
 
-def _fields(sample: Sample) -> dict[str, np.ndarray | bool | None]:
-    """Return a batch's fields at the positions of ``sample``, [n - 1] or one value for all."""
-    acts = sample.is_action[1:]
-    return {
-        "tokens_BS": sample.tokens[:-1],
-        "targets_BS": np.where(acts, sample.tokens[1:], IGNORE_INDEX),
-        "is_pad_BS": False,
-        "logprobs_BS": np.where(acts, sample.logprobs[1:], 0),
-        "advantages_BS": np.broadcast_to(sample.advantage, len(sample.tokens))[1:],
-        "versions_BS": sample.versions[1:],
-        "routes_BSLK": sample.routes,
-    }
-
-
 def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Take per-position ``results`` [B, S] apart into one tensor [n] for each sample, in order.
+    """Take ``results`` [B, S] for all of :func:`pack`'s batches apart into one [n] a sample.
 
     Each token has the value of the position that predicts it, and the first token has 0.
-
-    Args:
-        batches: all that :func:`pack` gave for the samples.
     """
     found = {}
     for batch, result_BS in zip(batches, results, strict=True):
@@ -355,38 +332,3 @@ def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> 
         for sample, start, length in batch.places:
             found[sample] = torch.cat([flat.new_zeros(1), flat[start : start + length]])
     return [found[i] for i in range(len(found))]
-
-
-def from_padded(
-    is_real_BS: torch.Tensor,
-    *,
-    tokens_BS: torch.Tensor,
-    is_action_BS: torch.Tensor,
-    logprobs_BS: torch.Tensor,
-    advantages_BS: torch.Tensor,
-    versions_BS: torch.Tensor | None = None,
-    groups: Sequence[int] | None = None,
-) -> list[Sample]:
-    """Make samples of sequences that are padded on the left, on the right or anywhere.
-
-    ``is_real_BS`` is false at padding (an "attention mask"); per-token tensors describe each token
-    itself. Without ``versions_BS`` they are 0, without ``groups`` each sequence is its own.
-    """
-    return [
-        Sample.of(
-            tokens_BS[b, real_S].numpy(),
-            is_action_BS[b, real_S].numpy(),
-            advantages_BS[b, real_S].numpy(),
-            b if groups is None else groups[b],
-            logprobs_BS[b, real_S].numpy(),
-            None if versions_BS is None else versions_BS[b, real_S].numpy(),
-        )
-        for b, real_S in enumerate(is_real_BS)
-    ]
-
-
-def to_padded(results: Sequence[torch.Tensor], is_real_BS: torch.Tensor) -> torch.Tensor:
-    """Put per-token ``results`` of :func:`from_padded`'s samples back in place, [B, S]."""
-    padded_BS = results[0].new_zeros(is_real_BS.shape)
-    padded_BS[is_real_BS] = torch.cat(list(results))
-    return padded_BS

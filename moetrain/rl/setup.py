@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -24,18 +23,14 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
-from moetrain.rl.calls import Calls, Failed, not_a_reward
-from moetrain.rl.envs import Demonstrates, Environment
+from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
-
-_logger = logging.getLogger("moetrain")
 
 _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""
@@ -51,12 +46,11 @@ class Setup:
     """
 
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
-        """Open everything that ``config`` names: imports the user's files, makes the environment
-        and tries the reward function.
+        """Import the user's files, make the environment and try the reward function.
 
         Raises:
-            ConfigError: settings of several sections do not fit, one has no effect on this model or
-                cannot run on this device, or something named is not there.
+            ConfigError: settings of several sections do not fit, one cannot run on this device, or
+                something named is not there.
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
@@ -64,11 +58,9 @@ class Setup:
         if config.kernels.precision != "bf16":
             problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
             raise ConfigError("kernels.precision", f"{problem}; unset it")
-        if config.rl.routing_replay and not arch.num_experts:
-            problem = f"true, but {arch.family} has no experts; unset it"
-            raise ConfigError("rl.routing_replay", problem)
         self.config, rl = config, config.rl
-        self.total_steps, self.num_groups = _steps(config), _groups(config)
+        self.total_steps, self.num_groups = _steps_and_groups(config)
+        self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
         self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
         if tokenizer.vocab_size > arch.vocab_size:
@@ -79,12 +71,21 @@ class Setup:
             )
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
-            _try_reward(environment, str(rl.reward), rl.step_timeout)
-        if rl.supervised_steps and not isinstance(environment, Demonstrates):
+            try_reward(environment, str(rl.reward), rl.step_timeout)
+        if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
             raise ConfigError("rl.supervised_steps", problem)
-        self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
-        self.identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
+        self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
+        number, held_out = environment.num_tasks, str(rl.eval_tasks)
+        self.identity = {
+            "rl.env": _function(rl.env),
+            "rl.env_args": str(rl.env_args),
+            "rl.prompts": "None" if rl.prompts is None else _digest(rl.prompts),
+            "rl.reward": _function(str(rl.reward)),
+            # Held-out tasks are drawn from so many.
+            "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
+            "data.tokenizer": tokenizer.fingerprint,
+        }
 
     @classmethod
     def inspect(cls, config: Config, arch: Architecture) -> None:
@@ -96,11 +97,7 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Refuse what a run of ``config`` would refuse, and describe the memory that it takes.
-
-        Raises:
-            ConfigError: as for a run, and as :func:`moetrain.train.plan.plan_memory`.
-        """
+        """Raise ConfigError as a run would, and describe the memory that it takes."""
         cls(config, arch, planned_machine(config).device.type)
         return plan_memory(config, arch, generates=True)
 
@@ -113,8 +110,7 @@ class Setup:
     def edited_since(self, found: Checkpoint) -> list[str]:
         """Return the settings whose code was edited since the run that wrote ``found``.
 
-        Raises:
-            ConfigError: anything else that it was trained on differs, by the setting.
+        ConfigError: anything else that it was trained on differs, by the setting.
         """
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
@@ -134,39 +130,15 @@ class Setup:
         return [name for name, was in before.items() if was != self.identity[name]]
 
 
-def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
-    """Raise ConfigError if the function ``name`` returns no reward for answers to the first line.
-
-    They are the line's own ``answer``, where there is one, and an empty text. A call that raises or
-    takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
-    """
-    line, calls = environment.lines[0], Calls[str](limit)
-    for answer in {str(line.get("answer", "")): None, "": None}:
-        calls.start(answer, environment.score, environment.problem(0), answer)
-    for answer, found in calls.wait_for_all().items():
-        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
-        if isinstance(found, Failed):
-            _logger.warning(
-                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
-                *(case, found.reason, found.detail[:400]),
-            )
-        elif (problem := not_a_reward(found)) is not None:
-            raise ConfigError("rl.reward", f"{case}, returns {problem}")
-
-
-def _steps(config: Config) -> int:
-    steps, supervised = config.train.steps, config.rl.supervised_steps
-    if steps is None:
+def _steps_and_groups(config: Config) -> tuple[int, int]:
+    """Return the run's steps, and the prompts of each."""
+    train, rl = config.train, config.rl
+    if train.steps is None:
         raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
-    if supervised > steps:
-        problem = f"{supervised} are more than train.steps {steps}, all of them"
+    if rl.supervised_steps > train.steps:
+        problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
         raise ConfigError("rl.supervised_steps", problem)
-    return steps
-
-
-def _groups(config: Config) -> int:
-    rl = config.rl
-    size = config.train.global_batch_size * rl.updates_per_rollout
+    size = train.global_batch_size * rl.updates_per_rollout
     number, left = divmod(size, rl.group_size)
     if left or number < rl.updates_per_rollout:
         raise ConfigError(
@@ -174,29 +146,16 @@ def _groups(config: Config) -> int:
             f"{rl.group_size} does not divide the {size} trajectories of a step "
             "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
         )
-    return number
-
-
-def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
-    prompts = None if rl.prompts is None else _digest(Path(os.path.expanduser(rl.prompts)))
-    number = environment.num_tasks  # held-out tasks are drawn from so many
-    return {
-        "rl.env": _function(rl.env),
-        "rl.env_args": str(rl.env_args),
-        "rl.prompts": str(prompts),
-        "rl.reward": _function(str(rl.reward)),
-        "rl.eval_tasks": f"{rl.eval_tasks}" if number is None else f"{rl.eval_tasks} of {number}",
-    }
+    return train.steps, number
 
 
 def _function(name: str) -> str:
     file, _, key = name.rpartition(":")
-    path = Path(os.path.expanduser(file))
-    return f"{_digest(path)}:{key}" if file and path.is_file() else name
+    return f"{_digest(file)}:{key}" if os.path.isfile(os.path.expanduser(file)) else name
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(os.path.expanduser(file)).read_bytes()).hexdigest()
 
 
 def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
@@ -207,13 +166,13 @@ def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass
-class Window:
+class _Window:
     """A sliding window over the run's sequence of prompts: which are begun, and which are due.
 
     A step takes the next prompts and waits for exactly those; with ``rl.max_staleness`` s, the
     prompts of s steps more are begun by then, and go on over the updates between. So a trajectory
-    is at most s updates old when it is trained, nothing is thrown away for its age, and the prompts
-    of a step do not depend on anybody's speed.
+    is at most s updates old when it is trained, and the prompts of a step do not depend on
+    anybody's speed.
 
         s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                         step 1: 8 to 11          4 to 7
@@ -221,8 +180,7 @@ class Window:
     Each of W ranks generates every W-th prompt, whatever share of the data it trains.
     """
 
-    ahead: int
-    """Prompts that are begun before their step: rl.max_staleness times those of a step."""
+    ahead: int  # prompts that are begun before their step
     taken: int = 0
     begun: int = 0
 
@@ -234,7 +192,7 @@ class Window:
         return new, due
 
 
-class Tasks:
+class _Tasks:
     """An environment's tasks, split into held-out ones and those that are trained.
 
     Finite tasks are shuffled once, always in the same way, so that neither part is the start of a
@@ -242,19 +200,10 @@ class Tasks:
     """
 
     def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
-        """
-        Args:
-            num_tasks: None: without end.
-            seed: for the order of the trained ones.
-
-        Raises:
-            ConfigError: no task would be left to train.
-        """
+        """``num_tasks`` None: without end. ConfigError: no task would be left to train."""
         if num_tasks is not None and num_held_out >= num_tasks:
-            raise ConfigError(
-                "rl.eval_tasks",
-                f"{num_held_out} of {num_tasks} tasks leave none to train; lower it",
-            )
+            problem = f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
+            raise ConfigError("rl.eval_tasks", problem)
         self.num_held_out, self.seed = num_held_out, seed
         self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)
         self._epoch, self._order = -1, np.empty(0, np.int64)

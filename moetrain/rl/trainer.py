@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -24,13 +25,11 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.mesh import TensorSlice
-from moetrain.rl.advantages import Outcome, advantages
-from moetrain.rl.calls import demonstrations
-from moetrain.rl.collect import Collector, Failing, figures, write_completions
-from moetrain.rl.envs import Demonstrates
-from moetrain.rl.learn import Learned, Learner, gather
+from moetrain.rl.collect import Collector
+from moetrain.rl.learn import Learned, Learner
+from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
-from moetrain.rl.setup import Setup, Window
+from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
@@ -50,12 +49,12 @@ _CURVES = (
     ("eval_solved", "solved", "."),
 )
 
-
-_PartName = Literal["generate", "rewards", "train", "weights", "offload", "evaluate", "other"]
+_SHOWN = 8
+"""Completions of an evaluation that are written."""
+_PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
 """generate: trajectories, and waiting for other ranks'; rewards: waiting for environments while
 nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
 offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
-_PARTS: tuple[_PartName, ...] = get_args(_PartName)
 
 
 class _TimeSplit:
@@ -66,44 +65,75 @@ class _TimeSplit:
         self.total: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
         self._taken = dict(self.total)
         """What :meth:`take` has returned, all together."""
-        self._part: _PartName = "other"
+        self._part = "other"
         self._started = time.perf_counter()
 
     @contextmanager
-    def part(self, name: _PartName) -> Iterator[None]:
+    def part(self, name: str) -> Iterator[None]:
         """Count the time inside as ``name``. Waits for the device at both ends."""
         around = self._part
         self._go_on_as(name)
         yield
         self._go_on_as(around)
 
-    def _go_on_as(self, name: _PartName) -> None:
+    def _go_on_as(self, name: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self.total[self._part] += now - self._started
         self._part, self._started = name, now
 
-    def move(self, seconds: float, source: _PartName, target: _PartName) -> None:
-        self.total[source] -= seconds
-        self.total[target] += seconds
-
     def take(self) -> dict[str, float]:
+        """Return the seconds since the last call."""
         self._go_on_as(self._part)
         taken = {name: seconds - self._taken[name] for name, seconds in self.total.items()}
         self._taken = dict(self.total)
         return taken
 
-    @staticmethod
-    def line(seconds: Mapping[str, float]) -> str:
-        """Describe a step in one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``."""
-        whole = max(sum(seconds.values()), 1e-9)
-        parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
-        return f"  time {whole:.2f} s: {'  '.join(parts)}"
 
-    def table(self) -> list[str]:
-        whole = max(sum(self.total.values()), 1e-9)
-        return [f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in self.total.items()]
+class _Failing:
+    """Counts the steps in a row in which every trajectory has failed for one reason.
+
+    A run of such steps ends: else it would end well and have learned nothing.
+    """
+
+    HOPELESS_STEPS = 3
+    """Time enough to restart a service that answers for an environment."""
+
+    steps = 0
+    _first: Trajectory | None = None
+
+    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
+        before, self._first = self._first, trajectories[0]
+        faults = {t.fault for t in trajectories}
+        if len(faults) > 1 or None in faults:
+            self.steps = 0
+        else:
+            self.steps = 1 + (self.steps if before and before.fault in faults else 0)
+
+    def describe(self) -> str | None:
+        """Say why the run is to end; None: it may go on."""
+        if self._first is None or self.steps < self.HOPELESS_STEPS:
+            return None
+        return (
+            f"every trajectory of {self.steps} steps in a row failed ({self._first.fault}), and "
+            f"nothing was learned; of task {self._first.task}: {self._first.detail[:400]}"
+        )
+
+
+def _figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
+    """Return means over ``trajectories``, at least one; failed ones count with a reward of 0.
+
+    ``solved`` is the share with the full reward of 1.
+    """
+    number = len(trajectories)
+    rewards = [0.0 if t.fault else t.reward for t in trajectories]
+    return {
+        f"{prefix}reward": sum(rewards) / number,
+        f"{prefix}solved": sum(reward >= 1 for reward in rewards) / number,
+        f"{prefix}length": sum(t.num_written for t in trajectories) / number,
+        f"{prefix}overlong": sum(t.is_overlong for t in trajectories) / number,
+    }
 
 
 class RlTrainer(Run):
@@ -112,16 +142,23 @@ class RlTrainer(Run):
     generates = True
 
     def build(self, arch: Architecture) -> None:
-        config = self.config
-        self.setup = Setup(config, arch, self.device.type)
-        self.total_steps = self.setup.total_steps
-        self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
-        self.environment = self.setup.environment
+        config, rl = self.config, self.config.rl
+        self.setup = setup = Setup(config, arch, self.device.type)
+        self.total_steps, self.window = setup.total_steps, setup.window
+        self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
-        self._build_generator()
-        self.window = Window(config.rl.max_staleness * self.setup.num_groups)
+        model, experts = replica(self.engine)
+        pages, most = setup.num_pages, rl.max_sequences
+        self.generator = Generator(
+            model, self.tokenizer, num_pages=pages, max_sequences=most, experts=experts
+        )
+        self.update_weights = WeightUpdate(self.engine, self.generator)
+        ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
+        self.collector = Collector(
+            self.generator, setup.environment, rl, stop_ids=ends, longest=longest
+        )
         self.weights_at = -1
         """The step whose weights the generator holds."""
         self.lr = 0.0
@@ -129,28 +166,9 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
         self.generated = self.trained = 0
         """Tokens of all ranks since the run began or was resumed."""
-        self.failing = Failing()
+        self.failing = _Failing()
         self.rollout_row: dict[str, float] = {}
         """Metrics of the step's trajectories; empty while demonstrations are learned."""
-
-    def _build_generator(self) -> None:
-        rl = self.config.rl
-        model, experts = replica(self.engine)
-        self.generator = Generator(
-            model,
-            self.tokenizer,
-            num_pages=self.setup.num_pages,
-            max_sequences=rl.max_sequences,
-            experts=experts,
-        )
-        self.update_weights = WeightUpdate(self.engine, self.generator)
-        self.collector = Collector(
-            self.generator,
-            self.environment,
-            rl,
-            stop_ids=end_ids(self.engine.model, self.tokenizer),
-            longest=self.config.data.seq_len,
-        )
 
     @property
     def identity(self) -> str:
@@ -186,39 +204,29 @@ class RlTrainer(Run):
             self.lr = learning_rate(self.step, rl.supervised_steps, warm)
             learned, self.rollout_row = self._imitate(), {}
         else:
-            done = self.step - rl.supervised_steps
-            if self.window.taken == 0:
-                self._begin()
+            if self.window.taken == 0:  # before the first trajectory
+                if self.config.train.eval_interval:
+                    self.evaluate()
+                if rl.kl_coef and not self.learner.reference:
+                    self.learner.keep_reference()
             self.sync_weights()
+            done = self.step - rl.supervised_steps
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
             learned = self._reinforce()
         self.step += 1
-        if self.failing.is_hopeless:
-            self._give_up()
+        if (problem := self.failing.describe()) is not None:
+            checkpoint = self.config.checkpoint
+            saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
+            saved = f"; saved to {self.save()}" if saves else ""
+            raise RunFailed(f"rl.env {shortened(rl.env)}: {problem}{saved}")
         return learned
 
-    def _give_up(self) -> None:
-        """Save, and end a run in which every trajectory fails."""
-        checkpoint = self.config.checkpoint
-        saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
-        saved = f"; saved to {self.save()}" if saves else ""
-        raise RunFailed(f"rl.env {shortened(self.config.rl.env)}: {self.failing.describe()}{saved}")
-
-    def _begin(self) -> None:
-        """Evaluate the policy before the first trajectory, and keep it as the reference."""
-        if self.config.train.eval_interval:
-            self.evaluate()
-        if self.config.rl.kl_coef and not self.learner.reference:
-            self.learner.keep_reference()
-
     def _imitate(self) -> Learned:
-        assert isinstance(self.environment, Demonstrates)  # Setup has seen to that
-        size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
+        size = self.config.train.global_batch_size
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
-            vocabulary = self.engine.arch.vocab_size
-            shown = demonstrations(self.environment, tasks, limit, vocabulary)
+            shown = self.collector.demonstrations(tasks)
         samples = [Sample.of(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
@@ -230,30 +238,24 @@ class RlTrainer(Run):
         return learned
 
     def _reinforce(self) -> Learned:
-        with self.time.part("offload"), self._offloaded(), self.time.part("generate"):
-            samples = self.roll_out()
+        with self.time.part("offload"):
+            if self.config.rl.offload:  # only weights stay
+                self.engine.offload("gradients", "moments", "workspaces")
+            try:
+                with self.time.part("generate"):
+                    samples = self.roll_out()
+            finally:
+                if self.config.rl.offload:
+                    self.engine.reload()
         if not samples:  # no update, so neither momentum nor decay moves the weights
             skipped = torch.zeros((), dtype=torch.bool, device=self.device)
             return Learned(skipped, None, {"loss": 0.0, "grad_norm": 0.0})
         with self._learning(samples):
             learned = self.learner.learn(samples, self.generator.version, self.lr)
         row = learned.row
-        row["loss"] = row.pop("policy")
-        moved = row.pop("moved")
+        row["loss"], moved = row.pop("policy"), row.pop("moved")
         row.setdefault("kl", moved)
         return learned
-
-    @contextmanager
-    def _offloaded(self) -> Iterator[None]:
-        """Keep only the engine's weights on the device inside, if ``rl.offload`` is set."""
-        if not self.config.rl.offload:
-            yield
-            return
-        self.engine.offload("gradients", "moments", "workspaces")
-        try:
-            yield
-        finally:
-            self.engine.reload()
 
     def sync_weights(self) -> None:
         """Copy the engine's weights to the generator, if they have changed. Collective."""
@@ -278,7 +280,7 @@ class RlTrainer(Run):
         again = rl.resample
         while True:
             found += self._next_groups(self.setup.num_groups - len(useful))
-            worth = advantages(self._outcomes(found), rl)
+            worth = advantages(found, rl, self._kls(found))
             pairs = zip(found, worth.values, strict=True)
             trained = [(t, value) for t, value in pairs if value is not None]
             useful = {t.group for t, _ in trained}
@@ -287,12 +289,13 @@ class RlTrainer(Run):
             again -= 1
         self.failing.look_at(found)
         seconds = self.collector.seconds
-        self.time.move(seconds["environment"], "generate", "rewards")
-        generated = sum(gather(self.world, self.collector.generated))
+        self.time.total["generate"] -= seconds["environment"]
+        self.time.total["rewards"] += seconds["environment"]
+        generated = sum(self.world.gather(self.collector.generated))
         self.generated += generated
         rate = generated / max(1e-9, sum(seconds.values()))
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
-        self.rollout_row = figures(found) | {
+        self.rollout_row = _figures(found) | {
             "prompts": self.window.taken - first,
             "useful_groups": len(useful),
             "advantage_spread": worth.spread,
@@ -300,31 +303,25 @@ class RlTrainer(Run):
             "staleness_max": max(ages, default=0),
             "generated_tokens_per_second": rate,
             "generated_tokens_per_second_per_device": rate / self.world.size,
+            **{f"left_out/{reason}": number for reason, number in worth.left_out.items()},
         }
-        left_out = worth.left_out.items()
-        self.rollout_row |= {f"left_out/{reason}": number for reason, number in left_out}
         return [t.sample(value) for t, value in trained]
 
     def _next_groups(self, number: int) -> list[Trajectory]:
         begun, due = self.window.advance(number)
+        size, seed = self.config.rl.group_size, self.config.train.seed
         for prompt in self._mine(begun):
-            task = self.tasks.trained(prompt)
-            size, seed = self.config.rl.group_size, self.config.train.seed
-            self.collector.start(prompt, task, size, seed)
+            self.collector.start(prompt, self.tasks.trained(prompt), size, seed)
         return self._all_of(self._mine(due))
 
-    def _outcomes(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
-        rl = self.config.rl
-        kls: dict[int, float] = {}
-        if rl.kl_coef and rl.kl_in == "reward":
-            whole = [i for i, t in enumerate(trajectories) if t.fault is None]
-            with self.time.part("train"):
-                sums = self.learner.kl_sums([trajectories[i].sample(0.0) for i in whole])
-            kls = dict(zip(whole, sums, strict=True))
-        return [
-            Outcome(t.group, t.reward, t.fault, t.is_overlong, kls.get(i, 0.0))
-            for i, t in enumerate(trajectories)
-        ]
+    def _kls(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
+        """Estimate each one's KL from the reference, 0 if it failed, where the reward has it."""
+        if not (self.config.rl.kl_coef and self.config.rl.kl_in == "reward"):
+            return None
+        with self.time.part("train"):
+            samples = [t.sample(0.0) for t in trajectories if t.fault is None]
+            kls = iter(self.learner.kl_sums(samples))
+        return [next(kls) if t.fault is None else 0.0 for t in trajectories]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if number % self.world.size == self.world.rank]
@@ -332,31 +329,41 @@ class RlTrainer(Run):
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
         """Finish this rank's groups ``mine``, and return the trajectories of all ranks."""
         groups = self.collector.finish(mine)
-        parts = gather(self.world, [t for group in groups for t in group])
+        parts = self.world.gather([t for group in groups for t in group])
         return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.member))
 
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
         """Log the reward on ``rl.eval_tasks`` held-out tasks, and write their completions."""
-        if not self.config.rl.eval_tasks or self.evaluated_at == self.step:
+        rl = self.config.rl
+        if not rl.eval_tasks or self.evaluated_at == self.step:
             return
         self.sync_weights()
         with self.time.part("evaluate"):
-            self._evaluate()
+            mine = self._mine(range(rl.eval_tasks))
+            for index in mine:  # groups below 0, which no training prompt has
+                task = self.tasks.held_out(index)
+                self.collector.start(-1 - index, task, 1, _EVAL_SEED, rl.eval_temperature)
+            found = self._all_of([-1 - index for index in mine])[::-1]
+            self.evaluated_at = self.step
+            self.report(_figures(found, "eval_"))
+            if self.world.is_main:
+                self._write_completions(found[:_SHOWN])
 
-    def _evaluate(self) -> None:
-        rl = self.config.rl
-        mine = self._mine(range(rl.eval_tasks))
-        for index in mine:  # groups below 0, which no training prompt has
-            task = self.tasks.held_out(index)
-            self.collector.start(-1 - index, task, 1, _EVAL_SEED, rl.eval_temperature)
-        found = self._all_of([-1 - index for index in mine])[::-1]
-        self.evaluated_at = self.step
-        self.report(figures(found, "eval_"))
-        if self.world.is_main:
-            file = self.folder / "completions" / f"step-{self.step:08d}.txt"
-            write_completions(found, self.tokenizer, file)
+    def _write_completions(self, trajectories: Iterable[Trajectory]) -> None:
+        """Write them as text, with the policy's own words in double brackets."""
+        parts = []
+        for t in trajectories:
+            said = []
+            for acts, run in groupby(zip(t.is_action, t.tokens, strict=True), lambda pair: pair[0]):
+                text = self.tokenizer.decode([token for _, token in run])
+                said.append(f"[[{text}]]" if acts else text)
+            ending = t.fault or ("cut off" if t.is_overlong else "ended")
+            parts.append(f"--- task {t.task}, reward {t.reward:g}, {ending}\n{''.join(said)}\n")
+        file = self.folder / "completions" / f"step-{self.step:08d}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(parts), "utf-8")
 
     def log_step(self, result: Learned) -> None:
         steps, self.logged_at = max(1, self.step - self.logged_at), self.step
@@ -375,7 +382,9 @@ class RlTrainer(Run):
         if result.routing is not None:
             row |= self.routing_row(result.routing.map(self.world.sum))
         self.report(row)
-        self.log.say(self.time.line(seconds))
+        whole = max(sum(seconds.values()), 1e-9)
+        parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
+        self.log.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
         """Evaluate, export the weights, plot the curves, and log where the time went."""
@@ -385,7 +394,7 @@ class RlTrainer(Run):
             plot_curves(self.log.path, self.folder / "reward.png", _CURVES, "reward")
         self.time.take()
         total, size = self.time.total, self.world.size
-        whole = sum(total.values())
+        whole = max(sum(total.values()), 1e-9)
         rates = {
             "generation": self.generated / max(1e-9, total["generate"] + total["rewards"]),
             "training": self.trained / max(1e-9, total["train"]),
@@ -395,7 +404,7 @@ class RlTrainer(Run):
         compared, differing = self.learner.compared, self.learner.differing
         for line in (
             f"time of {self.step - self.began_at:,} steps: {whole:,.1f} s",
-            *self.time.table(),
+            *(f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in total.items()),
             f"tokens/s per device: {shown}",
             f"rl mismatch: compared {compared:,} tokens with the trainer's own, "
             f"differing {differing:,}",
@@ -422,7 +431,7 @@ class RlTrainer(Run):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        parts = gather(self.world, self.collector.under_way())
+        parts = self.world.gather(self.collector.under_way())
         rows, self._tensors = Trajectory.to_state(t for part in parts for t in part)
         return {
             "sample_index": self.window.taken,

@@ -7,7 +7,7 @@
 Tokens go in and come out; :class:`TextEnvironment` turns them into text for tasks that are text.
 Each call may be plain or ``async``, and has a time limit. Plain ones are meant for what answers at
 once; asynchronous ones run beside generation, on one event loop for all, and must not block it
-(:mod:`moetrain.rl.calls`).
+(:mod:`moetrain.rl.collect`).
 
 Ours are in :mod:`moetrain.rl.envs.shipped`.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.text import chat_ids
@@ -59,22 +59,17 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Tasks by number: the same task at every call, on every rank."""
+    """Tasks by number: the same task at every call, on every rank.
+
+    For ``rl.supervised_steps`` it also has ``demonstrate(task)``, which returns a
+    :class:`Demonstration`.
+    """
 
     num_tasks: int | None
     """Tasks are 0 to ``num_tasks - 1``; None: there is no end."""
 
     def episode(self, task: int) -> Episode:
         """Begin a new attempt at ``task``."""
-        ...
-
-
-@runtime_checkable
-class Demonstrates(Protocol):
-    """An environment that can solve its own tasks, for ``rl.supervised_steps``."""
-
-    def demonstrate(self, task: int) -> Demonstration:
-        """Return ``task``, solved."""
         ...
 
 
@@ -131,8 +126,7 @@ class TextEnvironment(Environment, ABC):
         """Return the reward of ``answer``: by custom 1 for a right one."""
 
     def episode(self, task: int) -> Episode:
-        problem = self.problem(task)
-        return _OneAnswer(self, problem)
+        return _OneAnswer(self, self.problem(task))
 
 
 class _OneAnswer(Episode):
@@ -157,7 +151,7 @@ class SolvedEnvironment(TextEnvironment):
     """A :class:`TextEnvironment` whose problems have a known answer, which can be demonstrated."""
 
     def demonstrate(self, task: int) -> Demonstration:
-        """Return the prompt with its answer, as :class:`Demonstrates` asks."""
+        """Return the prompt with its answer."""
         problem = self.problem(task)
         prompt = self.prompts.encode(problem.prompt, problem.record)
         answer = self.prompts.ended(problem.answer)

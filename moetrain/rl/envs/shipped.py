@@ -71,8 +71,7 @@ class _YesNoMaybe(SolvedEnvironment):
 class _Sort(SolvedEnvironment):
     """Put ``least`` to ``most`` different digits in order.
 
-    The right answer scores 1; any other scores half the share of digits that are right before the
-    first wrong one.
+    A wrong answer scores half the share of digits that are right before the first wrong one.
     """
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
@@ -109,10 +108,7 @@ class _Arithmetic(SolvedEnvironment):
         self.digits, self.terms, self.operations = digits, terms, operations
 
     def problem(self, task: int) -> Problem:
-        rng = random.Random(task)
-        numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
-        signs = [rng.choice(self.operations) for _ in numbers[1:]]
-        text = numbers[0] + "".join(a + b for a, b in zip(signs, numbers[1:], strict=True))
+        text = _random_sum(task, self.digits, self.terms, self.operations)
         return Problem(f"{text}=", str(_evaluate(text)))
 
     def score(self, problem: Problem, answer: str) -> float:
@@ -138,31 +134,29 @@ class _Calculator(Environment):
         self.prompts, self.digits, self.terms, self.calls = prompts, digits, terms, calls
 
     def sum_of(self, task: int) -> str:
-        rng = random.Random(task)
-        numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
-        return numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
+        return _random_sum(task, self.digits, self.terms, "+-*")
 
     def reply(self, question: str) -> str:
         try:
-            value = str(_evaluate(question))
+            return f"-> {_evaluate(question)} ; "
         except ValueError:
-            value = "error"
-        return f"-> {value} ; "
+            return "-> error ; "
 
     def episode(self, task: int) -> Episode:
         return _Sum(self, self.sum_of(task))
 
     def demonstrate(self, task: int) -> Demonstration:
         """Ask the tool for the whole sum, then give its answer."""
-        text = self.sum_of(task)
-        parts = [
+        text, tokens, mask = self.sum_of(task), (), ()
+        for part, acts in (
             (self.prompts.encode(f"{text}="), False),
             (self.prompts.ended(_ASK + text), True),
             (self.prompts.text(self.reply(text)), False),
             (self.prompts.ended(str(_evaluate(text))), True),
-        ]
-        tokens = tuple(token for part, _ in parts for token in part)
-        return Demonstration(tokens, tuple(acts for part, acts in parts for _ in part))
+        ):
+            tokens += part
+            mask += (acts,) * len(part)
+        return Demonstration(tokens, mask)
 
 
 class _Sum(Episode):
@@ -182,10 +176,7 @@ class _Sum(Episode):
 
 
 class _ReasoningGym(SolvedEnvironment):
-    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), which is an extra.
-
-    Its own configuration (``seed``, sizes, ...) comes as keyword arguments.
-    """
+    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), by its settings."""
 
     def __init__(self, prompts: Prompts, name: str, **settings: Any) -> None:
         super().__init__(prompts)
@@ -206,7 +197,7 @@ class _ReasoningGym(SolvedEnvironment):
 
 
 def _import_extra(module: str, field: str, value: str) -> Any:
-    """Import a package of the extra ``rl``, which takes a second; or ConfigError."""
+    """Import a package of the extra ``rl``, which takes a second."""
     if importlib.util.find_spec(module) is None:
         problem = f"{value!r} needs {module.replace('_', '-')}, which is not installed"
         raise ConfigError(field, f"{problem}; pip install 'moetrain[rl]'")
@@ -214,7 +205,7 @@ def _import_extra(module: str, field: str, value: str) -> Any:
 
 
 def _check_whole(**values: object) -> None:
-    """Raise ConfigError unless all ``values`` are integers: JSON has other numbers too."""
+    # JSON has other numbers too.
     for name, value in values.items():
         if type(value) is not int:
             raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
@@ -223,18 +214,19 @@ def _check_whole(**values: object) -> None:
 def _check_sum(digits: int, terms: int) -> None:
     """Raise ConfigError for sizes that no sum has, or that :func:`_evaluate` refuses."""
     _check_whole(digits=digits, terms=terms)
-    if not 1 <= digits <= _MOST_DIGITS:
-        raise ConfigError("rl.env_args", f"digits {digits}: 1 to {_MOST_DIGITS}")
-    if not 1 <= terms <= _MOST_TERMS:
-        raise ConfigError("rl.env_args", f"terms {terms}: 1 to {_MOST_TERMS}")
+    for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
+        if not 1 <= value <= most:
+            raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
+
+
+def _random_sum(task: int, digits: int, terms: int, operations: str) -> str:
+    rng = random.Random(task)
+    first, *others = [str(rng.randrange(10**digits)) for _ in range(terms)]
+    return first + "".join(rng.choice(operations) + number for number in others)
 
 
 def _evaluate(text: str) -> int:
-    """Return the value of whole numbers with ``+``, ``-`` and ``*`` between them.
-
-    Raises:
-        ValueError: ``text`` is anything else.
-    """
+    """Return the value of whole numbers with ``+``, ``-`` and ``*`` between; ValueError if none."""
     total = 0
     for term in text.replace(" ", "").replace("-", "+-").split("+"):
         product = 1
@@ -260,11 +252,10 @@ class Jsonl(TextEnvironment):
         self.lines = _read_lines(Path(os.path.expanduser(path)))
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
-        bad = [i for i, line in enumerate(self.lines, 1) if line.get("answer") is None]
-        if reward in _SHIPPED and bad:
-            raise ConfigError(
-                "rl.prompts", f"{path!r} line {bad[0]}: no answer, which {reward} needs"
-            )
+        for number, line in enumerate(self.lines, 1):
+            if reward in _SHIPPED and line.get("answer") is None:
+                problem = f"{path!r} line {number}: no answer, which {reward} needs"
+                raise ConfigError("rl.prompts", problem)
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
@@ -278,7 +269,6 @@ class Jsonl(TextEnvironment):
 
 
 def _find_reward(name: str) -> _Reward:
-    """Return the function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``."""
     if name in _SHIPPED:
         return _SHIPPED[name]()
     reward = _load_function(name, "rl.reward", ", ".join(_SHIPPED))
@@ -294,8 +284,8 @@ def _find_reward(name: str) -> _Reward:
     return reward
 
 
-def _exact() -> _Reward:
-    return lambda line, answer: float(answer.strip() == str(line["answer"]).strip())
+def _exact(line: dict[str, Any], answer: str) -> float:
+    return float(answer.strip() == str(line["answer"]).strip())
 
 
 def _math() -> _Reward:
@@ -311,14 +301,13 @@ def _math() -> _Reward:
     return score
 
 
-_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": _exact, "math": _math}
+_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": lambda: _exact, "math": _math}
 
 
 def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     """Import the function or class ``file.py:name``, which runs the file.
 
-    Raises:
-        ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
+    ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
     """
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
@@ -384,34 +373,35 @@ _GENERATED: dict[str, Callable[..., Environment]] = {
 
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
-    """Make the environment that ``rl.env`` names, with ``rl.env_args``.
-
-    Raises:
-        ConfigError: there is no such environment, it does not take these arguments, or what it
-            needs is not there.
-    """
-    name, prompts = settings.env, Prompts(tokenizer, settings.chat)
-    args = _arguments(settings.env_args)
+    """Make the environment that ``rl.env`` names, with ``rl.env_args``; ConfigError: it cannot."""
+    name, given, prompts = settings.env, settings.env_args, Prompts(tokenizer, settings.chat)
+    try:
+        args = {} if given is None else json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("rl.env_args", f"{shortened(given)} is not JSON: {error}") from None
+    if not isinstance(args, dict):
+        raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object")
     gym, _, task = name.partition(":")
     try:
         if name in _GENERATED:
-            return _GENERATED[name](prompts, **args)
-        if name == "jsonl":
-            return _open_jsonl(settings, prompts, **args)
-        if gym == "reasoning-gym" and task:
-            return _ReasoningGym(prompts, task, **args)
-        others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
-        return _checked(name, _load_function(name, "rl.env", others)(prompts, **args))
+            environment = _GENERATED[name](prompts, **args)
+        elif name == "jsonl":
+            for key in ("prompts", "reward"):
+                if getattr(settings, key) is None:
+                    raise ConfigError(f"rl.{key}", "not set, and rl.env 'jsonl' needs it")
+            environment = Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
+        elif gym == "reasoning-gym" and task:
+            environment = _ReasoningGym(prompts, task, **args)
+        else:
+            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
+            environment = _load_function(name, "rl.env", others)(prompts, **args)
     except TypeError as error:  # an argument that it does not have, or of another type
-        raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
+        raise ConfigError("rl.env_args", f"{given!r}: {error}") from error
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
         problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError("rl.env", problem) from error
-
-
-def _checked(name: str, environment: Any) -> Environment:
     number = getattr(environment, "num_tasks", "missing")
     if number is not None and not (type(number) is int and number > 0):
         problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
@@ -419,22 +409,3 @@ def _checked(name: str, environment: Any) -> Environment:
     if not callable(getattr(environment, "episode", None)):
         raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
     return environment
-
-
-def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:
-    for name in ("prompts", "reward"):
-        if getattr(settings, name) is None:
-            raise ConfigError(f"rl.{name}", "not set, and rl.env 'jsonl' needs it")
-    assert settings.prompts is not None
-    assert settings.reward is not None
-    return Jsonl(prompts, settings.prompts, settings.reward)
-
-
-def _arguments(text: str | None) -> dict[str, Any]:
-    try:
-        found = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("rl.env_args", f"{shortened(text)} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError("rl.env_args", f"{shortened(text)} is no JSON object")
-    return found
