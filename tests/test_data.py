@@ -31,9 +31,9 @@ def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
     train, held_out = sources.open_sources(data, ByteTokenizer())[:2]
     assert held_out is not None
-    assert not set(train.container.files) & set(held_out.container.files)
-    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.container.files)
-    assert train.container.total_bytes() > 1_000_000
+    assert not set(train.files) & set(held_out.files)
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
+    assert train.total_bytes() > 1_000_000
     built = build_data(config(tmp_path), BYTE_VOCAB)
     assert built.eval is not None
     assert len(built.train) * data.seq_len > 1_000_000
@@ -61,11 +61,11 @@ def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "one.txt").write_text(text)
     monkeypatch.setattr(sources, "_PART_BYTES", 16)
     source = text_source(tmp_path / "one.txt")
-    parts = list(source.parts())
+    parts = list(source.documents())
     assert len(parts) > 20
-    assert "".join(part.document.text for part in parts) == text
-    assert [part.ends_document for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert sum(part.num_bytes for part in parts) == source.container.total_bytes()
+    assert "".join(part.text for part in parts) == text
+    assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert sum(part.num_bytes for part in parts) == source.total_bytes()
     built = TokenCache.of(source, ByteTokenizer(), tmp_path / "cache")
     assert built.documents.tolist() == [0, len(text.encode()) + 1]
 
@@ -76,7 +76,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
 
     def texts(c: Config) -> list[set[str]]:
         pair = sources.open_sources(c.data, ByteTokenizer())[:2]
-        return [{part.document.text for part in source.parts()} for source in pair if source]
+        return [{part.text for part in source.documents()} for source in pair if source]
 
     train, held_out = texts(config(tmp_path, **settings))
     assert not train & held_out

@@ -16,9 +16,9 @@ from test_data_chat_records import CALLING, TOOL_TEMPLATE, TOOLS
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
-from moetrain.data.formats import RecordReader
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, Dataset
+from moetrain.data.sources import RecordReader
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")

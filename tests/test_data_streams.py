@@ -27,7 +27,7 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "large" in request.node.name:
         return
     monkeypatch.setattr(cache, "_BLOCK_BYTES", 2000)
-    monkeypatch.setattr("moetrain.data.sources._STREAM_PART", 500)
+    monkeypatch.setattr("moetrain.data.sources._PART_BYTES", 500)
 
 
 def streamed(tmp_path: Path, path: object, seed: int = 0, **data: object) -> Data:
@@ -122,7 +122,7 @@ from moetrain.config import Config
 from moetrain.data import cache, loader, sources
 
 print("begun", flush=True)
-cache._BLOCK_BYTES, sources._STREAM_PART = 2000, 500
+cache._BLOCK_BYTES, sources._PART_BYTES = 2000, 500
 config = Config.load(None, sys.argv[1:])
 data = loader.build_data(config, 512)
 start = time.monotonic()
@@ -182,8 +182,8 @@ def test_texts_are_divided_between_the_lines(names: list[str], tmp_path: Path):
     assert all(parts)
     found = [found for part in sorted(parts[0] + parts[1]) for found in source.read(part, both[0])]
     want = "".join((folder / name).read_text() for name in names)
-    assert "".join(each.document.text for each in found) == want
-    assert all(each.document.text.endswith("\n") for each in found)
+    assert "".join(each.text for each in found) == want
+    assert all(each.text.endswith("\n") for each in found)
     assert len(streamed(tmp_path, folder, source="text", eval_fraction=0.3).eval or ()) > 50
 
 

@@ -155,6 +155,7 @@ class _BlockRows(NamedTuple):
     """The samples of a block."""
 
     first: int
+    """Number of its first sample."""
     place: BlockPlace
     rows: Dataset
     order: np.ndarray
@@ -163,28 +164,25 @@ class _BlockRows(NamedTuple):
 class Streamed(Samples):
     """The rows of a source's blocks, one block after the other, each in an order of the seed."""
 
-    def __init__(
-        self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int, size: int
-    ) -> None:
-        """Take ``rows_of`` each block; ``size`` is about how many rows a pass has."""
-        self.identity = [blocks.identity, rows_of(blocks.first()[0]).identity]
-        self._blocks, self._rows_of, self._seed, self._size = blocks, rows_of, seed, size
+    def __init__(self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int) -> None:
+        """Take ``rows_of`` each block; the first tells about how many rows a pass has."""
+        first, num_bytes = blocks.first()
+        rows = rows_of(first)
+        self.identity = [blocks.identity, rows.identity]
+        self._size = max(1, round(len(rows) * blocks.num_bytes / num_bytes))
+        self._blocks, self._rows_of, self._seed = blocks, rows_of, seed
         self._recent: deque[_BlockRows] = deque(maxlen=4)
-        self._start(0, BlockPlace(0, 0, 0))
+        self.resume(None)
 
     def __len__(self) -> int:
         return self._size
-
-    def _start(self, first: int, place: BlockPlace) -> None:
-        self._recent.clear()
-        self._next, self._walk = first, self._blocks.walk(self._seed, place)
 
     def row(self, index: int) -> Row:
         return self.sample(index)
 
     def sample(self, number: int) -> Row:
         if number < (self._recent[0].first if self._recent else self._next):
-            self._start(0, BlockPlace(0, 0, 0))
+            self.resume(None)
         while number >= self._next:
             place, cache = next(self._walk)
             rows = self._rows_of(cache)
@@ -199,8 +197,9 @@ class Streamed(Samples):
         return [found[-1].first, *found[-1].place] if found else [0, 0, 0, 0]
 
     def resume(self, state: Any) -> None:
-        first, *place = state or [0, 0, 0, 0]
-        self._start(first, BlockPlace(*place))
+        self._next, turn, group, chunk = state or [0, 0, 0, 0]
+        self._recent.clear()
+        self._walk = self._blocks.walk(self._seed, (turn, group, chunk))
 
 
 def _permutation(seed: int, turn: int, size: int) -> np.ndarray:
