@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, DataSection
-from moetrain.config.data import MixEntry
 from moetrain.config.environment import launched_place, user_cache_dir
+from moetrain.config.sections import MixEntry
 from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import (
     IGNORE_INDEX,

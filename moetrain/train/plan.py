@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.checks import Fact
+from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture

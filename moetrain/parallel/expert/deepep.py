@@ -29,8 +29,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.checks import Fact
+from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.compute import Precision
 from moetrain.kernels.backend import Backend
 from moetrain.models.architecture import Architecture
