@@ -11,17 +11,24 @@ import pytest
 import tokenizers
 from data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, DataSection
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
+from moetrain.data.sources import HashRange
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def text_source(path: Path) -> sources.Source:
     data = config(path, source="text", path=str(path), eval_fraction=0).data
-    return sources.open_sources(data, ByteTokenizer()).train
+    return sources.Source.of(data, ByteTokenizer())
+
+
+def both_sides(data: DataSection) -> tuple[sources.Source, sources.Source]:
+    """What is trained on and what is held out, as far as hashes decide."""
+    source, border = sources.Source.of(data, ByteTokenizer()), data.eval_fraction
+    return source.only(HashRange(low=border)), source.only(HashRange(high=border))
 
 
 # Sources
@@ -29,8 +36,7 @@ def text_source(path: Path) -> sources.Source:
 
 def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
-    train, held_out = sources.open_sources(data, ByteTokenizer())[:2]
-    assert held_out is not None
+    train, held_out = both_sides(data)
     assert not set(train.files) & set(held_out.files)
     assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
     assert train.total_bytes() > 1_000_000
@@ -75,8 +81,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
     settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
 
     def texts(c: Config) -> list[set[str]]:
-        pair = sources.open_sources(c.data, ByteTokenizer())[:2]
-        return [{part.text for part in source.documents()} for source in pair if source]
+        return [{part.text for part in source.documents()} for source in both_sides(c.data)]
 
     train, held_out = texts(config(tmp_path, **settings))
     assert not train & held_out
@@ -278,7 +283,7 @@ def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
     settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
     tokens = []
     for data in (settings, settings | change):
-        source = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer()).train
+        source, _ = both_sides(config(tmp_path, **data).data)
         tokens.append(TokenCache.of(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
     assert tokens[0] != tokens[1]
 

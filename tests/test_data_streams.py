@@ -18,7 +18,7 @@ from moetrain.data import cache
 from moetrain.data.chat import CHATML
 from moetrain.data.loader import Data, Loader, build_data
 from moetrain.data.packing import Streamed
-from moetrain.data.sources import HashRange, open_sources
+from moetrain.data.sources import HashRange, Source
 from moetrain.data.tokenizer import ByteTokenizer
 
 
@@ -176,7 +176,7 @@ def test_texts_are_divided_between_the_lines(names: list[str], tmp_path: Path):
     for name in names:
         (folder / name).write_text("".join(f"{name[0]}{i:05d}\n" for i in range(900)))
     config = Config.load(overrides=[f"data.path={folder}", "data.source=text"])
-    source = open_sources(config.data, ByteTokenizer()).undivided
+    source = Source.of(config.data, ByteTokenizer())
     both = [HashRange(0, 0.3), HashRange(0.3, 1)]
     parts = [sorted(source.file_parts(share)) for share in both]
     assert all(parts)

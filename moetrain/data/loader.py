@@ -44,7 +44,7 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import PAIRED, HashRange, Source, Sources, open_sources
+from moetrain.data.sources import PAIRED, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -146,44 +146,51 @@ def _from_text(
     data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
 ) -> tuple[Dataset, Dataset | None, str | None]:
     """Return the rows of both sides, and the template of the conversations among them."""
-    sources = open_sources(data, tokenizer, limit)
-    if said := sources.undivided.describe():
+    source = Source.of(data, tokenizer, limit)
+    other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
+    if said := source.describe():
         _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
-    if limit is None and _streams(data, sources.undivided):
-        train, held_out, has_chats = _streamed(data, sources, tokenizer, cache_dir, seed)
+    if limit is None and _streams(data, source):
+        train, held_out, has_chats = _streamed(data, source, other, tokenizer, cache_dir, seed)
     else:
-        train, held_out, has_chats = _tokenised(data, sources, tokenizer, cache_dir)
+        train, held_out, has_chats = _tokenised(data, source, other, tokenizer, cache_dir)
     for side, dataset in (("", train), ("held out: ", held_out)):
         if isinstance(dataset, (WholeDataset, PairDataset)):
             _logger.info("%s%s", side, dataset.describe())
-    return train, held_out, sources.template if has_chats else None
+    return train, held_out, source.reader.template.source if source.reader and has_chats else None
 
 
 def _tokenised(
-    data: DataSection, sources: Sources, tokenizer: Tokenizer, cache_dir: Path
+    data: DataSection, source: Source, other: Source | None, tokenizer: Tokenizer, cache_dir: Path
 ) -> tuple[Dataset, Dataset | None, bool]:
-    """Return the rows of both sides, and whether there are conversations among them."""
+    """Return the rows of both sides, and whether there are conversations among them.
+
+    Args:
+        other: what to evaluate on; None: ``data.eval_fraction`` of ``source``.
+    """
 
     def read(source: Source) -> TokenCache:
         return TokenCache.of(source, tokenizer, cache_dir)
 
-    train = read(sources.train)
-    if sources.eval is None:
-        return _all_rows(train, sources.train, data), None, train.masked is not None
-    held_out = read(sources.eval)
-    has_chats = train.masked is not None or held_out.masked is not None
-    if data.eval_path is not None:
-        rows = _all_rows(train, sources.train, data), _all_rows(held_out, sources.eval, data)
-        return *rows, has_chats
+    if other is None and data.eval_fraction:
+        train = read(source.only(HashRange(low=data.eval_fraction)))
+        held_out = read(source.only(HashRange(high=data.eval_fraction)))
+    else:
+        train, held_out = read(source), None if other is None else read(other)
+    has_chats = any(cache and cache.masked is not None for cache in (train, held_out))
+    if held_out is None:
+        return _all_rows(train, source, data), None, has_chats
+    if other is not None:
+        return _all_rows(train, source, data), _all_rows(held_out, other, data), has_chats
     rows = _rows(train, data), _rows(held_out, data)
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
         return *rows, has_chats
     if train.num_documents == 0 or held_out.num_documents == 0:  # then the other is everything
         whole = train if train.num_documents else held_out
     else:
-        whole = read(sources.undivided)
-    return *_divided(whole, sources.undivided, data), has_chats
+        whole = read(source)
+    return *_divided(whole, source, data), has_chats
 
 
 _STREAMED_BYTES = 1 << 26
@@ -200,36 +207,41 @@ def _streams(data: DataSection, source: Source) -> bool:
 
 
 def _streamed(
-    data: DataSection, sources: Sources, tokenizer: Tokenizer, cache_dir: Path, seed: int
+    data: DataSection,
+    source: Source,
+    other: Source | None,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    seed: int,
 ) -> tuple[Dataset, Dataset | None, bool]:
     """Return as :func:`_tokenised` of a source that is tokenised while it is trained on."""
-    undivided, border = sources.undivided, data.eval_fraction
-    rest, share, held_out = undivided, HashRange(low=border), HashRange(high=border)
-    if sources.eval is not None and data.eval_path is not None:
-        rest, share, held_out = sources.eval, HashRange(), HashRange()
+    rest, share, held_out = other, HashRange(), HashRange()
+    if other is None and data.eval_fraction:
+        border = data.eval_fraction
+        rest, share, held_out = source, HashRange(low=border), HashRange(high=border)
     workers = data.workers
     if workers is None:
         place = launched_place()
         on_machine = (place and place.on_machine) or 1
         workers = min(max(1, (os.cpu_count() or 1) // on_machine), _MOST_WORKERS)
-    blocks = Blocks(undivided, share, tokenizer, cache_dir, workers)
+    blocks = Blocks(source, share, tokenizer, cache_dir, workers)
     first, _ = blocks.first()
-    _all_rows(first, undivided, data)
+    _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = Streamed(blocks, partial(_rows, data=fixed), seed)
     _logger.info(
         "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
-        undivided.path,
+        source.path,
         f"{len(train):,}",
     )
     has_chats = first.masked is not None
-    if sources.eval is None:
+    if rest is None:
         return train, None, has_chats
     sample = Blocks(rest, held_out, tokenizer, cache_dir, 0).sample(_HELD_OUT_BYTES)
     if sample is None or not sample.targets.any() or not len(rows := _rows(sample, fixed)):
         raise ConfigError(
             "data.eval_fraction",
-            f"{data.eval_fraction}: the first blocks of {undivided.field} hold out too little; "
+            f"{data.eval_fraction}: the first blocks of {source.field} hold out too little; "
             "raise it, name data in data.eval_path, or set it to 0",
         )
     return train, rows, has_chats

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
@@ -84,84 +84,60 @@ class HashRange(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-class Source(Files):
-    """Documents of one setting.
+_EVERYTHING = HashRange()
 
-    All that reads them raises ConfigError if a file cannot be read or is malformed.
+
+@dataclass(frozen=True)
+class Source(Files):
+    """Documents of one setting: text files, one each, or records of which a reader makes some.
+
+    All that reads them raises ConfigError if a file cannot be read or is malformed. In texts, bytes
+    that are not UTF-8 become U+FFFD.
     """
+
+    reader: RecordReader | None = None
+    """What reads the records; None: the files are texts."""
+    limit: int | None = None
+    """Records to read at most, before the share is chosen; None: all."""
+    share: HashRange = _EVERYTHING
+    """Which records are read."""
+
+    @classmethod
+    def of(
+        cls, data: DataSection, tokenizer: Tokenizer, limit: int | None = None, field: str = "path"
+    ) -> Source:
+        """Open what ``field`` of ``data`` names: list the files, and read nothing yet.
+
+        Args:
+            limit: files or records to read at most; None: all.
+
+        Raises:
+            ConfigError: a path or template file is missing or cannot be read, a template is
+                malformed, or a folder has no files.
+        """
+        name, path = f"data.{field}", getattr(data, field)
+        if data.source in ("records", "jsonl"):
+            reader = RecordReader.of(data, tokenizer)
+            files, table = find_records(name, path, data.split, data.subset)
+            return cls(name, path, files, table, reader, limit)
+        if data.source == "stdlib" and field == "path":
+            path = sysconfig.get_path("stdlib")
+            return cls("data.source", path, list_files("data.source", path, (".py",), _NOT_STDLIB))
+        return cls(name, path, list_files(name, path)[:limit])
+
+    def only(self, share: HashRange) -> Source:
+        """Return the records, or the text files, that are in ``share``."""
+        if self.reader is not None:
+            return replace(self, share=share)
+        return replace(self, files=[file for file in self.files if share.holds(self._key(file))])
+
+    def _key(self, file: Path) -> bytes:
+        return os.fsencode(document_name(file, Path(self.path)))
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""
-        raise NotImplementedError
-
-    def documents(self) -> Iterator[Document]:
-        """Yield the documents in order."""
-        raise NotImplementedError
-
-    def file_parts(self, share: HashRange) -> list[FilePart]:
-        """List the parts of the files that a stream reads in any order."""
-        raise NotImplementedError
-
-    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw] | Iterator[Document]:
-        """Yield what is of ``share`` in ``part``, for :meth:`documents_of`."""
-        raise NotImplementedError
-
-    def documents_of(self, found: Iterable[Any]) -> Iterator[Document]:
-        """Yield the documents of what :meth:`read` yields."""
-        return iter(found)
-
-    def for_workers(self) -> Self:
-        """Return a copy without its files, whose :meth:`documents_of` another process calls."""
-        return replace(self, files=[], table=None)
-
-    def describe(self) -> str:
-        """Say in a line which forms the first records have."""
-        return ""
-
-
-class _TextSource(Source):
-    """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
-
-    def identity(self) -> list[Any]:
-        return ["text", self.stamps()]
-
-    def documents(self) -> Iterator[Document]:
-        for path in self.files:
-            with self.reading(path):
-                yield from _text_parts(path)
-
-    def file_parts(self, share: HashRange) -> list[FilePart]:
-        """A file longer than a part is divided into documents of a part's length."""
-        root = Path(self.path)
-        parts = []
-        for file in self.files:
-            size, name = file.stat().st_size, os.fsencode(document_name(file, root))
-            for start in range(0, size, _PART_BYTES):
-                key = name if size <= _PART_BYTES else b"%s#%d" % (name, start)
-                if share.holds(key):
-                    stop = min(size, start + _PART_BYTES)
-                    parts.append(FilePart(file, start, stop, stop - start))
-        return parts
-
-    def read(self, part: FilePart, share: HashRange) -> Iterator[Document]:
-        with self.reading(part.file):
-            if part.start == 0 and part.stop == part.file.stat().st_size:
-                yield from _text_parts(part.file)
-                return
-            text = _lines_from(part)
-            yield Document(text, num_bytes=len(text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RecordSource(Source):
-    """Records, of which a share is chosen by hash."""
-
-    share: HashRange
-    reader: RecordReader
-    limit: int | None
-    """Records to read at most, before the share is chosen; None: all."""
-
-    def identity(self) -> list[Any]:
+        if self.reader is None:
+            return ["text", self.stamps()]
         return ["records", self.stamps(), self.share, self.limit, self.reader.identity()]
 
     def _raws(self) -> Iterator[Raw]:
@@ -169,93 +145,72 @@ class _RecordSource(Source):
         return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
     def documents(self) -> Iterator[Document]:
-        return self.documents_of(self._raws())
+        """Yield the documents in order."""
+        if self.reader is not None:
+            yield from self.documents_of(self._raws())
+            return
+        for path in self.files:
+            with self.reading(path):
+                yield from _text_parts(path)
 
     def file_parts(self, share: HashRange) -> list[FilePart]:
-        return self.pieces(_PART_BYTES)
+        """List the parts of the files that a stream reads in any order.
 
-    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw]:
-        return (raw for raw in self.records(part) if share.holds(raw.key))
+        A text that is longer than a part is divided into documents of a part's length.
+        """
+        if self.reader is not None:
+            return self.pieces(_PART_BYTES)
+        parts = []
+        for file in self.files:
+            size = file.stat().st_size
+            for start in range(0, size, _PART_BYTES):
+                key = self._key(file) + (b"#%d" % start if size > _PART_BYTES else b"")
+                if share.holds(key):
+                    stop = min(size, start + _PART_BYTES)
+                    parts.append(FilePart(file, start, stop, stop - start))
+        return parts
 
-    def documents_of(self, found: Iterable[Any]) -> Iterator[Document]:
-        for raw in found:
-            num_bytes = raw.num_bytes
-            for document in self._told(raw, self.reader.documents):
+    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw | Document]:
+        """Yield what is of ``share`` in ``part``, for :meth:`documents_of`."""
+        if self.reader is not None:
+            yield from (raw for raw in self.records(part) if share.holds(raw.key))
+            return
+        with self.reading(part.file):
+            if part.start == 0 and part.stop == part.file.stat().st_size:
+                yield from _text_parts(part.file)
+            else:
+                text = _lines_from(part)
+                yield Document(text, num_bytes=len(text))
+
+    def documents_of(self, found: Iterable[Raw | Document]) -> Iterator[Document]:
+        """Yield the documents of what :meth:`read` yields."""
+        for each in found:
+            if isinstance(each, Document):
+                yield each
+                continue
+            num_bytes = each.num_bytes
+            for document in self._told(each, RecordReader.documents):
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
 
-    def describe(self) -> str:
-        first = islice(self._raws(), _FIRST)
-        forms = Counter(self._told(raw, self.reader.form_of) for raw in first)
-        found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
-        return found and f"{self.path}: the first {forms.total()} records are {found}"
-
-    def _told(self, raw: Raw, read: Callable[[Any], _T]) -> _T:
+    def _told(self, raw: Raw, read: Callable[[RecordReader, Any], _T]) -> _T:
         """Return what ``read`` makes of a record; ConfigError says where it is, if it is bad."""
+        assert self.reader is not None
         try:
-            return read(raw.value())
+            return read(self.reader, raw.value())
         except BadLineError as error:
             raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
 
+    def for_workers(self) -> Source:
+        """Return a copy without its files, whose :meth:`documents_of` another process calls."""
+        return replace(self, files=[], table=None)
 
-class Sources(NamedTuple):
-    """The sources that the settings name."""
-
-    train: Source
-    eval: Source | None
-    """The held-out documents; None: there is no evaluation."""
-    undivided: Source
-    """All of ``data.path``: both of these together, unless ``eval`` has a path of its own."""
-    template: str | None
-    """The template of conversations, if the format has any."""
-
-
-def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = None) -> Sources:
-    """Open the sources of a run: list their files, and read nothing yet.
-
-    Args:
-        limit: files or records to read at most; None: all.
-
-    Raises:
-        ConfigError: a path or template file is missing or cannot be read, a template is malformed,
-            or a folder has no files.
-    """
-    is_stdlib, reads_pairs = data.source == "stdlib", data.packing in PAIRED
-    template = None
-    if data.source in ("records", "jsonl"):
-        template = ChatTemplate.of(tokenizer, data.chat_template)
-    if reads_pairs and data.format not in ("auto", "preference"):
-        problem = f"{data.format!r}, and train.objective learns from pairs alone"
-        raise ConfigError("data.format", f"{problem}; set preference")
-
-    def opened(field: str, path: str, *shares: HashRange) -> list[Source]:
-        if template is not None:
-            form = "preference" if reads_pairs else data.format
-            reader = RecordReader(template, form, data.text_field, data.train_on, reads_pairs)
-            place = field, path, *find_records(field, path, data.split, data.subset)
-            return [
-                _RecordSource(*place, share=share, reader=reader, limit=limit) for share in shares
-            ]
-        skipped = _NOT_STDLIB if is_stdlib else frozenset()
-        files = list_files(field, path, (".py",) if is_stdlib else ("",), skipped)
-        named = [(file, os.fsencode(document_name(file, Path(path)))) for file in files[:limit]]
-        return [
-            _TextSource(field, path, [file for file, name in named if share.holds(name)])
-            for share in shares
-        ]
-
-    field, path = "data.path", data.path
-    if is_stdlib:
-        field, path = "data.source", sysconfig.get_path("stdlib")
-    assert path is not None  # Config.check demands it
-    source = template and template.source
-    border = data.eval_fraction
-    shares = HashRange(), HashRange(low=border), HashRange(high=border)
-    undivided, train, held_out = opened(field, path, *shares)
-    if data.eval_path is not None:
-        (other,) = opened("data.eval_path", data.eval_path, HashRange())
-        return Sources(undivided, other, undivided, source)
-    return Sources(train, held_out if border else None, undivided, source)
+    def describe(self) -> str:
+        """Say in a line which forms the first records have."""
+        first = islice(self._raws(), _FIRST) if self.reader is not None else ()
+        forms = Counter(self._told(raw, RecordReader.form_of) for raw in first)
+        found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
+        return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 
 _ROLES = {
@@ -282,6 +237,17 @@ class RecordReader:
     reads_pairs: bool = False
     """Whether a preference pair's rejected answer is read too; next-token loss learns the chosen
     one alone."""
+
+    @classmethod
+    def of(cls, data: DataSection, tokenizer: Tokenizer) -> RecordReader:
+        """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
+        template = ChatTemplate.of(tokenizer, data.chat_template)
+        if data.packing not in PAIRED:
+            return cls(template, data.format, data.text_field, data.train_on)
+        if data.format not in ("auto", "preference"):
+            problem = f"{data.format!r}, and train.objective learns from pairs alone"
+            raise ConfigError("data.format", f"{problem}; set preference")
+        return cls(template, "preference", data.text_field, data.train_on, reads_pairs=True)
 
     def identity(self) -> list[Any]:
         """Return what decides the documents of a record, as JSON."""
