@@ -32,13 +32,13 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -66,7 +66,7 @@ _BLOCK_BYTES = 1 << 22
 _KEPT_BLOCKS = 4
 _FREE_SHARE = 0.1
 
-BlockPlace = tuple[int, int, int]
+_Place = tuple[int, int, int]
 """Where a block is in a walk: the pass, the group of parts in its order, the chunk of that."""
 
 
@@ -187,13 +187,13 @@ class Blocks:
                 break
         return self._made(found, "sample-0") if found else None
 
-    def walk(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, TokenCache]]:
+    def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
         """Yield the blocks from ``at`` on without end, and where each is.
 
         Raises:
             ConfigError: as :meth:`TokenCache.of`.
         """
-        ahead: deque[tuple[BlockPlace, str, list[Any]]] = deque()
+        ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)
         while True:
@@ -216,7 +216,7 @@ class Blocks:
         _build_block(self._source, self._tokenizer, found, self._folder / name)
         return TokenCache.opened(self._folder / name)
 
-    def _read(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, str, list[Any]]]:
+    def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
         """Yield the place, the name and the records of each block, without end."""
         for turn in itertools.count(at[0]):
             generator = np.random.Generator(np.random.PCG64([seed, turn]))
@@ -334,63 +334,42 @@ def _write(
     advance: Callable[[int], object],
 ) -> dict[str, Any]:
     """Write the files of a cache; return the content of meta.json."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    content = hashlib.blake2b(digest_size=16)
+    num_tokens = num_documents = start = num_targets = 0
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        writer = _Writer(tokenizer.vocab_size, files)
+        tokens, starts, targets, masked = files
+        starts.write(np.int64(0).tobytes())
         for document, ids_T, masked_T in _encoded(documents, tokenizer):
-            writer.add(ids_T, masked_T, document.is_end)
+            data = ids_T.astype(dtype).tobytes()
+            tokens.write(data)
+            content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, document.is_end))
+            content.update(data)
+            learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
+            if masked_T is not None:
+                masked.seek(num_tokens)  # what is skipped reads as 0: with loss
+                masked.write(masked_T.tobytes())
+                content.update(masked_T.tobytes())
+            if num_tokens == start:
+                learned_T = learned_T[1:]  # no token predicts a document's first
+            num_targets += int(learned_T.sum())
+            num_tokens += len(ids_T)
+            if document.is_end:
+                starts.write(np.int64(num_tokens).tobytes())
+                targets.write(np.int64(num_targets).tobytes())
+                num_documents, start, num_targets = num_documents + 1, num_tokens, 0
             advance(document.num_bytes)
-        meta = writer.finish()
+        if masked.tell() > 0:
+            masked.truncate(num_tokens)
         for file in files:
             file.flush()
             os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
-    meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
+    meta = {"num_tokens": num_tokens, "num_documents": num_documents, "dtype": dtype.name}
+    meta |= {"content": content.hexdigest()}
+    meta |= {"checksums": {name: _checksum(folder / name) for name in _FILES}}
     (folder / "meta.json").write_text(json.dumps(meta))
     return meta
-
-
-class _Writer:
-    """Writes tokens to a cache's files, a part of a document at a time."""
-
-    def __init__(self, vocab_size: int, files: Sequence[BinaryIO]) -> None:
-        """Take the open :data:`_FILES`."""
-        self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self._tokens, self._documents, self._targets, self._masked = files
-        self._num_tokens = self._num_documents = self._document_start = self._num_targets = 0
-        self._content = hashlib.blake2b(digest_size=16)
-        self._documents.write(np.int64(0).tobytes())
-
-    def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
-        """Write the next part's tokens, and which of them have no loss (uint8; None: all have)."""
-        data = ids_T.astype(self._dtype).tobytes()
-        self._tokens.write(data)
-        self._content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, ends_document))
-        self._content.update(data)
-        learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
-        if masked_T is not None:
-            self._masked.seek(self._num_tokens)  # what is skipped reads as 0: with loss
-            self._masked.write(masked_T.tobytes())
-            self._content.update(masked_T.tobytes())
-        if self._num_tokens == self._document_start:
-            learned_T = learned_T[1:]  # no token predicts a document's first
-        self._num_targets += int(learned_T.sum())
-        self._num_tokens += len(ids_T)
-        if ends_document:
-            self._documents.write(np.int64(self._num_tokens).tobytes())
-            self._targets.write(np.int64(self._num_targets).tobytes())
-            self._num_documents += 1
-            self._document_start, self._num_targets = self._num_tokens, 0
-
-    def finish(self) -> dict[str, Any]:
-        """Finish the files; return the content of meta.json."""
-        if self._masked.tell() > 0:
-            self._masked.truncate(self._num_tokens)
-        return {
-            "num_tokens": self._num_tokens,
-            "num_documents": self._num_documents,
-            "dtype": self._dtype.name,
-            "content": self._content.hexdigest(),
-        }
 
 
 def _encoded(

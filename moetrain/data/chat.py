@@ -35,7 +35,7 @@ from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 
-CHATML = """\
+_CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
@@ -126,7 +126,7 @@ class ChatTemplate:
             return cls(tokenizer.chat_template, special, with_tools)
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return cls("{{- bos_token }}" * bool(has_bos) + CHATML, special)
+        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_template"}
@@ -164,7 +164,7 @@ class ChatTemplate:
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
-            variables: further variables of the template; see :func:`template_variables`.
+            variables: further variables of the template; see :meth:`variables_of`.
             train_on: which of the assistant's turns are learned: ``all``, those behind the last
                 turn of the user (``completion``), or the ``last`` one.
             given: first turns of which none is learned, since they are a prompt.
@@ -180,7 +180,13 @@ class ChatTemplate:
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.documents(messages, variables, train_on, given)
         turns = self._checked(messages)
-        learned = _learned(turns, train_on, given)
+        learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if train_on == "last":
+            learned = learned[-1:]
+        if train_on == "completion" and learned:
+            asked = (i for i in range(learned[-1]) if turns[i]["role"] == "user")
+            given = max(given, *asked, 0)
+        learned = [i for i in learned if i >= given]
         if not learned:
             said = "`messages` has no assistant turn to learn from"
             raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
@@ -251,6 +257,40 @@ class ChatTemplate:
             return self.with_tools.prompt(messages, variables)
         return self._render(self._checked(messages), variables, add_generation_prompt=True)
 
+    @staticmethod
+    def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that a conversation's record has beside ``messages``.
+
+        ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
+        other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
+        Each may be the text of its JSON, as tables have it; the template gets no other keys.
+
+        Raises:
+            BadLineError: one is of another kind, or a variable has the name of something else.
+        """
+        found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
+        for key, value in found.items():
+            try:
+                found[key] = json.loads(value) if isinstance(value, str) else value
+            except (ValueError, RecursionError):
+                said = f"`{key}` is text that is not JSON: {shortened(value)}"
+                raise BadLineError(f"{said}; write it with a JSON library") from None
+        variables = found.pop("chat_template_kwargs")
+        if not isinstance(variables, dict | None):
+            raise BadLineError("`chat_template_kwargs` is not an object")
+        if taken := sorted(_RESERVED.intersection(variables or {})):
+            raise BadLineError(
+                f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there"
+            )
+        for key, value in found.items():
+            if not isinstance(value, list | None):
+                said = f"`{key}` is not a list of objects: {shortened(value)}"
+                raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
+            for i, entry in enumerate(value or ()):
+                if not isinstance(entry, dict):
+                    raise BadLineError(f"{key}[{i}] is not an object")
+        return {**(variables or {}), **found}
+
     def _checked(self, messages: object) -> list[dict[str, Any]]:
         """Check the turns, and return them as ``transformers`` passes them to templates.
 
@@ -311,49 +351,6 @@ def _read(file_name: str) -> str:
     except ValueError as error:  # not UTF-8
         problem = f"is no text file: {error}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
-
-
-def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a conversation's record has for the template, beside ``messages``.
-
-    ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of other
-    variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests. Each may
-    be the text of its JSON, as tables have it; other keys of the record are none of the template's.
-
-    Raises:
-        BadLineError: one is of another kind, or a variable has the name of something else.
-    """
-    found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
-    for key, value in found.items():
-        try:
-            found[key] = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
-            said = f"`{key}` is text that is not JSON: {shortened(value)}"
-            raise BadLineError(f"{said}; write it with a JSON library") from None
-    variables = found.pop("chat_template_kwargs")
-    if not isinstance(variables, dict | None):
-        raise BadLineError("`chat_template_kwargs` is not an object")
-    if taken := sorted(_RESERVED.intersection(variables or {})):
-        raise BadLineError(f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there")
-    for key, value in found.items():
-        if not isinstance(value, list | None):
-            said = f"`{key}` is not a list of objects: {shortened(value)}"
-            raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
-        for i, entry in enumerate(value or ()):
-            if not isinstance(entry, dict):
-                raise BadLineError(f"{key}[{i}] is not an object")
-    return {**(variables or {}), **found}
-
-
-def _learned(turns: list[dict[str, Any]], train_on: str, given: int) -> list[int]:
-    """Return the numbers of the assistant's turns to learn, from turn ``given`` on."""
-    spoken = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if train_on == "last":
-        spoken = spoken[-1:]
-    if train_on == "completion" and spoken:
-        asked = (i for i in range(spoken[-1]) if turns[i]["role"] == "user")
-        given = max(given, *asked, 0)
-    return [i for i in spoken if i >= given]
 
 
 def _say(error: Exception) -> str:

@@ -151,7 +151,10 @@ def _from_text(
     if said := source.describe():
         _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
-    if limit is None and _streams(data, source):
+    is_streamed = data.streaming == "yes"
+    if data.streaming == "auto" and data.source != "stdlib" and limit is None:
+        is_streamed = sum(part.size for part in source.pieces()) > _STREAMED_BYTES
+    if is_streamed and limit is None:
         train, held_out, has_chats = _streamed(data, source, other, tokenizer, cache_dir, seed)
     else:
         train, held_out, has_chats = _tokenised(data, source, other, tokenizer, cache_dir)
@@ -198,12 +201,6 @@ _STREAMED_BYTES = 1 << 26
 _HELD_OUT_BYTES = 1 << 22
 """Bytes of held-out text that a stream evaluates at most, of as many blocks as have them."""
 _MOST_WORKERS = 8
-
-
-def _streams(data: DataSection, source: Source) -> bool:
-    if data.streaming != "auto" or data.source == "stdlib":
-        return data.streaming == "yes"
-    return sum(part.size for part in source.pieces()) > _STREAMED_BYTES
 
 
 def _streamed(
@@ -321,11 +318,8 @@ def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     if cache.masked is None:
         problem = "no document has two tokens: there is nothing to predict"
         raise ConfigError(source.field, problem)
-    raise ConfigError(
-        "data.chat_template",
-        f"of the conversations of {source.field}, it renders nothing that could be learned; give "
-        "another",
-    )
+    problem = f"of the conversations of {source.field}, it renders nothing that could be learned"
+    raise ConfigError("data.chat_template", f"{problem}; give another")
 
 
 class Batch(NamedTuple):

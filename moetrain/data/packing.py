@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from moetrain.data.cache import BlockPlace, Blocks, TokenCache
+from moetrain.data.cache import Blocks, TokenCache
 
 IGNORE_INDEX = -100
 """Target of a token without loss; torch's default ``ignore_index``."""
@@ -146,7 +146,7 @@ class _BlockRows(NamedTuple):
 
     first: int
     """Number of its first sample."""
-    place: BlockPlace
+    place: tuple[int, int, int]
     rows: Dataset
     order: np.ndarray
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError, ChatTemplate, template_variables
+from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import (
     FilePart,
     Files,
@@ -308,7 +308,7 @@ class RecordReader:
 
     def _dialogue(self, messages: object, record: dict[str, Any], given: int = 0) -> list[Document]:
         """Render ``messages``, of which nothing is learned in the first ``given`` turns."""
-        variables = template_variables(record)
+        variables = ChatTemplate.variables_of(record)
         rendered = self.template.documents(messages, variables, self.train_on, given)
         return [Document(text, spans, True) for text, spans in rendered]
 
