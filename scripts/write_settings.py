@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.config import Config
-from moetrain.config.data import MixEntry
+from moetrain.config.sections import MixEntry
 from moetrain.config.sources import recipe_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
+from moetrain import config as config_module
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError
-from moetrain.config import checks as config_needs
-from moetrain.config.checks import NEEDS, Fact, unmet
+from moetrain.config import _NEEDS, Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import leaves
 from moetrain.train.plan import MemoryPlan, plan_memory
 from moetrain.train.setup import resolve_run
@@ -37,7 +36,7 @@ def names_of(need):
 
 
 def test_every_name_in_the_table_is_a_setting_or_a_fact():
-    for need in NEEDS:
+    for need in _NEEDS:
         assert names_of(need), need.settings
         assert need.settings.endswith(".*") or names_of(need) == sorted_as_settings(need)
         assert all(other in DEFAULTS or other in list(Fact) for other in need.of), need.of
@@ -47,30 +46,30 @@ def sorted_as_settings(need):
     return sorted(need.settings.split(), key=list(DEFAULTS).index)
 
 
-NEEDS_OF_ONE = [(need, name) for need in NEEDS for name in names_of(need)]
+NEEDS_OF_ONE = [(need, name) for need in _NEEDS for name in names_of(need)]
 
 
 @pytest.mark.parametrize(
     ("need", "name"), NEEDS_OF_ONE, ids=[f"{name}-{'-'.join(x.of)}" for x, name in NEEDS_OF_ONE]
 )
 def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, name, monkeypatch):
-    monkeypatch.setattr(config_needs, "NEEDS", (need,))
+    monkeypatch.setattr(config_module, "_NEEDS", (need,))
     value = next(x for x in PROBES if x in need.when and x != DEFAULTS[name])
     there = {other: None for other in need.of if other in list(Fact)}
     lacking = dict.fromkeys(there, "the reason")
     wrong = {k: next(x for x in PROBES if x not in v) for k, v in need.of.items() if k in DEFAULTS}
     values = DEFAULTS | wrong | {name: value}
-    ((found, why),) = unmet(values, DEFAULTS, lacking)
+    ((found, why),) = _unmet(values, DEFAULTS, lacking)
     assert found == name
     assert all(other in why for other in wrong)
     assert ("the reason" in why) == bool(there)
-    assert not list(unmet(values | {name: DEFAULTS[name]}, DEFAULTS, lacking))
+    assert not list(_unmet(values | {name: DEFAULTS[name]}, DEFAULTS, lacking))
     if there:
-        assert not list(unmet(values, DEFAULTS, there))
-        assert not list(unmet(values, DEFAULTS, {}))  # not known yet
+        assert not list(_unmet(values, DEFAULTS, there))
+        assert not list(_unmet(values, DEFAULTS, {}))  # not known yet
     for other in wrong:  # one of several suffices
         fit = next(x for x in PROBES if x in need.of[other])
-        assert not list(unmet(values | {other: fit}, DEFAULTS, lacking))
+        assert not list(_unmet(values | {other: fit}, DEFAULTS, lacking))
 
 
 GIVEN = [

@@ -11,17 +11,24 @@ import pytest
 import tokenizers
 from data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, DataSection
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
+from moetrain.data.sources import HashRange
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def text_source(path: Path) -> sources.Source:
     data = config(path, source="text", path=str(path), eval_fraction=0).data
-    return sources.open_sources(data, ByteTokenizer()).train
+    return sources.Source.of(data, ByteTokenizer())
+
+
+def both_sides(data: DataSection) -> tuple[sources.Source, sources.Source]:
+    """What is trained on and what is held out, as far as hashes decide."""
+    source, border = sources.Source.of(data, ByteTokenizer()), data.eval_fraction
+    return source.only(HashRange(low=border)), source.only(HashRange(high=border))
 
 
 # Sources
@@ -29,11 +36,10 @@ def text_source(path: Path) -> sources.Source:
 
 def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
-    train, held_out = sources.open_sources(data, ByteTokenizer())[:2]
-    assert held_out is not None
-    assert not set(train.container.files) & set(held_out.container.files)
-    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.container.files)
-    assert train.container.total_bytes() > 1_000_000
+    train, held_out = both_sides(data)
+    assert not set(train.files) & set(held_out.files)
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
+    assert train.total_bytes() > 1_000_000
     built = build_data(config(tmp_path), BYTE_VOCAB)
     assert built.eval is not None
     assert len(built.train) * data.seq_len > 1_000_000
@@ -61,11 +67,11 @@ def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "one.txt").write_text(text)
     monkeypatch.setattr(sources, "_PART_BYTES", 16)
     source = text_source(tmp_path / "one.txt")
-    parts = list(source.parts())
+    parts = list(source.documents())
     assert len(parts) > 20
-    assert "".join(part.document.text for part in parts) == text
-    assert [part.ends_document for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert sum(part.num_bytes for part in parts) == source.container.total_bytes()
+    assert "".join(part.text for part in parts) == text
+    assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert sum(part.num_bytes for part in parts) == source.total_bytes()
     built = TokenCache.of(source, ByteTokenizer(), tmp_path / "cache")
     assert built.documents.tolist() == [0, len(text.encode()) + 1]
 
@@ -75,8 +81,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
     settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
 
     def texts(c: Config) -> list[set[str]]:
-        pair = sources.open_sources(c.data, ByteTokenizer())[:2]
-        return [{part.document.text for part in source.parts()} for source in pair if source]
+        return [{part.text for part in source.documents()} for source in both_sides(c.data)]
 
     train, held_out = texts(config(tmp_path, **settings))
     assert not train & held_out
@@ -278,7 +283,7 @@ def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
     settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
     tokens = []
     for data in (settings, settings | change):
-        source = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer()).train
+        source, _ = both_sides(config(tmp_path, **data).data)
         tokens.append(TokenCache.of(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
     assert tokens[0] != tokens[1]
 
@@ -363,7 +368,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache._Writer, "add", full)
+    monkeypatch.setattr(cache, "_encoded", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written: .*No space left"):
         TokenCache.of(
             text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"

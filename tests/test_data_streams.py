@@ -15,10 +15,10 @@ from test_data_formats import CONTAINERS
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache
-from moetrain.data.chat import CHATML
+from moetrain.data.chat import _CHATML
 from moetrain.data.loader import Data, Loader, build_data
 from moetrain.data.packing import Streamed
-from moetrain.data.sources import HashRange, open_sources
+from moetrain.data.sources import HashRange, Source
 from moetrain.data.tokenizer import ByteTokenizer
 
 
@@ -27,7 +27,7 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "large" in request.node.name:
         return
     monkeypatch.setattr(cache, "_BLOCK_BYTES", 2000)
-    monkeypatch.setattr("moetrain.data.sources._STREAM_PART", 500)
+    monkeypatch.setattr("moetrain.data.sources._PART_BYTES", 500)
 
 
 def streamed(tmp_path: Path, path: object, seed: int = 0, **data: object) -> Data:
@@ -122,7 +122,7 @@ from moetrain.config import Config
 from moetrain.data import cache, loader, sources
 
 print("begun", flush=True)
-cache._BLOCK_BYTES, sources._STREAM_PART = 2000, 500
+cache._BLOCK_BYTES, sources._PART_BYTES = 2000, 500
 config = Config.load(None, sys.argv[1:])
 data = loader.build_data(config, 512)
 start = time.monotonic()
@@ -139,7 +139,7 @@ def test_a_program_without_a_guard_has_its_blocks_made_and_waits_for_no_process(
     (tmp_path / "slow").mkdir()
     slow = "import sys, time\ntime.sleep(3 * ('--multiprocessing-fork' in sys.orig_argv))"
     (tmp_path / "slow" / "sitecustomize.py").write_text(slow)
-    (tmp_path / "long.jinja").write_text("{#" + " " * 300_000 + "#}" + CHATML)
+    (tmp_path / "long.jinja").write_text("{#" + " " * 300_000 + "#}" + _CHATML)
     (tmp_path / "program.py").write_text(UNGUARDED)
     words = ["model.preset=debug", "data.seq_len=8", "data.eval_fraction=0", "data.streaming=yes"]
     words += [f"data.path={tmp_path}/a.jsonl", f"data.cache_dir={tmp_path}/cache"]
@@ -176,14 +176,14 @@ def test_texts_are_divided_between_the_lines(names: list[str], tmp_path: Path):
     for name in names:
         (folder / name).write_text("".join(f"{name[0]}{i:05d}\n" for i in range(900)))
     config = Config.load(overrides=[f"data.path={folder}", "data.source=text"])
-    source = open_sources(config.data, ByteTokenizer()).undivided
+    source = Source.of(config.data, ByteTokenizer())
     both = [HashRange(0, 0.3), HashRange(0.3, 1)]
     parts = [sorted(source.file_parts(share)) for share in both]
     assert all(parts)
     found = [found for part in sorted(parts[0] + parts[1]) for found in source.read(part, both[0])]
     want = "".join((folder / name).read_text() for name in names)
-    assert "".join(each.document.text for each in found) == want
-    assert all(each.document.text.endswith("\n") for each in found)
+    assert "".join(each.text for each in found) == want
+    assert all(each.text.endswith("\n") for each in found)
     assert len(streamed(tmp_path, folder, source="text", eval_fraction=0.3).eval or ()) > 50
 
 

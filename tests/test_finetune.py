@@ -21,7 +21,7 @@ from moetrain.train.metrics import read_metrics
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
-CHATML = (
+_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory) -> Path:
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    fast.chat_template = CHATML
+    fast.chat_template = _CHATML
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(

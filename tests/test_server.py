@@ -22,7 +22,7 @@ import uvicorn
 from test_rollout import make_model
 
 from moetrain.cli.serve import main
-from moetrain.data.chat import CHATML
+from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     from moetrain.data.tokenizer import ByteTokenizer
 
     folder = tmp_path_factory.mktemp("served")
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + _CHATML
     save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(template))
     return folder
 

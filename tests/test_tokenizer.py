@@ -56,7 +56,7 @@ POST_PROCESSORS = {
 def text_source(path: Path) -> sources.Source:
     settings = {"source": "text", "path": str(path), "eval_fraction": 0}
     data = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={}).data
-    return sources.open_sources(data, ByteTokenizer()).train
+    return sources.Source.of(data, ByteTokenizer())
 
 
 @pytest.mark.parametrize("name", POST_PROCESSORS)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -613,7 +614,7 @@ def test_rows_of_a_users_own_dataset(change, says, trainer_of_rows):
         def row(self, index):
             return rows.row(index)._replace(**change)
 
-    trainer_of_rows.loader.dataset = Mine()
+    trainer_of_rows.loader = replace(trainer_of_rows.loader, dataset=Mine())
     with pytest.raises(ValueError, match=rf"^Mine\.row\(\d\): {says}"):
         trainer_of_rows.train_step()
 

@@ -2,8 +2,8 @@
 
 A :class:`Config` is built from four sources, weakest first: defaults, a recipe or TOML file,
 environment variables (``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``).
-Unknown keys are errors, and so are two settings that contradict each other: nothing a user set is
-overridden in silence.
+Unknown keys are errors, and so are two settings that contradict each other, and one that differs
+from its default but would have no effect: nothing a user set is overridden in silence.
 
 Left out on purpose: anything that needs a device, a process group or files beyond the TOML file.
 Those checks live where the thing is built (:mod:`moetrain.train.setup`) and raise
@@ -14,27 +14,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PrivateAttr, field_validator
 
-from moetrain.config.checks import unmet
 from moetrain.config.compute import (
     ActivationSection,
     CompileSection,
     KernelsSection,
+    LaunchSection,
     MoeSection,
     ParallelSection,
 )
-from moetrain.config.data import DataSection
-from moetrain.config.rl import RlSection
+from moetrain.config.rl import JobsSection, RlSection
 from moetrain.config.sections import (
     CheckpointSection,
+    DataSection,
     EvalSection,
-    JobsSection,
-    LaunchSection,
     LogSection,
     LoraSection,
     ModelSection,
@@ -43,6 +42,141 @@ from moetrain.config.sections import (
     TrainSection,
 )
 from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
+
+
+class Fact(StrEnum):
+    """What a run may turn out to have, in the words of messages."""
+
+    CUDA = "a CUDA device"
+    DEEPEP = "DeepEP"
+    EXPERTS = "experts"
+    DRY_RUN = "--dry_run"
+
+
+class _Other(Container[Any]):
+    """Every value except some."""
+
+    def __init__(self, *excluded: Any) -> None:
+        self.excluded = excluded
+
+    def __contains__(self, value: object) -> bool:
+        return value not in self.excluded
+
+
+_ANY = _Other()
+_SET = _Other(None)
+_SOME = _Other(0)
+_SEVERAL = _Other(1)
+_HELD = {None}
+"""A fact that holds; the value of one that does not is the reason."""
+
+
+class _Need(NamedTuple):
+    """Settings, and what they need to have an effect.
+
+    What other settings decide is checked when settings are read; what the model, the device or the
+    machine decides are facts, which become known in a dry run and when a run starts. The number of
+    processes and micro-batches is no need: one file of settings serves one process and many.
+    """
+
+    settings: str
+    """Dotted names with spaces between, or ``section.*`` for the others of a section."""
+    of: Mapping[str, Container[Any]]
+    """Other settings or facts, and the values with which they satisfy the need; one is enough."""
+    when: Container[Any] = _ANY
+    """Values of the settings that have this need."""
+
+    def covers(self, name: str) -> bool:
+        """Return whether this is about the setting ``name``."""
+        is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
+        return name in self.settings.split() or (is_in_section and name not in self.of)
+
+
+_RECORDS = {"records", "jsonl"}
+_TEXTS = {"text", *_RECORDS}
+_PREFERENCES = {"dpo", "ipo", "kto"}
+_OF_TEXT = {"data.source": _Other("synthetic")}
+_EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
+
+_NEEDS: tuple[_Need, ...] = (
+    _Need("model.*", {"model.path": {None}}),  # else its config.json decides
+    _Need("data.path data.eval_path", {"data.source": _TEXTS}),
+    _Need("data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
+    _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
+    _Need("data.text_field", {"data.format": {"auto", "text"}}),
+    _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
+    _Need("data.mix", {"data.source": _RECORDS}),
+    _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
+    _Need("data.eval_fraction", {"data.eval_path": {None}}),
+    _Need("data.packing data.tokenizer", _OF_TEXT),
+    _Need("data.streaming", {"data.source": _TEXTS}),
+    _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
+    _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
+    # References of all rows are computed before the first step.
+    _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
+    _Need("train.beta", {"train.objective": _PREFERENCES}),
+    _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
+    _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
+    _Need("data.num_documents", {"data.source": {"synthetic"}}),
+    _Need("train.eval_interval", _EVALUATED, _SOME),
+    _Need("train.eval_rows", _EVALUATED),
+    _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
+    _Need("train.sample_tokens", _OF_TEXT, _SOME),
+    _Need("train.sample_prompt", _OF_TEXT),
+    _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
+    _Need("eval.*", {"eval.tasks": _Other(())}),
+    _Need("eval.tasks", _OF_TEXT),
+    _Need("lora.*", {"lora.rank": _SOME}),
+    _Need("lora.init", {"lora.path": {None}}),
+    _Need("lora.layout", {"lora.save": {True}}),
+    _Need("lora.layout", {Fact.EXPERTS: _HELD}),
+    _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
+    _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
+    # The update on the host knows no other dtypes.
+    _Need("optim.offload_fraction", {"optim.state_dtype": {"float32"}}),
+    _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
+    _Need("activation.save", {"activation.policy": {"selective"}}),
+    _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
+    # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
+    _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
+    _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
+    _Need("moe.*", {Fact.EXPERTS: _HELD}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {Fact.DEEPEP: _HELD}),
+    _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
+    _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
+    _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
+    _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
+    _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
+    _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
+    # exact promises the bits of generation, which are a kernel's.
+    _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
+    # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
+    # between products; exact promises the bits of generation, which computes in bf16.
+    _Need("kernels.precision", {"parallel.tp": {1}}),
+    _Need("kernels.precision", {"lora.rank": {0}}),
+    _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
+    _Need("log.profile_after log.profile_as", {"log.profile": _SOME}),
+    _Need("log.profile_as", {Fact.CUDA: _HELD}, {"nvtx"}),
+    # The checkpoints at the end and at a stop are waited for in any case.
+    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
+    _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
+    _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
+    _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
+    _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
+    _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
+    _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
+    _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
+    _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
+    _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
+    _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
+    _Need("launch.gpus launch.gpu", {Fact.DRY_RUN: _HELD}),
+    _Need("launch.gpus launch.gpu", {"train.device": _Other("cpu")}),
+    _Need("rl.routing_replay", {Fact.EXPERTS: _HELD}),
+)
 
 
 class Config(Section):
@@ -128,7 +262,7 @@ class Config(Section):
         return filled
 
     def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
-        """Return a copy in which no setting is without effect (:mod:`moetrain.config.checks`).
+        """Return a copy in which no setting is without effect.
 
         Settings that only a recipe proposes go back to their defaults.
 
@@ -139,7 +273,7 @@ class Config(Section):
             ConfigError: a setting that a user gave has no effect.
         """
         default, config = dict(leaves(Config().model_dump())), self
-        while found := next(unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
+        while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
             name, why = found
             if not self._origins.get(name, "recipe ").startswith("recipe "):
                 raise ConfigError(name, why)
@@ -201,3 +335,33 @@ def _name_of_run(config: Config) -> str:
         path = path.parent
     name = PurePath(os.path.abspath(data.path)).stem if data.path else data.source
     return f"{path.name}-{name}"
+
+
+def _unmet(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
+) -> Iterator[tuple[str, str]]:
+    """Yield settings whose value is not their default and has no effect, and why.
+
+    Args:
+        values, defaults: of every setting, by dotted name.
+        facts: those that are known, with the reason why one does not hold, or None.
+    """
+    known = {**values, **facts}
+    changed = [name for name, value in values.items() if value != defaults[name]]
+    for need in _NEEDS:
+        if any(other not in known for other in need.of):
+            continue
+        if any(known[other] in fitting for other, fitting in need.of.items()):
+            continue
+        fact = next((known[other] for other in need.of if other in facts), None)
+        others = " and ".join(f"{other} {_shown(known[other])}" for other in need.of)
+        for name in changed:
+            if need.covers(name) and values[name] in need.when:
+                why = f", but {fact}; unset it" if fact else f" contradicts {others}; unset one"
+                yield name, _shown(values[name]) + why
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)

@@ -1,4 +1,4 @@
-"""Sections of how a step is computed: ranks, experts, kernels, compilation, activation memory.
+"""Sections of how a step is computed: ranks, experts, kernels, compilation, memory, processes.
 
 They change results by rounding alone, except for how experts are balanced.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
+from moetrain.config.environment import GpuName
 from moetrain.config.sections import Section
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
@@ -185,4 +186,30 @@ class ActivationSection(Section):
     def _share(cls, value: float | str) -> float | str:
         if isinstance(value, float) and not 0 <= value <= 1:
             raise ValueError("give auto or a number from 0 to 1")
+        return value
+
+
+class LaunchSection(Section):
+    """Processes of a run, and the machines that --dry_run plans for."""
+
+    nproc: int | Literal["auto"] = 1
+    """Processes to start on this machine; auto: one for each GPU, or one on a CPU. Under torchrun
+    or srun nothing is started: the run takes its place among their processes."""
+    join_timeout: float = Field(default=300.0, gt=0)
+    """Seconds within which all processes of a run must have joined."""
+    max_restarts: NonNegativeInt = 0
+    """How often to restart a run from its newest checkpoint after one of its processes failed or
+    was killed. Under torchrun give its own option --max-restarts instead."""
+    gpus: int | None = Field(default=None, gt=0)
+    """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
+    or as many as the degrees in parallel multiply to."""
+    gpu: GpuName | None = None
+    """Kind of GPU that --dry_run plans for; unset: this machine's, or h100 if it has none and
+    launch.gpus or train.device asks for GPUs."""
+
+    @field_validator("nproc")
+    @classmethod
+    def _positive(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("give auto or a positive number of processes")
         return value

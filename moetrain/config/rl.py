@@ -1,4 +1,4 @@
-"""The section ``rl``: what reinforcement learning optimises, and how its loop runs.
+"""The sections ``rl`` (what reinforcement learning optimises, how its loop runs) and ``jobs``.
 
 The formulas behind the choices are in :mod:`moetrain.rl.losses`.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from moetrain.config.sections import Section
+from moetrain.config.sections import Section, from_home
 from moetrain.config.sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
@@ -185,3 +185,35 @@ class RlSection(Section):
         ):
             if is_wrong:
                 raise ConfigError(f"rl.{name}", f"{getattr(self, name)!r} {why}")
+
+
+class JobsSection(Section):
+    """Job service (python -m moetrain.jobs): its HTTP server and its limits."""
+
+    host: str = "127.0.0.1"
+    """Address that the HTTP server listens on; by default only this machine reaches it."""
+    port: int = Field(default=8100, ge=1, le=65535)
+    """Port of the HTTP server."""
+    auth: Literal["auto", "token", "none"] = "auto"
+    """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
+    who can connect; auto: none if jobs.host is a loopback address, else token."""
+    token_file: str | None = None
+    """File with the bearer token; unset: output_dir/token, which is created if it is missing."""
+    max_jobs: PositiveInt = 256
+    """Jobs that may exist at once; further ones are refused until some are deleted."""
+    max_queued: PositiveInt = 64
+    """Requests of one job that may wait at once."""
+    max_request_mib: int = Field(default=64, gt=0, le=1024)
+    """Largest request, in MiB."""
+    max_completions: PositiveInt = 1024
+    """Completions that one sample request may ask for, over all its prompts."""
+    max_saves: PositiveInt = 16
+    """Named saves of one job."""
+    max_loaded: PositiveInt = 8
+    """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
+    16 in the middle of a step. Others are read from disk at each turn."""
+    save_interval: PositiveInt = 20
+    """Requests of a job between two of its checkpoints. Those after the last one are computed again
+    after a restart, from the job's log."""
+
+    _paths = field_validator("token_file")(from_home)

@@ -1,13 +1,14 @@
-"""Sections of settings: model, run length, adapters, optimizer, checkpoints, logs, processes.
+"""Sections of settings: model, data, run length, adapters, optimizer, checkpoints, logs.
 
 Each setting has its type, default, meaning and own validation here; the docstring under a field is
-what ``--help`` prints. The settings of data are in :mod:`moetrain.config.data`, those of how a step
-is computed in :mod:`moetrain.config.compute`, those of reinforcement learning in
-:mod:`moetrain.config.rl`. Checks that span sections are in :mod:`moetrain.config`.
+what ``--help`` prints. How a step is computed is in :mod:`moetrain.config.compute`, reinforcement
+learning and jobs are in :mod:`moetrain.config.rl`, checks that span sections in
+:mod:`moetrain.config`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -24,8 +25,7 @@ from pydantic import (
     field_validator,
 )
 
-from moetrain.config.environment import GpuName
-from moetrain.config.sources import ConfigError
+from moetrain.config.sources import ConfigError, source_by_suffix
 
 _POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
 _FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
@@ -114,6 +114,121 @@ class ModelSection(Section):
         """Return the architecture fields that were set, by name."""
         own = {"preset", "path", "init_std"}
         return {k: v for k, v in self.model_dump(exclude_none=True).items() if k not in own}
+
+
+class MixEntry(Section):
+    """One source of a mixture, a table [[data.mix]]. What is unset is as in the section data."""
+
+    path: str
+    """File, folder, pattern or hub's name to read."""
+    name: str | None = None
+    """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the rows, among the weights of all; unset in all: as many as there are."""
+    repeat: PositiveInt = 1
+    """Times that one pass over the mixture reads its rows, or with weights may read them."""
+    limit: PositiveInt | None = None
+    """First records or files that are read of it; unset: all."""
+    source: Literal["text", "records"] | None = None
+    """Kind of data; unset: by the end of its path."""
+    eval_path: str | None = None
+    """What to evaluate on; unset: data.eval_fraction of it is held out."""
+    split: str | None = None
+    subset: str | None = None
+    format: str | None = None
+    text_field: str | None = None
+
+    _paths = field_validator("path", "eval_path")(from_home)
+
+    def label(self) -> str:
+        """Return the entry's name."""
+        return self.name or os.path.basename(os.path.normpath(self.path)).partition(".")[0]
+
+
+class DataSection(Section):
+    """Where text comes from, and how it becomes packed rows of tokens."""
+
+    source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
+    """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
+    folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
+    data set that was saved or that a hub has; jsonl: another name for records; synthetic: random
+    tokens. Unset, the end of data.path decides."""
+    path: str | None = None
+    """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
+    mix: tuple[MixEntry, ...] | None = None
+    """Sources of a mixture, instead of data.path: tables [[data.mix]] with path, name, weight,
+    repeat, limit and others of this section; on a command line a list in JSON."""
+    split: str = "train"
+    """Split of a data set that was saved or that a hub has."""
+    subset: str | None = None
+    """Configuration of a hub's data set; unset: its default."""
+    format: Literal[
+        "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
+    ] = "auto"
+    """Form of the records. messages: chats; sharegpt: `conversations`; preference: `chosen` and
+    `rejected`; completion: `prompt` and `completion`; alpaca: `instruction` and `output`; text:
+    data.text_field. auto: by the fields of each record."""
+    train_on: Literal["all", "completion", "last"] = "all"
+    """Turns of the assistant that are learned: all; completion: those behind the user's last turn;
+    last: the last one. Of a prompt and its completion only the completion is ever learned."""
+    eval_path: str | None = None
+    """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
+    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the documents that is held out for evaluation, chosen by a hash of their names or
+    text; of too few documents the last tokens, as large a share."""
+    text_field: str = "text"
+    """Field of a record that holds its text, if it is no conversation."""
+    chat_template: str | None = None
+    """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
+    tokenizer: str = "byte"
+    """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
+    with model.path: that checkpoint's own."""
+    seq_len: int = Field(default=256, gt=1)
+    """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
+    packing: Literal["auto", "whole", "stream"] = "auto"
+    """How documents fill rows. whole: uncut, with padding; a conversation longer than a row loses
+    its end, and a longer text is cut into parts. stream: documents follow one another and are cut
+    at the end of each row. auto: whole for conversations, else stream."""
+    streaming: Literal["auto", "yes", "no"] = "auto"
+    """Whether training begins while later blocks of the data are tokenised. Passes over a stream
+    have about as many rows as its first block tells. auto: for files over 64 MiB, of which no part
+    is limited."""
+    workers: NonNegativeInt | None = None
+    """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
+    cache_dir: str | None = None
+    """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
+    num_documents: int = Field(default=1024, gt=0, lt=2**31)
+    """Rows of the synthetic source."""
+
+    _paths = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
+        from_home
+    )
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _read_tables(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"give a list of tables in JSON ({error})") from None
+
+    def sources(self) -> dict[str, DataSection]:
+        """Return the settings of each source of the mixture by name; raises ConfigError."""
+        entries = {entry.label(): entry for entry in self.mix or ()}
+        if len(entries) < len(self.mix or ()):
+            raise ConfigError("data.mix", "two entries have one name; give each a name of its own")
+        if len({entry.weight is None for entry in entries.values()}) > 1:
+            raise ConfigError("data.mix", "some entries have a weight; give all one, or none")
+        own = ("path", "eval_path", "split", "subset", "format", "text_field")
+        return {
+            name: self.model_copy(
+                update={
+                    "source": entry.source or source_by_suffix(entry.path, "data.mix"),
+                    **{key: x for key in own if (x := getattr(entry, key)) is not None},
+                }
+            )
+            for name, entry in entries.items()
+        }
 
 
 class TrainSection(Section):
@@ -374,61 +489,3 @@ class LogSection(Section):
                 f"log.profile_after {self.profile_after}, one to warm up, and those; lower it, or "
                 "train longer",
             )
-
-
-class LaunchSection(Section):
-    """Processes of a run, and the machines that --dry_run plans for."""
-
-    nproc: int | Literal["auto"] = 1
-    """Processes to start on this machine; auto: one for each GPU, or one on a CPU. Under torchrun
-    or srun nothing is started: the run takes its place among their processes."""
-    join_timeout: float = Field(default=300.0, gt=0)
-    """Seconds within which all processes of a run must have joined."""
-    max_restarts: NonNegativeInt = 0
-    """How often to restart a run from its newest checkpoint after one of its processes failed or
-    was killed. Under torchrun give its own option --max-restarts instead."""
-    gpus: int | None = Field(default=None, gt=0)
-    """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
-    or as many as the degrees in parallel multiply to."""
-    gpu: GpuName | None = None
-    """Kind of GPU that --dry_run plans for; unset: this machine's, or h100 if it has none and
-    launch.gpus or train.device asks for GPUs."""
-
-    @field_validator("nproc")
-    @classmethod
-    def _positive(cls, value: str | int) -> str | int:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("give auto or a positive number of processes")
-        return value
-
-
-class JobsSection(Section):
-    """Job service (python -m moetrain.jobs): its HTTP server and its limits."""
-
-    host: str = "127.0.0.1"
-    """Address that the HTTP server listens on; by default only this machine reaches it."""
-    port: int = Field(default=8100, ge=1, le=65535)
-    """Port of the HTTP server."""
-    auth: Literal["auto", "token", "none"] = "auto"
-    """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
-    who can connect; auto: none if jobs.host is a loopback address, else token."""
-    token_file: str | None = None
-    """File with the bearer token; unset: output_dir/token, which is created if it is missing."""
-    max_jobs: PositiveInt = 256
-    """Jobs that may exist at once; further ones are refused until some are deleted."""
-    max_queued: PositiveInt = 64
-    """Requests of one job that may wait at once."""
-    max_request_mib: int = Field(default=64, gt=0, le=1024)
-    """Largest request, in MiB."""
-    max_completions: PositiveInt = 1024
-    """Completions that one sample request may ask for, over all its prompts."""
-    max_saves: PositiveInt = 16
-    """Named saves of one job."""
-    max_loaded: PositiveInt = 8
-    """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
-    16 in the middle of a step. Others are read from disk at each turn."""
-    save_interval: PositiveInt = 20
-    """Requests of a job between two of its checkpoints. Those after the last one are computed again
-    after a restart, from the job's log."""
-
-    _paths = field_validator("token_file")(from_home)

@@ -150,12 +150,11 @@ class Reader(Generic[_C]):
 
     def _told(self, error: ValidationError) -> ConfigError:
         """Turn pydantic's first complaint into one line; branches of a union share one field."""
-        first, *_ = errors = error.errors()
-        names = [".".join(map(str, each["loc"])) for each in errors]
-        is_of = (k for k in self._may_be_unset if names[0] == k or names[0].startswith(k + "."))
-        field = next(is_of, names[0])
-        own = (e for e, name in zip(errors, names, strict=True) if name.startswith(field))
-        remedies = dict.fromkeys(_remedy(each["msg"]) for each in own)
+        named = [(".".join(map(str, each["loc"])), each) for each in error.errors()]
+        (name, first), *_ = named
+        field = next((k for k in self._may_be_unset if f"{name}.".startswith(f"{k}.")), name)
+        own = (each["msg"] for name, each in named if name.startswith(field))
+        remedies = dict.fromkeys(map(_remedy, own))
         return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(remedies)}")
 
     def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layer:
@@ -164,21 +163,21 @@ class Reader(Generic[_C]):
         try:
             tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
             values = self._known(dict(leaves(tree)))
+            if _is_recipe(source):
+                return _Layer(f"recipe {origin}", values, is_users=False)
+            return _Layer(origin, values)
         except ConfigError:
             raise
+        except FileNotFoundError:
+            problem = "does not exist"
         except OSError as error:
-            absent = isinstance(error, FileNotFoundError)
-            problem = "does not exist" if absent else f"cannot be read: {error.strerror}"
+            problem = f"cannot be read: {error.strerror}"
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8: {error.reason} at byte {error.start}"
         except ValueError as error:  # tomllib's own, a NUL, Python's for integers of 4,300 digits
             problem = f"is not TOML: {error}"
         except RecursionError:
             problem = "is nested too deeply"
-        else:
-            if _is_recipe(source):
-                return _Layer(f"recipe {origin}", values, is_users=False)
-            return _Layer(origin, values)
         raise ConfigError("config file", f"{shortened(origin)} {problem}")
 
     def _known(self, flat: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +197,10 @@ class Reader(Generic[_C]):
         for variable, text in environ.items():
             if not variable.upper().startswith(_PREFIX):
                 continue
-            if variable.upper() not in known:
+            name = known.get(variable.upper())
+            if name is None:
                 words = variable[len(_PREFIX) :].replace("__", ".")
                 raise ConfigError(variable, f"unknown setting{self._hint(words, _variable)}")
-            name = known[variable.upper()]
             _check_once(name, values, text, "in the environment")
             values[name] = self._value(name, text)
         return values
@@ -213,15 +212,12 @@ class Reader(Generic[_C]):
             word = rest.pop(0)
             key, has_value, text = word.removeprefix("--").partition("=")
             if not word.startswith("--") and not has_value:
-                is_source = _is_recipe(word) or word.endswith(".toml")
-                raise ConfigError(
-                    shortened(word),
-                    "is a recipe or file, of which a run takes one, as its first word; leave the "
-                    "rest out, or put what they set into one file"
-                    if is_source
-                    else "is not a setting; write --section.key value (a recipe or file comes "
-                    "first)",
-                )
+                problem = "is not a setting; write --section.key value (a recipe or file comes "
+                problem += "first)"
+                if _is_recipe(word) or word.endswith(".toml"):
+                    problem = "is a recipe or file, of which a run takes one, as its first word; "
+                    problem += "leave the rest out, or put what they set into one file"
+                raise ConfigError(shortened(word), problem)
             if key not in self._may_be_unset:
                 spelt = "--{}".format if word.startswith("--") else str
                 near = self._hint(key, spelt, ("dry_run", "help", "version"))
@@ -303,20 +299,19 @@ def _recipe_under(
     if _is_recipe(source):
         return None, f"  recipe {source}"
     given = _given(layers)
-    path = given.get("model.path")
-    data = given.get("data.path")
-    if path is None:
+    recipe, why = recipes.of_path, "model.path is set"
+    if given.get("model.path") is None:
         if source is not None:
             return None, ""
-        default = recipes.default
-        return default, f"  recipe {default}, as neither one nor model.path is named"
-    if recipes.of_path == recipes.of_chats:
-        recipe = recipes.of_path
-        return recipe, f"  recipe {recipe}, as model.path is set and none is named"
-    kind = given.get("data.source") or (None if data is None else source_by_suffix(data))
-    kind = kind or (given.get("data.mix") and "records")
-    recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
-    return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
+        recipe, why = recipes.default, "neither one nor model.path is named"
+    elif recipes.of_path == recipes.of_chats:
+        why += " and none is named"
+    else:
+        path, kind = given.get("data.path"), given.get("data.source")
+        kind = kind or (path and source_by_suffix(path)) or (given.get("data.mix") and "records")
+        recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
+        why += f", the data is {kind} and none is named"
+    return recipe, f"  recipe {recipe}, as {why}"
 
 
 def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
@@ -324,13 +319,12 @@ def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
     given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
     if users.get("data.mix") is not None and "data.source" not in users:
         return [_Layer("as data.mix is set", {"data.source": "records"}, is_users=False)]
-    path, reads_files = given.get("data.path"), given.get("data.source") in _READ_FILES
+    path, reads_files = given.get("data.path"), given.get("data.source") in {*_OF_SUFFIX.values()}
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return []
     return [_Layer("end of data.path", {"data.source": source_by_suffix(path)}, is_users=False)]
 
 
-_READ_FILES = ("text", "records", "jsonl")
 _RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
 _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "records")
 
@@ -362,17 +356,15 @@ def _merged(layers: Sequence[_Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     values = _given(layers)
     origins = {name: layer.origin for layer in layers for name in layer.values}
     is_users = {name: layer.is_users for layer in layers for name in layer.values}
-    for one, other in _ALTERNATIVES:
-        given = [name for name in (one, other) if values.get(name) is not None]
-        if len(given) == 2 and is_users[one] == is_users[other]:
-            raise ConfigError(
-                one,
-                f"{shortened(values[one])} ({origins[one]}) contradicts {other} "
-                f"{shortened(values[other])} ({origins[other]}); set one of them",
-            )
+    for pair in _ALTERNATIVES:
+        given = [name for name in pair if values.get(name) is not None]
+        if len(given) == 2 and is_users[given[0]] == is_users[given[1]]:
+            one, other = (f"{shortened(values[name])} ({origins[name]})" for name in given)
+            problem = f"{one} contradicts {given[1]} {other}; set one of them"
+            raise ConfigError(given[0], problem)
         if given:
             kept = max(given, key=lambda name: is_users[name])
-            dropped = other if kept == one else one
+            dropped = pair[1 - pair.index(kept)]
             values[dropped], origins[dropped] = None, f"as {kept} is set"
     return values, origins
 

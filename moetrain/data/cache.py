@@ -32,12 +32,13 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -46,7 +47,7 @@ from rich.progress import Progress
 from moetrain.config import ConfigError
 from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.data.containers import FilePart
-from moetrain.data.sources import HashRange, Source, TextPart
+from moetrain.data.sources import Document, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
@@ -60,20 +61,13 @@ _CHECKED_BYTES = 1 << 26
 a large one as are read in a tenth of a second."""
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
-
-
 _BLOCK_BYTES = 1 << 22
 """Bytes of text in a block of a stream, at least; twice as many at most."""
 _KEPT_BLOCKS = 4
 _FREE_SHARE = 0.1
 
-
-class BlockPlace(NamedTuple):
-    """Where a block is in a walk: the pass, the group of parts in its order, the chunk of that."""
-
-    turn: int
-    group: int
-    chunk: int
+_Place = tuple[int, int, int]
+"""Where a block is in a walk: the pass, the group of parts in its order, the chunk of that."""
 
 
 class TokenCache(NamedTuple):
@@ -108,50 +102,44 @@ class TokenCache(NamedTuple):
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         folder = cache_dir / key
         if not os.path.isdir(folder):
-            _build(source.parts(), source.container.total_bytes(), tokenizer, folder)
+            _build(source.documents(), tokenizer, folder, source.total_bytes())
         return cls.opened(folder)
 
     @classmethod
     def opened(cls, folder: Path) -> TokenCache:
-        """Open the cache in ``folder``; ConfigError if it is damaged."""
+        """Map the cache in ``folder``; ConfigError if it is damaged."""
+
+        def mapped(name: str, dtype: str, length: int) -> np.ndarray:
+            size = (folder / name).stat().st_size
+            if size != length * np.dtype(dtype).itemsize:
+                raise ValueError(f"{name} has {size} bytes")
+            # An empty file cannot be mapped.
+            return np.memmap(folder / name, dtype, "r") if length else np.empty(0, dtype)
+
         try:
-            return cls._mapped(folder)
+            meta = json.loads((folder / "meta.json").read_bytes())
+            num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
+            if meta["dtype"] not in ("uint16", "uint32"):
+                raise ValueError(f"tokens of type {meta['dtype']!r}")
+            for name in _FILES:
+                if _checksum(folder / name) != meta["checksums"][name]:
+                    raise ValueError(f"{name} is not what was written")
+            documents = mapped("documents.bin", "int64", num_documents + 1)
+            if documents[0] != 0 or documents[-1] != num_tokens:
+                raise ValueError("documents.bin does not end with the tokens")
+            has_mask = (folder / "masked.bin").stat().st_size > 0
+            return cls(
+                mapped("tokens.bin", meta["dtype"], num_tokens),
+                documents,
+                mapped("targets.bin", "int64", num_documents),
+                mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
+                str(meta["content"]),
+            )
         except (OSError, ValueError, TypeError, LookupError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             raise ConfigError(
                 "data.cache_dir", f"{folder} is damaged ({reason}); delete it to tokenise again"
             ) from None
-
-    @classmethod
-    def _mapped(cls, folder: Path) -> TokenCache:
-        """Map the cache in ``folder``; a ValueError, or any error of reading, means damage."""
-        meta = json.loads((folder / "meta.json").read_bytes())
-        num_tokens = meta["num_tokens"]
-        num_documents = meta["num_documents"]
-
-        def mapped(name: str, dtype: str, length: int) -> np.ndarray:
-            file = folder / name
-            if file.stat().st_size != length * np.dtype(dtype).itemsize:
-                raise ValueError(f"{name} has {file.stat().st_size} bytes")
-            # An empty file cannot be mapped.
-            return np.memmap(file, dtype=dtype, mode="r") if length else np.empty(0, dtype)
-
-        if meta["dtype"] not in ("uint16", "uint32"):
-            raise ValueError(f"tokens of type {meta['dtype']!r}")
-        for name in _FILES:
-            if _checksum(folder / name) != meta["checksums"][name]:
-                raise ValueError(f"{name} is not what was written")
-        documents = mapped("documents.bin", "int64", num_documents + 1)
-        if documents[0] != 0 or documents[-1] != num_tokens:
-            raise ValueError("documents.bin does not end with the tokens")
-        has_mask = (folder / "masked.bin").stat().st_size > 0
-        return cls(
-            mapped("tokens.bin", meta["dtype"], num_tokens),
-            documents,
-            mapped("targets.bin", "int64", num_documents),
-            mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
-            str(meta["content"]),
-        )
 
 
 class Blocks:
@@ -172,23 +160,21 @@ class Blocks:
                 self._groups.append([])
             self._groups[-1].append(parts[i])
         self.num_bytes = sum(part.size for part in parts)
-        self.source, self._share, self._tokenizer = source, share, tokenizer
+        self._source, self._share, self._tokenizer = source, share, tokenizer
         names = [[part.file.name, *part[1:]] for part in parts]
         self.identity = ["blocks", _FORMAT, tokenizer.fingerprint, share, names]
         self.identity += source.identity()[2:]  # without the files' places
         key = json.dumps([self.identity, source.identity()])
         self._folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:32]
         place = launched_place()
-        self._mine = (place.local_rank, place.on_machine or 1) if place is not None else (0, 1)
+        self._local_rank = 0 if place is None else place.local_rank
+        self._on_machine = (place and place.on_machine) or 1
         self._workers = workers
-        self._pool: Any = None
 
     def first(self) -> tuple[TokenCache, int]:
         """Return the first block, and how many bytes its records have."""
         found = next(self._chunks(0), [])
-        folder = self._folder / "0-0"
-        _build_block(self.source, self._tokenizer, found, folder)
-        return TokenCache.opened(folder), max(1, sum(each.num_bytes for each in found))
+        return self._made(found, "0-0"), max(1, sum(each.num_bytes for each in found))
 
     def sample(self, num_bytes: int) -> TokenCache | None:
         """Return a cache of the first ``num_bytes``, of at most sixteen groups of parts."""
@@ -199,54 +185,52 @@ class Blocks:
                 num_bytes -= each.num_bytes
             if num_bytes <= 0:
                 break
-        if not found:
-            return None
-        _build_block(self.source, self._tokenizer, found, self._folder / "sample-0")
-        return TokenCache.opened(self._folder / "sample-0")
+        return self._made(found, "sample-0") if found else None
 
-    def walk(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, TokenCache]]:
+    def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
         """Yield the blocks from ``at`` on without end, and where each is.
 
         Raises:
             ConfigError: as :meth:`TokenCache.of`.
         """
-        ahead: deque[tuple[BlockPlace, Path, list[Any]]] = deque()
+        ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)
         while True:
-            while len(ahead) <= 2 * self._workers * self._mine[1]:
-                place, folder, found = next(read)
-                ahead.append((place, folder, found))
-                number, count = self._mine
-                if len(ahead) > 1 and (place.group + place.chunk) % count == number:
-                    self._ask(found, folder)
-            place, folder, found = ahead.popleft()
-            _build_block(self.source, self._tokenizer, found, folder)
-            yield place, TokenCache.opened(folder)
-            used.append(folder)
+            while len(ahead) <= 2 * self._workers * self._on_machine:
+                place, name, found = next(read)
+                ahead.append((place, name, found))
+                is_mine = (place[1] + place[2]) % self._on_machine == self._local_rank
+                # The next one is made here, and so are all if there are no processes for it.
+                if len(ahead) > 1 and is_mine and not (self._folder / name).is_dir():
+                    self._pool.apply_async(_work, (found, self._folder / name))
+            place, name, found = ahead.popleft()
+            yield place, self._made(found, name)
+            used.append(self._folder / name)
             disk = shutil.disk_usage(self._folder)
             while len(used) > _KEPT_BLOCKS and disk.free < _FREE_SHARE * disk.total:
                 shutil.rmtree(used.popleft(), ignore_errors=True)
                 disk = shutil.disk_usage(self._folder)
 
-    def _read(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, Path, list[Any]]]:
-        """Yield what is in each block, as it lies in the files, without end."""
-        for turn in itertools.count(at.turn):
+    def _made(self, found: list[Any], name: str) -> TokenCache:
+        _build_block(self._source, self._tokenizer, found, self._folder / name)
+        return TokenCache.opened(self._folder / name)
+
+    def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
+        """Yield the place, the name and the records of each block, without end."""
+        for turn in itertools.count(at[0]):
             generator = np.random.Generator(np.random.PCG64([seed, turn]))
             order = [0, *(1 + generator.permutation(len(self._groups) - 1))]
-            first = at.group if turn == at.turn else 0
-            for place in range(first, len(order)):
-                skipped = at.chunk if (turn, place) == at[:2] else 0
-                group = int(order[place])
-                for chunk, found in enumerate(self._chunks(group)):
-                    if chunk >= skipped:
-                        folder = self._folder / f"{group}-{chunk}"
-                        yield BlockPlace(turn, place, chunk), folder, found
+            for place in range(at[1] if turn == at[0] else 0, len(order)):
+                skipped = at[2] if (turn, place) == at[:2] else 0
+                chunks = enumerate(self._chunks(int(order[place])))
+                for chunk, found in itertools.islice(chunks, skipped, None):
+                    yield (turn, place, chunk), f"{order[place]}-{chunk}", found
 
     def _chunks(self, group: int) -> Iterator[list[Any]]:
         found, num_bytes = [], 0
         for part in self._groups[group]:
-            for each in self.source.read(part, self._share):
+            for each in self._source.read(part, self._share):
                 found.append(each)
                 num_bytes += each.num_bytes
                 if num_bytes >= 2 * _BLOCK_BYTES:
@@ -255,16 +239,9 @@ class Blocks:
         if found:
             yield found
 
-    def _ask(self, found: list[Any], folder: Path) -> None:
-        """Let a process make a block, if there are any; whoever needs it first makes it else."""
-        if self._workers == 0 or folder.is_dir():
-            return
-        if self._pool is None:
-            self._pool = self._begun()
-        self._pool.apply_async(_work, (found, folder))
-
-    def _begun(self) -> Any:
-        """Start the processes, without waiting for what they import.
+    @cached_property
+    def _pool(self) -> Any:
+        """The processes, which are started without waiting for what they import.
 
         They get the tokenizer in a file: megabytes in the pipe of a process that is starting would
         be waited for, one process after the other. They do not import the program's main module,
@@ -272,7 +249,7 @@ class Blocks:
         """
         folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
         given = Path(folder.name, "given")
-        given.write_bytes(pickle.dumps((self.source.for_workers(), self._tokenizer)))
+        given.write_bytes(pickle.dumps((self._source.for_workers(), self._tokenizer)))
         program = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
@@ -312,7 +289,7 @@ def _build_block(source: Source, tokenizer: Tokenizer, found: list[Any], folder:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            _build(source.parts_of(found), None, tokenizer, folder, is_block=True)
+            _build(source.documents_of(found), tokenizer, folder, is_block=True)
 
 
 def _checksum(file: Path) -> int:
@@ -321,135 +298,114 @@ def _checksum(file: Path) -> int:
 
 
 def _build(
-    parts: Iterable[TextPart],
-    total: int | None,
+    documents: Iterable[Document],
     tokenizer: Tokenizer,
     folder: Path,
+    total: int | None = None,
     is_block: bool = False,
 ) -> None:
-    prefix = f"{folder.name}."
+    """Write a cache; ``total`` is how many bytes all documents are, for the progress bar."""
     parent = folder.parent
+    is_silent = is_block or not sys.stderr.isatty()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as temporary:
-            _write(parts, total, tokenizer, Path(temporary), is_block)
-            Path(temporary).rename(folder)
+        with (
+            TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
+            Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
+        ):
+            task = progress.add_task("Tokenising", total=total)
+            meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
+            Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
         if not os.path.isdir(folder):  # else another process was first, with the same content
             problem = f"{str(parent)!r} cannot be written: {error}"
             raise ConfigError("data.cache_dir", problem) from None
-
-
-def _write(
-    parts: Iterable[TextPart],
-    total: int | None,
-    tokenizer: Tokenizer,
-    folder: Path,
-    is_block: bool = False,
-) -> None:
-    is_silent = is_block or not sys.stderr.isatty()
-    with (
-        Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
-        ExitStack() as stack,
-    ):
-        files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        task = progress.add_task("Tokenising", total=total)
-        writer = _Writer(tokenizer.vocab_size, files)
-        for part, ids_T, masked_T in _encoded(parts, tokenizer):
-            writer.add(ids_T, masked_T, part.ends_document)
-            progress.advance(task, part.num_bytes)
-        meta = writer.finish()
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
-    meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
-    (folder / "meta.json").write_text(json.dumps(meta))
+        return
     if meta["num_documents"] and not is_block:
         _logger.info(
             "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
         )
 
 
-class _Writer:
-    """Writes tokens to a cache's files, a part of a document at a time."""
-
-    def __init__(self, vocab_size: int, files: Sequence[BinaryIO]) -> None:
-        """Take the open :data:`_FILES`."""
-        self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self._tokens, self._documents, self._targets, self._masked = files
-        self._num_tokens = self._num_documents = self._document_start = self._num_targets = 0
-        self._content = hashlib.blake2b(digest_size=16)
-        self._documents.write(np.int64(0).tobytes())
-
-    def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
-        """Write the next part's tokens, and which of them have no loss (uint8; None: all have)."""
-        data = ids_T.astype(self._dtype).tobytes()
-        self._tokens.write(data)
-        self._content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, ends_document))
-        self._content.update(data)
-        learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
-        if masked_T is not None:
-            self._masked.seek(self._num_tokens)  # what is skipped reads as 0: with loss
-            self._masked.write(masked_T.tobytes())
-            self._content.update(masked_T.tobytes())
-        if self._num_tokens == self._document_start:
-            learned_T = learned_T[1:]  # no token predicts a document's first
-        self._num_targets += int(learned_T.sum())
-        self._num_tokens += len(ids_T)
-        if ends_document:
-            self._documents.write(np.int64(self._num_tokens).tobytes())
-            self._targets.write(np.int64(self._num_targets).tobytes())
-            self._num_documents += 1
-            self._document_start, self._num_targets = self._num_tokens, 0
-
-    def finish(self) -> dict[str, Any]:
-        """Finish the files; return the content of meta.json."""
-        if self._masked.tell() > 0:
-            self._masked.truncate(self._num_tokens)
-        return {
-            "num_tokens": self._num_tokens,
-            "num_documents": self._num_documents,
-            "dtype": self._dtype.name,
-            "content": self._content.hexdigest(),
-        }
+def _write(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    folder: Path,
+    advance: Callable[[int], object],
+) -> dict[str, Any]:
+    """Write the files of a cache; return the content of meta.json."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    content = hashlib.blake2b(digest_size=16)
+    num_tokens = num_documents = start = num_targets = 0
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
+        tokens, starts, targets, masked = files
+        starts.write(np.int64(0).tobytes())
+        for document, ids_T, masked_T in _encoded(documents, tokenizer):
+            data = ids_T.astype(dtype).tobytes()
+            tokens.write(data)
+            content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, document.is_end))
+            content.update(data)
+            learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
+            if masked_T is not None:
+                masked.seek(num_tokens)  # what is skipped reads as 0: with loss
+                masked.write(masked_T.tobytes())
+                content.update(masked_T.tobytes())
+            if num_tokens == start:
+                learned_T = learned_T[1:]  # no token predicts a document's first
+            num_targets += int(learned_T.sum())
+            num_tokens += len(ids_T)
+            if document.is_end:
+                starts.write(np.int64(num_tokens).tobytes())
+                targets.write(np.int64(num_targets).tobytes())
+                num_documents, start, num_targets = num_documents + 1, num_tokens, 0
+            advance(document.num_bytes)
+        if masked.tell() > 0:
+            masked.truncate(num_tokens)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
+    meta = {"num_tokens": num_tokens, "num_documents": num_documents, "dtype": dtype.name}
+    meta |= {"content": content.hexdigest()}
+    meta |= {"checksums": {name: _checksum(folder / name) for name in _FILES}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return meta
 
 
 def _encoded(
-    parts: Iterable[TextPart], tokenizer: Tokenizer
-) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
     Documents begin with ``bos_ids``, unless a template says how; all end with EOS.
     """
-    starts_document = True
-    for batch in _batches(parts):
-        texts = [part.document.text for part in batch]
-        for part, encoded in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            ids_T = encoded.ids
-            masked_T = None
-            document = part.document
+    is_start = True
+    for batch in _batches(documents):
+        encodings = tokenizer.encode_batch([document.text for document in batch])
+        for document, encoded in zip(batch, encodings, strict=True):
+            ids_T, masked_T = encoded.ids, None
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-            if starts_document and tokenizer.bos_ids and not document.is_rendered:
+            if is_start and tokenizer.bos_ids and not document.is_rendered:
                 bos_T = np.array(tokenizer.bos_ids, np.uint32)
                 ids_T = np.concatenate([bos_T, ids_T])
                 if masked_T is not None:
                     masked_T = np.concatenate([np.ones(len(bos_T), np.uint8), masked_T])
             has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
-            if part.ends_document and not has_eos:
+            if document.is_end and not has_eos:
                 ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
                 # It has the loss of the text or of the assistant's turn that it ends, if any.
                 if masked_T is not None:
                     masked_T = np.append(masked_T, masked_T.min(initial=1))
-            starts_document = part.ends_document
-            yield part, ids_T, masked_T
+            is_start = document.is_end
+            yield document, ids_T, masked_T
 
 
-def _batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch, characters = [], 0
-    for part in parts:
-        batch.append(part)
-        characters += len(part.document.text)
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -23,7 +23,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
@@ -35,7 +35,7 @@ from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 
-CHATML = """\
+_CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
@@ -53,9 +53,6 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = secrets.token_hex(8)
 _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 
-TrainOn = Literal["all", "completion", "last"]
-"""Which of the assistant's turns are learned: all, those behind the last turn of the user, or the
-last one."""
 _READS_PARTS = re.compile(
     r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
 )
@@ -129,7 +126,7 @@ class ChatTemplate:
             return cls(tokenizer.chat_template, special, with_tools)
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return cls("{{- bos_token }}" * bool(has_bos) + CHATML, special)
+        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_template"}
@@ -160,15 +157,16 @@ class ChatTemplate:
         self,
         messages: object,
         variables: Mapping[str, Any] = MappingProxyType({}),
-        train_on: TrainOn = "all",
+        train_on: str = "all",
         given: int = 0,
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
-            variables: further variables of the template; see :func:`template_variables`.
-            train_on: which of the assistant's turns are learned.
+            variables: further variables of the template; see :meth:`variables_of`.
+            train_on: which of the assistant's turns are learned: ``all``, those behind the last
+                turn of the user (``completion``), or the ``last`` one.
             given: first turns of which none is learned, since they are a prompt.
 
         Returns:
@@ -182,7 +180,13 @@ class ChatTemplate:
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.documents(messages, variables, train_on, given)
         turns = self._checked(messages)
-        learned = _learned(turns, train_on, given)
+        learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if train_on == "last":
+            learned = learned[-1:]
+        if train_on == "completion" and learned:
+            asked = (i for i in range(learned[-1]) if turns[i]["role"] == "user")
+            given = max(given, *asked, 0)
+        learned = [i for i in learned if i >= given]
         if not learned:
             said = "`messages` has no assistant turn to learn from"
             raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
@@ -190,7 +194,6 @@ class ChatTemplate:
             return [self._marked_document(turns, variables, learned[0])]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
         for i in learned:
-            message = turns[i]
             prompt = self._render(turns[:i], variables, add_generation_prompt=True)
             text = self._render(turns[: i + 1], variables, add_generation_prompt=False)
             if not text.startswith(prompt):
@@ -199,16 +202,12 @@ class ChatTemplate:
                     f"messages[{i}]; give another template in data.chat_template"
                 )
             text = prompt + text[len(prompt) :].rstrip()
-            content = message.get("content", "")
-            says = (content.strip() if isinstance(content, str) else content) or message.get(
-                "tool_calls"
-            )
-            if len(text) == len(prompt) and says:
-                raise BadLineError(
-                    f"the chat template renders no text for messages[{i}], an assistant's turn; "
-                    "give another one",
-                    "data.chat_template",
-                )
+            content = turns[i].get("content", "")
+            content = content.strip() if isinstance(content, str) else content
+            if len(text) == len(prompt) and (content or turns[i].get("tool_calls")):
+                said = f"renders no text for messages[{i}], an assistant's turn"
+                problem = f"the chat template {said}; give another one"
+                raise BadLineError(problem, "data.chat_template")
             spans: list[tuple[int, int]] = []
             if documents and text.startswith(documents[-1][0]):
                 spans = documents.pop()[1]
@@ -227,11 +226,9 @@ class ChatTemplate:
         is_later = any(turn["role"] == "assistant" for turn in turns[:first])
         spans = spans[len(self._marks(turns[:first], variables)[1]) if is_later else 0 :]
         if not spans:
-            raise BadLineError(
-                "the chat template marks no text with {% generation %}, though there is an "
-                "assistant's turn; give another one",
-                "data.chat_template",
-            )
+            problem = "the chat template marks no text with {% generation %}, though there is an "
+            problem += "assistant's turn; give another one"
+            raise BadLineError(problem, "data.chat_template")
         return text[: spans[-1][1]], spans
 
     def _marks(
@@ -260,6 +257,40 @@ class ChatTemplate:
             return self.with_tools.prompt(messages, variables)
         return self._render(self._checked(messages), variables, add_generation_prompt=True)
 
+    @staticmethod
+    def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that a conversation's record has beside ``messages``.
+
+        ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
+        other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
+        Each may be the text of its JSON, as tables have it; the template gets no other keys.
+
+        Raises:
+            BadLineError: one is of another kind, or a variable has the name of something else.
+        """
+        found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
+        for key, value in found.items():
+            try:
+                found[key] = json.loads(value) if isinstance(value, str) else value
+            except (ValueError, RecursionError):
+                said = f"`{key}` is text that is not JSON: {shortened(value)}"
+                raise BadLineError(f"{said}; write it with a JSON library") from None
+        variables = found.pop("chat_template_kwargs")
+        if not isinstance(variables, dict | None):
+            raise BadLineError("`chat_template_kwargs` is not an object")
+        if taken := sorted(_RESERVED.intersection(variables or {})):
+            raise BadLineError(
+                f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there"
+            )
+        for key, value in found.items():
+            if not isinstance(value, list | None):
+                said = f"`{key}` is not a list of objects: {shortened(value)}"
+                raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
+            for i, entry in enumerate(value or ()):
+                if not isinstance(entry, dict):
+                    raise BadLineError(f"{key}[{i}] is not an object")
+        return {**(variables or {}), **found}
+
     def _checked(self, messages: object) -> list[dict[str, Any]]:
         """Check the turns, and return them as ``transformers`` passes them to templates.
 
@@ -275,7 +306,12 @@ class ChatTemplate:
                 raise BadLineError(f"messages[{i}] is not an object")
             turn = {key: value for key, value in message.items() if value is not None}
             if isinstance(parts := turn.get("content"), list):
-                texts = [_text_of(part, i) for part in parts]
+                texts = []
+                for part in parts:
+                    texts.append(part.get("text") if isinstance(part, dict) else part)
+                    if not isinstance(texts[-1], str):
+                        said = f"has a part that is no text: {shortened(part)}"
+                        raise BadLineError(f"messages[{i}].content {said}; give texts alone")
                 turn["content"] = "".join(texts) if joins else parts
             for key in ("role", "content"):
                 if key == "content" and key not in turn and turn.get("tool_calls"):
@@ -317,62 +353,6 @@ def _read(file_name: str) -> str:
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
 
-def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a conversation's record has for the template, beside ``messages``.
-
-    ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of other
-    variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests. Each may
-    be the text of its JSON, as tables have it; other keys of the record are none of the template's.
-
-    Raises:
-        BadLineError: one is of another kind, or a variable has the name of something else.
-    """
-    found = {key: _value(record, key) for key in ("tools", "documents", "chat_template_kwargs")}
-    variables = found.pop("chat_template_kwargs")
-    if not isinstance(variables, dict | None):
-        raise BadLineError("`chat_template_kwargs` is not an object")
-    if taken := sorted(_RESERVED.intersection(variables or {})):
-        raise BadLineError(f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there")
-    for key, value in found.items():
-        if not isinstance(value, list | None):
-            said = f"`{key}` is not a list of objects: {shortened(value)}"
-            raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
-        for i, entry in enumerate(value or ()):
-            if not isinstance(entry, dict):
-                raise BadLineError(f"{key}[{i}] is not an object")
-    return {**(variables or {}), **found}
-
-
-def _value(record: Mapping[str, Any], key: str) -> Any:
-    value = record.get(key)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        said = f"`{key}` is text that is not JSON: {shortened(value)}"
-        raise BadLineError(f"{said}; write it with a JSON library") from None
-
-
-def _learned(turns: list[dict[str, Any]], train_on: TrainOn, given: int) -> list[int]:
-    """Return the numbers of the assistant's turns to learn, from turn ``given`` on."""
-    spoken = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if train_on == "last":
-        spoken = spoken[-1:]
-    if train_on == "completion" and spoken:
-        asked = (i for i in range(spoken[-1]) if turns[i]["role"] == "user")
-        given = max(given, *asked, 0)
-    return [i for i in spoken if i >= given]
-
-
-def _text_of(part: object, i: int) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
-        said = f"messages[{i}].content has a part that is no text: {shortened(part)}"
-        raise BadLineError(f"{said}; give texts alone")
-    return text
-
-
 def _say(error: Exception) -> str:
     """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
     is_jinjas = isinstance(error, jinja2.TemplateError)
@@ -383,18 +363,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     """Write JSON as ``transformers`` does; Jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

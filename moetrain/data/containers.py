@@ -1,8 +1,8 @@
 """Finds and reads files of records: lines of JSON, compressed or not, Parquet, Arrow, data sets.
 
-A container is read in pieces, each by itself and in any order. What libraries do, they do:
-``pyarrow`` reads tables and ``.zst``, ``datasets`` opens what it saved and what a hub has. Both are
-of the extra ``data``; without it lines of JSON can be read, and those in ``.gz``.
+They are read in pieces, each by itself and in any order. ``pyarrow`` reads tables and ``.zst``,
+``datasets`` opens what it saved and what a hub has. Both are of the extra ``data``; without it
+lines of JSON can be read, and those in ``.gz``.
 
 Left out on purpose: remote files other than a hub's data sets, which a program gives to a Trainer
 as an iterable (docs/library.md).
@@ -39,9 +39,8 @@ _TABLES = {".arrow", ".parquet"}
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _COMPRESSED = {*_OPEN, ".zst"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
-RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
+_RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
 """Ends of the names of files of records that are found in a folder."""
-
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
@@ -91,14 +90,14 @@ class FilePart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Container:
-    """Files of one kind or of several, or a table of ``datasets``."""
+class Files:
+    """What a setting names: files of one kind or of several, or a table of ``datasets``."""
 
-    files: list[Path]
     field: str
-    """The setting that named them, for messages."""
+    """The setting, for messages."""
     path: str
     """Its value."""
+    files: list[Path]
     table: Any = None
     """A ``datasets.Dataset``, whose rows are read instead of files."""
 
@@ -131,29 +130,32 @@ class Container:
             if suffix == ".parquet":
                 with self.reading(file):
                     found = _pyarrow("parquet").ParquetFile(file).metadata
-                    groups = [
-                        found.row_group(i).total_byte_size for i in range(found.num_row_groups)
-                    ]
-                pieces += [FilePart(file, i, i + 1, each) for i, each in enumerate(groups)]
+                    for i in range(found.num_row_groups):
+                        group_size = found.row_group(i).total_byte_size
+                        pieces.append(FilePart(file, i, i + 1, group_size))
             elif suffix in _TABLES | _COMPRESSED or line_bytes is None:
                 ratio = _RATIO if suffix in _COMPRESSED else 1
                 pieces.append(FilePart(file, size=ratio * size))
             else:
-                ends = [(i, min(i + line_bytes, size)) for i in range(0, size, line_bytes)]
-                pieces += [FilePart(file, start, stop, stop - start) for start, stop in ends]
+                for start in range(0, size, line_bytes):
+                    stop = min(start + line_bytes, size)
+                    pieces.append(FilePart(file, start, stop, stop - start))
         return pieces
 
     def records(self, piece: FilePart) -> Iterator[Raw]:
         """Yield the records of ``piece``; ConfigError if they cannot be read."""
+        suffix = piece.file.suffix.lower()
         with self.reading(piece.file):
             if self.table is not None:
                 # As Arrow, a picture beside the text is not decoded.
                 table = self.table.with_format("arrow")
                 rows = table.select(range(piece.start, min(piece.stop, len(table))))
                 yield from _rows(piece, rows.iter(batch_size=256))
-            elif piece.file.suffix.lower() == ".parquet":
-                yield from _rows(piece, _parquet(piece))
-            elif piece.file.suffix.lower() == ".arrow":
+            elif suffix == ".parquet":
+                file = _pyarrow("parquet").ParquetFile(piece.file)
+                groups = range(piece.start, piece.stop)
+                yield from _rows(piece, file.iter_batches(batch_size=256, row_groups=groups))
+            elif suffix == ".arrow":
                 yield from _rows(piece, _arrow(piece.file))
             else:
                 yield from _lines(piece)
@@ -205,11 +207,6 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _parquet(piece: FilePart) -> Iterator[Any]:
-    file = _pyarrow("parquet").ParquetFile(piece.file)
-    return file.iter_batches(batch_size=256, row_groups=range(piece.start, piece.stop))
-
-
 def _arrow(path: Path) -> Iterator[Any]:
     """Yield the batches of an Arrow file, or of a stream in a file, as ``datasets`` writes."""
     pa, ipc = _pyarrow("lib"), _pyarrow("ipc")
@@ -248,52 +245,43 @@ def _lines(piece: FilePart) -> Iterator[Raw]:
 # ---- finding files ------------------------------------------------------------------------------
 
 
-def open_container(field: str, path: str, split: str, subset: str | None) -> Container:
+def find_records(field: str, path: str, split: str, subset: str | None) -> tuple[list[Path], Any]:
     """Find what ``path`` names: a file, a folder, a pattern, a saved data set or a hub's id.
 
     Args:
         field: the setting that has ``path``.
         split, subset: of a data set, as ``datasets`` names them.
 
+    Returns:
+        The files, and the table of ``datasets`` that they make, if it is a data set.
+
     Raises:
         ConfigError: there is nothing there, or it cannot be read.
     """
-    if is_hub_id(path):
-        return _of_datasets(field, path, f"the hub has no {path!r} in reach", split, subset)
-    if any(os.path.isfile(os.path.join(path, name)) for name in _SAVED):
-        return _of_datasets(field, path, f"{path!r} cannot be read", split, subset)
-    return Container(list_files(field, path, RECORD_FILES), field, path)
-
-
-def is_hub_id(path: str) -> bool:
-    """Return whether ``path`` is no file or folder and reads like OWNER/NAME of a hub."""
-    suffix = os.path.splitext(path)[1]
-    is_file = suffix in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
-    return _HUB_ID.fullmatch(path) is not None and not is_file and not os.path.lexists(path)
-
-
-def _of_datasets(field: str, path: str, problem: str, split: str, subset: str | None) -> Container:
+    is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
+    is_file = os.path.splitext(path)[1] in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
+    is_of_hub = _HUB_ID.fullmatch(path) and not is_file and not os.path.lexists(path)
+    if not is_saved and not is_of_hub:
+        return list_files(field, path, _RECORD_FILES), None
     try:
         import datasets
 
-        if os.path.isdir(path):
+        if is_saved:
             table = datasets.load_from_disk(path)
         else:
             table = datasets.load_dataset(path, subset, split=split)
     except ImportError as error:
         raise ConfigError(field, _needs(path, error)) from None
     except (OSError, ValueError, LookupError, RuntimeError) as error:
-        reason = str(error) if not isinstance(error, LookupError) else ""
-        reason = (reason or repr(error)).splitlines()[0]
-        raise ConfigError(field, f"{problem}: {reason}") from None
+        said = str(error) if not isinstance(error, LookupError) else ""
+        problem = f"{path!r} cannot be read" if is_saved else f"the hub has no {path!r} in reach"
+        raise ConfigError(field, f"{problem}: {(said or repr(error)).splitlines()[0]}") from None
     if isinstance(table, dict):
         if split not in table:
-            raise ConfigError(
-                "data.split", f"{split!r} is none of {path!r}: {', '.join(map(str, table))}"
-            )
+            known = ", ".join(map(str, table))
+            raise ConfigError("data.split", f"{split!r} is none of {path!r}: {known}")
         table = table[split]
-    files = sorted({Path(entry["filename"]) for entry in table.cache_files})
-    return Container(files, field, path, table)
+    return sorted({Path(entry["filename"]) for entry in table.cache_files}), table
 
 
 def list_files(
@@ -324,9 +312,15 @@ def list_files(
         return [root]
     if not stat.S_ISDIR(mode):
         raise ConfigError(field, f"{path!r} is neither a file nor a folder")
-    found, tables = _walk(field, root, suffixes, skipped)
-    if tables and takes_all:
-        _check_format(field, path, tables[0], takes_all)
+    found = []
+    for file in _walk(field, root, skipped):
+        if takes_all and file.suffix.lower() in _TABLES:
+            _check_format(field, path, file, takes_all)
+        if file.name.endswith(suffixes) and not file.name.startswith("."):
+            if os.path.isfile(file):
+                found.append(file)
+            else:
+                _logger.info("%s is no file, or a link to none; skipped", file)
     if not found:
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
         problem = f"holds no {ends} files; name a file, or a folder with some"
@@ -334,27 +328,17 @@ def list_files(
     return sorted(found, key=lambda file: document_name(file, root))
 
 
-def _walk(
-    field: str, root: Path, suffixes: tuple[str, ...], skipped: Set[str]
-) -> tuple[list[Path], list[Path]]:
-    """Return the files below ``root`` that end in ``suffixes``, and the tables among all."""
+def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
+    """Yield the files in the visible folders below ``root``."""
 
     def refuse(error: OSError) -> None:
         raise ConfigError(field, f"{error.filename!r} cannot be read: {error.strerror}")
 
-    found, tables = [], []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
         for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
             _logger.info("%s is a link to a folder; not followed", link)
-        tables += sorted(Path(folder, n) for n in names if Path(n).suffix.lower() in _TABLES)
-        for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
-                if os.path.isfile(file := Path(folder, name)):
-                    found.append(file)
-                else:
-                    _logger.info("%s is no file, or a link to none; skipped", file)
-    return found, tables
+        yield from (Path(folder, name) for name in sorted(names))
 
 
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.data.loader import Data
-from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples
+from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, fill_row
 from moetrain.data.tokenizer import load_tokenizer
 
 
@@ -57,35 +57,29 @@ class _GivenStream(Samples):
     def __len__(self) -> int:
         return 0  # not known
 
-    def row(self, index: int) -> Row:
-        return self.sample(index)
-
     def sample(self, number: int) -> Row:
         """Return sample ``number``, which is later than all before."""
         assert number >= self._taken  # a step of a stream is not given up
-        self._skip_to(number)
-        return _row_of(self._next(), f"row {number}", *self._sizes)
+        return _row_of(self._read_to(number + 1), f"row {number}", *self._sizes)
 
-    def _skip_to(self, number: int) -> None:
+    def _read_to(self, number: int) -> Any:
+        """Take rows until there are ``number`` of them; return the last."""
+        found = None
         while self._taken < number:
-            self._next()
-
-    def _next(self) -> Any:
-        found = next(self._iterator, self)
-        if found is self:
-            self._began_at = self._taken
-            self._iterator = iter(self.rows)
             found = next(self._iterator, self)
-        if found is self:
-            raise RunFailed(
-                f"the data ended after {self._taken} rows and cannot be read again; give an "
-                "iterable with as many rows as train.steps take, or one that can be begun again"
-            )
-        self._taken += 1
+            if found is self:
+                self._began_at, self._iterator = self._taken, iter(self.rows)
+                found = next(self._iterator, self)
+            if found is self:
+                raise RunFailed(
+                    f"the data ended after {self._taken} rows and cannot be read again; give an "
+                    "iterable with as many rows as train.steps take, or one that can be begun again"
+                )
+            self._taken += 1
         return found
 
     def state(self, number: int) -> dict[str, Any]:
-        self._skip_to(number)  # over the rows of other ranks
+        self._read_to(number)  # over the rows of other ranks
         state: dict[str, Any] = {"taken": number, "began_at": self._began_at}
         if hasattr(self.rows, "state_dict"):
             state["rows"] = cast("Any", self.rows).state_dict()
@@ -93,12 +87,11 @@ class _GivenStream(Samples):
 
     def resume(self, state: Any) -> None:
         taken, self._began_at = state["taken"], state["began_at"]
-        if "rows" in state and hasattr(self.rows, "load_state_dict"):
+        has_state = "rows" in state and hasattr(self.rows, "load_state_dict")
+        if has_state:
             cast("Any", self.rows).load_state_dict(state["rows"])
-            self._iterator, self._taken = iter(self.rows), taken
-            return
         self._iterator, self._taken = iter(self.rows), taken
-        for _ in range(taken - self._began_at):
+        for _ in range(0 if has_state else taken - self._began_at):
             if next(self._iterator, self) is self:
                 raise ConfigError(
                     "checkpoint.resume",
@@ -128,7 +121,7 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
         problem = f"{config.train.epochs}, but the rows that were given have no length"
         raise ConfigError("train.epochs", f"{problem}; give train.steps")
     sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
-    sets = {name: _sized(given, *sizes) for name, given in sets.items() if given is not None}
+    sets = {name: _sized(rows, *sizes) for name, rows in sets.items() if rows is not None}
     if not sets and config.train.patience:
         problem = f"{config.train.patience}, but no rows to evaluate on were given (eval_data=)"
         raise ConfigError("train.patience", f"{problem}; give some, or set it to 0")
@@ -172,9 +165,5 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong, last = ids[(ids < 0) | (ids >= vocab_size)][0], vocab_size - 1
         raise ConfigError("data", f"{what} has token {wrong}; the model's are 0 to {last}")
-    length = len(ids)
-    tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-    tokens_S[:length] = ids
-    targets_S[: length - 1] = np.where(labels < 0, IGNORE_INDEX, labels)[1:]
-    positions_S = np.arange(size)
-    return Row(tokens_S, targets_S, positions_S, np.array([size]), positions_S >= length)
+    targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
+    return fill_row(size, [(ids, targets_T)])

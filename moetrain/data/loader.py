@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, DataSection
-from moetrain.config.data import MixEntry
 from moetrain.config.environment import launched_place, user_cache_dir
+from moetrain.config.sections import MixEntry
 from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import (
     IGNORE_INDEX,
@@ -44,7 +44,7 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import PAIRED, HashRange, Source, open_sources
+from moetrain.data.sources import PAIRED, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -97,29 +97,34 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
+    template, sides, seed = None, {}, config.train.seed
     if data.source == "synthetic":
-        shape, rows = (data.seq_len, vocab_size, config.train.seed), data.num_documents
-        train, held_out, template = SyntheticDataset(rows, *shape), None, None
+        shape, rows = (data.seq_len, vocab_size, seed), data.num_documents
+        train, held_out = SyntheticDataset(rows, *shape), None
         if num_held_out := math.ceil(rows * data.eval_fraction):
             held_out = SyntheticDataset(num_held_out, *shape, first=rows)
-        identity = [train.identity, None if held_out is None else held_out.identity]
-        return Data(train, held_out, tokenizer, _hash(identity), template)
-    if data.mix is None:
-        train, held_out, template = _from_files(data, tokenizer, config.train.seed)
-        identity = [train.identity, None if held_out is None else held_out.identity]
-        return Data(train, held_out, tokenizer, _hash(identity), template)
-    return _mixed(data, data.mix, tokenizer, config.train.seed)
+    elif data.mix is None:
+        train, held_out, template = _from_text(data, tokenizer, seed)
+    else:
+        train, sides, template = _mixed(data, data.mix, tokenizer, seed)
+        held_out = next((rows for rows, _ in sides.values()), None)
+    identities: Any = None if held_out is None else held_out.identity
+    if data.mix is not None:
+        identities = [rows.identity for rows, _ in sides.values()]
+    fingerprint = hashlib.sha256(json.dumps([train.identity, identities]).encode()).hexdigest()
+    return Data(train, held_out, tokenizer, fingerprint, template, sides)
 
 
-def _hash(identity: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+def _mixed(
+    data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int
+) -> tuple[Mixture, dict[str, tuple[Dataset, float]], str | None]:
+    """Return the rows of a mixture, :attr:`Data.sources` and the template of conversations.
 
-
-def _mixed(data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int) -> Data:
-    """Return the rows of a mixture; its passes are as long as weights and repeats allow."""
+    A pass over the mixture is as long as weights and repeats allow.
+    """
     parts, held_out, template = {}, {}, None
     for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
-        train, rows, found = _from_files(section, tokenizer, seed, entry.limit)
+        train, rows, found = _from_text(section, tokenizer, seed, entry.limit)
         parts[name] = train if isinstance(train, Streamed) else Shuffled(train, seed)
         template = template or found
         if rows is not None:
@@ -134,53 +139,61 @@ def _mixed(data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, see
     shares = {name: n / len(train) for name, n in zip(parts, counts, strict=True)}
     of_part = ", ".join(f"{n:,} of {name}" for name, n in zip(parts, counts, strict=True))
     _logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
-    first = next(iter(held_out.values()), None)
-    identity = [train.identity, [rows.identity for rows in held_out.values()]]
-    sides = {name: (rows, shares[name]) for name, rows in held_out.items()}
-    return Data(train, first, tokenizer, _hash(identity), template, sides)
-
-
-def _from_files(
-    data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
-) -> tuple[Dataset, Dataset | None, str | None]:
-    """Return the rows of both sides, and the template of the conversations among them."""
-    train, held_out, template = _from_text(data, tokenizer, seed, limit)
-    for side, dataset in (("", train), ("held out: ", held_out)):
-        if isinstance(dataset, (WholeDataset, PairDataset)):
-            _logger.info("%s%s", side, dataset.describe())
-    return train, held_out, template
+    return train, {name: (rows, shares[name]) for name, rows in held_out.items()}, template
 
 
 def _from_text(
-    data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None
+    data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
 ) -> tuple[Dataset, Dataset | None, str | None]:
-    sources = open_sources(data, tokenizer, limit)
-    if said := sources.undivided.describe():
+    """Return the rows of both sides, and the template of the conversations among them."""
+    source = Source.of(data, tokenizer, limit)
+    other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
+    if said := source.describe():
         _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
-    if limit is None and _streams(data, sources.undivided):
-        return _streamed(data, sources, tokenizer, cache_dir, seed)
+    is_streamed = data.streaming == "yes"
+    if data.streaming == "auto" and data.source != "stdlib" and limit is None:
+        is_streamed = sum(part.size for part in source.pieces()) > _STREAMED_BYTES
+    if is_streamed and limit is None:
+        train, held_out, has_chats = _streamed(data, source, other, tokenizer, cache_dir, seed)
+    else:
+        train, held_out, has_chats = _tokenised(data, source, other, tokenizer, cache_dir)
+    for side, dataset in (("", train), ("held out: ", held_out)):
+        if isinstance(dataset, (WholeDataset, PairDataset)):
+            _logger.info("%s%s", side, dataset.describe())
+    return train, held_out, source.reader.template.source if source.reader and has_chats else None
+
+
+def _tokenised(
+    data: DataSection, source: Source, other: Source | None, tokenizer: Tokenizer, cache_dir: Path
+) -> tuple[Dataset, Dataset | None, bool]:
+    """Return the rows of both sides, and whether there are conversations among them.
+
+    Args:
+        other: what to evaluate on; None: ``data.eval_fraction`` of ``source``.
+    """
 
     def read(source: Source) -> TokenCache:
         return TokenCache.of(source, tokenizer, cache_dir)
 
-    train = read(sources.train)
-    held_out = None if sources.eval is None else read(sources.eval)
-    has_chats = any(cache is not None and cache.masked is not None for cache in (train, held_out))
-    template = sources.template if has_chats else None
-    if held_out is None or sources.eval is None:
-        return _all_rows(train, sources.train, data), None, template
-    if data.eval_path is not None:
-        rows = _all_rows(train, sources.train, data), _all_rows(held_out, sources.eval, data)
-        return *rows, template
+    if other is None and data.eval_fraction:
+        train = read(source.only(HashRange(low=data.eval_fraction)))
+        held_out = read(source.only(HashRange(high=data.eval_fraction)))
+    else:
+        train, held_out = read(source), None if other is None else read(other)
+    has_chats = any(cache and cache.masked is not None for cache in (train, held_out))
+    if held_out is None:
+        return _all_rows(train, source, data), None, has_chats
+    if other is not None:
+        return _all_rows(train, source, data), _all_rows(held_out, other, data), has_chats
     rows = _rows(train, data), _rows(held_out, data)
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
-        return *rows, template
+        return *rows, has_chats
     if train.num_documents == 0 or held_out.num_documents == 0:  # then the other is everything
         whole = train if train.num_documents else held_out
     else:
-        whole = read(sources.undivided)
-    return *_divided(whole, sources.undivided, data), template
+        whole = read(source)
+    return *_divided(whole, source, data), has_chats
 
 
 _STREAMED_BYTES = 1 << 26
@@ -190,50 +203,45 @@ _HELD_OUT_BYTES = 1 << 22
 _MOST_WORKERS = 8
 
 
-def _streams(data: DataSection, source: Source) -> bool:
-    if data.streaming != "auto" or data.source == "stdlib":
-        return data.streaming == "yes"
-    size = sum(part.size for part in source.container.pieces())
-    return size > _STREAMED_BYTES
-
-
 def _streamed(
-    data: DataSection, sources: Any, tokenizer: Tokenizer, cache_dir: Path, seed: int
-) -> tuple[Dataset, Dataset | None, str | None]:
-    """Return the rows of both sides of a source that is tokenised while it is trained on."""
-    low = 0.0 if data.eval_path is not None else data.eval_fraction
-    place = launched_place()
-    on_machine = (place.on_machine if place is not None else None) or 1
-    cores = max(1, (os.cpu_count() or 1) // on_machine)
-    workers = min(cores, _MOST_WORKERS) if data.workers is None else data.workers
-    undivided = sources.undivided
-    blocks = Blocks(undivided, HashRange(low, 1.0), tokenizer, cache_dir, workers)
-    first, num_bytes = blocks.first()
-    _all_rows(first, undivided, data)
+    data: DataSection,
+    source: Source,
+    other: Source | None,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    seed: int,
+) -> tuple[Dataset, Dataset | None, bool]:
+    """Return as :func:`_tokenised` of a source that is tokenised while it is trained on."""
+    rest, share, held_out = other, HashRange(), HashRange()
+    if other is None and data.eval_fraction:
+        border = data.eval_fraction
+        rest, share, held_out = source, HashRange(low=border), HashRange(high=border)
+    workers = data.workers
+    if workers is None:
+        place = launched_place()
+        on_machine = (place and place.on_machine) or 1
+        workers = min(max(1, (os.cpu_count() or 1) // on_machine), _MOST_WORKERS)
+    blocks = Blocks(source, share, tokenizer, cache_dir, workers)
+    first, _ = blocks.first()
+    _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
-    rows_of = partial(_rows, data=fixed)
-    size = max(1, round(len(rows_of(first)) * blocks.num_bytes / num_bytes))
+    train = Streamed(blocks, partial(_rows, data=fixed), seed)
     _logger.info(
         "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
-        undivided.path,
-        f"{size:,}",
+        source.path,
+        f"{len(train):,}",
     )
-    train = Streamed(blocks, rows_of, seed, size)
-    template = sources.template if first.masked is not None else None
-    if data.eval_path is not None:
-        rest, held_out = sources.eval, HashRange(0.0, 1.0)
-    elif data.eval_fraction:
-        rest, held_out = undivided, HashRange(0.0, data.eval_fraction)
-    else:
-        return train, None, template
+    has_chats = first.masked is not None
+    if rest is None:
+        return train, None, has_chats
     sample = Blocks(rest, held_out, tokenizer, cache_dir, 0).sample(_HELD_OUT_BYTES)
     if sample is None or not sample.targets.any() or not len(rows := _rows(sample, fixed)):
         raise ConfigError(
             "data.eval_fraction",
-            f"{data.eval_fraction}: the first blocks of {undivided.field} hold out too little; "
+            f"{data.eval_fraction}: the first blocks of {source.field} hold out too little; "
             "raise it, name data in data.eval_path, or set it to 0",
         )
-    return train, rows, template
+    return train, rows, has_chats
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:
@@ -310,11 +318,8 @@ def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     if cache.masked is None:
         problem = "no document has two tokens: there is nothing to predict"
         raise ConfigError(source.field, problem)
-    raise ConfigError(
-        "data.chat_template",
-        f"of the conversations of {source.field}, it renders nothing that could be learned; give "
-        "another",
-    )
+    problem = f"of the conversations of {source.field}, it renders nothing that could be learned"
+    raise ConfigError("data.chat_template", f"{problem}; give another")
 
 
 class Batch(NamedTuple):
@@ -401,15 +406,9 @@ class Loader:
     def __post_init__(self) -> None:
         # moetrain.parallel.world.plan_world saw to it.
         assert self.global_batch_size % (self.micro_batch_size * self.world_size) == 0
-        self._shuffled = Shuffled(self.dataset, self.seed)
-
-    @property
-    def _samples(self) -> Samples:
-        if hasattr(self.dataset, "sample"):
-            return cast("Samples", self.dataset)
-        if self._shuffled.rows is not self.dataset:  # a user's own, given later
-            self._shuffled = Shuffled(self.dataset, self.seed)
-        return self._shuffled
+        self._samples = cast("Samples", self.dataset)
+        if not hasattr(self.dataset, "sample"):
+            self._samples = Shuffled(self.dataset, self.seed)
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON, for a checkpoint of any number of ranks."""
@@ -435,15 +434,28 @@ class Loader:
         batches = []
         for first in range(self.sample_index, end, size)[self.rank :: self.world_size]:
             self.before_batch()
-            batches.append(Batch.of([self._sample(i) for i in range(first, first + size)]))
+            batches.append(Batch.of([self._row(i) for i in range(first, first + size)]))
         self.sample_index = end
         return batches
 
-    def _sample(self, sample: int) -> Row:
-        samples = self._samples
-        row = samples.sample(sample)
-        index = samples.index(sample) if isinstance(samples, Shuffled) else sample
-        _check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({index})")
+    def _row(self, number: int) -> Row:
+        """Return sample ``number``; ValueError unless it has the shapes of :class:`Row`."""
+        row = self._samples.sample(number)
+        shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
+        lengths = shapes.pop("lengths")
+        wanted = (len(row.tokens_S) if self.seq_len is None else self.seq_len,)
+        problems = [
+            f"{name} of shape {shape}, where {wanted} is wanted (S,)"
+            for name, shape in shapes.items()
+            if shape != wanted
+        ]
+        if len(lengths) != 1 or np.sum(row.lengths) != wanted[0]:
+            found = f"lengths of shape {lengths} that sum to {np.sum(row.lengths)}"
+            problems.append(f"{found}, where one of each segment, {wanted[0]} in all, are")
+        if problems:
+            samples = self._samples
+            index = samples.index(number) if isinstance(samples, Shuffled) else number
+            raise ValueError(f"{type(self.dataset).__name__}.row({index}): {problems[0]}")
         return row
 
 
@@ -469,16 +481,3 @@ def eval_batches(
         mine = drawn[first + rank * micro_batch_size :][:micro_batch_size]
         rows = [dataset.row(int(index)) for index in mine]
         yield Batch.of(rows + [filler] * (micro_batch_size - len(rows)))
-
-
-def _check_row(row: Row, seq_len: int | None, what: str) -> None:
-    """Raise ValueError unless ``row``, which ``what`` returned, has the shapes of :class:`Row`."""
-    shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
-    lengths = shapes.pop("lengths")
-    wanted = (len(row.tokens_S) if seq_len is None else seq_len,)
-    for name, shape in shapes.items():
-        if shape != wanted:
-            raise ValueError(f"{what}: {name} of shape {shape}, where {wanted} is wanted (S,)")
-    if len(lengths) != 1 or np.sum(row.lengths) != wanted[0]:
-        problem = f"lengths of shape {lengths} that sum to {np.sum(row.lengths)}"
-        raise ValueError(f"{what}: {problem}, where one of each segment, {wanted[0]} in all, are")

@@ -13,12 +13,12 @@ Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from moetrain.data.cache import BlockPlace, Blocks, TokenCache
+from moetrain.data.cache import Blocks, TokenCache
 
 IGNORE_INDEX = -100
 """Target of a token without loss; torch's default ``ignore_index``."""
@@ -63,13 +63,15 @@ class Samples(Dataset, Protocol):
         """
         ...
 
+    def row(self, index: int) -> Row:
+        return self.sample(index)
+
     def state(self, number: int) -> Any:
         """Return as JSON what finds sample ``number`` again fast; None: nothing is needed."""
-        ...
+        return None
 
     def resume(self, state: Any) -> None:
         """Take what :meth:`state` returned."""
-        ...
 
 
 class Shuffled(Samples):
@@ -82,24 +84,15 @@ class Shuffled(Samples):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def row(self, index: int) -> Row:
-        return self.rows.row(index)
-
     def index(self, number: int) -> int:
         """Return which row sample ``number`` is."""
         turn, place = divmod(number, len(self.rows))
         if turn != self._turn:
-            self._turn, self._order = turn, _permutation(self._seed, turn, len(self.rows))
+            self._turn, self._order = turn, _permutation(len(self.rows), self._seed, turn)
         return int(self._order[place])
 
     def sample(self, number: int) -> Row:
         return self.rows.row(self.index(number))
-
-    def state(self, number: int) -> None:
-        return None
-
-    def resume(self, state: Any) -> None:
-        pass
 
 
 class Mixture(Samples):
@@ -117,9 +110,6 @@ class Mixture(Samples):
     def __len__(self) -> int:
         return sum(self._counts)
 
-    def row(self, index: int) -> Row:
-        return self.sample(index)
-
     def sample(self, number: int) -> Row:
         part, rank = self._place(number)
         return list(self.parts.values())[part].sample(rank)
@@ -128,7 +118,7 @@ class Mixture(Samples):
         """Return the source of sample ``number``, and which of that source's samples it is."""
         turn, place = divmod(number, len(self))
         if turn != self._turn:
-            order = _permutation(self._seed, turn, len(self))
+            order = _permutation(len(self), self._seed, turn)
             self._part = np.searchsorted(np.cumsum(self._counts), order, side="right")
             self._rank = np.empty(len(self), np.int64)
             for part, count in enumerate(self._counts):
@@ -155,7 +145,8 @@ class _BlockRows(NamedTuple):
     """The samples of a block."""
 
     first: int
-    place: BlockPlace
+    """Number of its first sample."""
+    place: tuple[int, int, int]
     rows: Dataset
     order: np.ndarray
 
@@ -163,33 +154,27 @@ class _BlockRows(NamedTuple):
 class Streamed(Samples):
     """The rows of a source's blocks, one block after the other, each in an order of the seed."""
 
-    def __init__(
-        self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int, size: int
-    ) -> None:
-        """Take ``rows_of`` each block; ``size`` is about how many rows a pass has."""
-        self.identity = [blocks.identity, rows_of(blocks.first()[0]).identity]
-        self._blocks, self._rows_of, self._seed, self._size = blocks, rows_of, seed, size
+    def __init__(self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int) -> None:
+        """Take ``rows_of`` each block; the first tells about how many rows a pass has."""
+        first, num_bytes = blocks.first()
+        rows = rows_of(first)
+        self.identity = [blocks.identity, rows.identity]
+        self._size = max(1, round(len(rows) * blocks.num_bytes / num_bytes))
+        self._blocks, self._rows_of, self._seed = blocks, rows_of, seed
         self._recent: deque[_BlockRows] = deque(maxlen=4)
-        self._start(0, BlockPlace(0, 0, 0))
+        self.resume(None)
 
     def __len__(self) -> int:
         return self._size
 
-    def _start(self, first: int, place: BlockPlace) -> None:
-        self._recent.clear()
-        self._next, self._walk = first, self._blocks.walk(self._seed, place)
-
-    def row(self, index: int) -> Row:
-        return self.sample(index)
-
     def sample(self, number: int) -> Row:
         if number < (self._recent[0].first if self._recent else self._next):
-            self._start(0, BlockPlace(0, 0, 0))
+            self.resume(None)
         while number >= self._next:
             place, cache = next(self._walk)
             rows = self._rows_of(cache)
-            order = np.random.Generator(np.random.PCG64([self._seed, *place]))
-            self._recent.append(_BlockRows(self._next, place, rows, order.permutation(len(rows))))
+            order = _permutation(len(rows), self._seed, *place)
+            self._recent.append(_BlockRows(self._next, place, rows, order))
             self._next += len(rows)
         span = next(s for s in reversed(self._recent) if s.first <= number)
         return span.rows.row(int(span.order[number - span.first]))
@@ -199,12 +184,35 @@ class Streamed(Samples):
         return [found[-1].first, *found[-1].place] if found else [0, 0, 0, 0]
 
     def resume(self, state: Any) -> None:
-        first, *place = state or [0, 0, 0, 0]
-        self._start(first, BlockPlace(*place))
+        self._next, turn, group, chunk = state or [0, 0, 0, 0]
+        self._recent.clear()
+        self._walk = self._blocks.walk(self._seed, (turn, group, chunk))
 
 
-def _permutation(seed: int, turn: int, size: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, turn])).permutation(size)
+def _permutation(size: int, *seeds: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(seeds)).permutation(size)
+
+
+def fill_row(size: int, segments: Iterable[tuple[np.ndarray, np.ndarray]]) -> Row:
+    """Lay the tokens and targets of ``segments`` into a row; pads follow in the last one."""
+    tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
+    positions_S, lengths, at = np.empty(size, np.int64), [], 0
+    for tokens_T, targets_T in segments:
+        end = at + len(tokens_T)
+        tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
+        positions_S[at:] = np.arange(size - at)  # the last one's go on over the pads
+        lengths.append(end - at)
+        at = end
+    lengths[-1] += size - at
+    return Row(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
+
+
+def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
+    """Return tokens of the cache, with IGNORE_INDEX for those without loss."""
+    targets_T = cache.tokens[where].astype(np.int64)
+    if cache.masked is not None:
+        targets_T[cache.masked[where] == 1] = IGNORE_INDEX
+    return targets_T
 
 
 class StreamDataset:
@@ -241,12 +249,9 @@ class StreamDataset:
         start = (self._first + index) * size
         stop = start + size
         # One token more than the row, for its last target, if there is one.
-        window = cache.tokens[start : min(stop + 1, self._end)].astype(np.int64)
+        following = slice(start + 1, min(stop + 1, self._end))
         targets_S = np.full(size, IGNORE_INDEX)
-        targets_S[: len(window) - 1] = window[1:]
-        if cache.masked is not None:
-            masked = cache.masked[start + 1 : start + len(window)]
-            targets_S[: len(window) - 1][masked == 1] = IGNORE_INDEX
+        targets_S[: following.stop - following.start] = _targets(cache, following)
         # Documents that end in this row: their ends e lie in start < e <= stop.
         first, last = np.searchsorted(cache.documents, (start, stop), side="right")
         ends = cache.documents[first:last] - start
@@ -254,7 +259,7 @@ class StreamDataset:
         starts = np.concatenate([[0], ends[ends < size]])
         lengths = np.diff(starts, append=size)
         positions_S = np.arange(size) - np.repeat(starts, lengths)
-        return Row(window[:size], targets_S, positions_S, lengths)
+        return Row(cache.tokens[start:stop].astype(np.int64), targets_S, positions_S, lengths)
 
 
 class SyntheticDataset:
@@ -280,23 +285,6 @@ class SyntheticDataset:
         return Row(tokens_S, targets_S, None, np.array([self._seq_len]))
 
 
-class _Items(NamedTuple):
-    """The pieces of the token stream that are put into rows, mostly whole documents."""
-
-    starts_I: np.ndarray
-    lengths_I: np.ndarray
-    ends_document_I: np.ndarray
-    """bool: the item's last token is its document's last, which predicts nothing."""
-    num_cut: int
-    """Conversations that are longer than a row and lost tokens with loss behind its end."""
-    targets_of_cut: int
-    """Tokens with loss that those conversations had."""
-    targets_lost: int
-    """Those of them that were lost."""
-    num_left_out: int
-    """Documents that have nothing to learn, or nothing in their first row."""
-
-
 class WholeDataset:
     """Rows of ``seq_len`` tokens that hold documents uncut, fitted by :func:`best_fit`.
 
@@ -319,53 +307,58 @@ class WholeDataset:
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
         self._cache = cache
         self._seq_len = seq_len
-        self._num_documents = stop - first
-        self._items = _items(cache, seq_len, first, stop)
-        rows_I = best_fit(self._items.lengths_I, seq_len)
+        starts_D = cache.documents[first:stop].astype(np.int64)
+        lengths_D = np.diff(cache.documents[first : stop + 1])
+        targets_D = cache.targets[first:stop].astype(np.int64)
+        # A last token needs no room as an input, since it has no target: size + 1 tokens fit a row.
+        is_long_D = lengths_D > seq_len + 1
+        is_text_D = targets_D == lengths_D - 1
+        kept_D = targets_D.copy()
+        for d in np.flatnonzero(is_long_D & ~is_text_D):
+            assert cache.masked is not None  # else every document is a text
+            start = starts_D[d] + 1
+            kept_D[d] = seq_len - int(cache.masked[start : start + seq_len].sum())
+        parts_D = np.where(is_text_D, -(-(lengths_D - 1) // seq_len), 1)
+        parts_D[kept_D == 0] = 0
+        first_item_D = np.cumsum(parts_D) - parts_D
+        skipped_I = seq_len * (np.arange(parts_D.sum()) - np.repeat(first_item_D, parts_D))
+        left_I = np.repeat(lengths_D, parts_D) - skipped_I
+        # Items are the pieces of the token stream that are put into rows, mostly whole documents.
+        self._starts_I = np.repeat(starts_D, parts_D) + skipped_I
+        self._lengths_I = np.minimum(left_I, seq_len)
+        self._ends_document_I = left_I <= seq_len  # the last token predicts nothing
+        rows_I = best_fit(self._lengths_I, seq_len)
         self._order_I = np.argsort(rows_I, kind="stable")
         self._ends = np.cumsum(np.bincount(rows_I))  # of each row, in that order
+        self._targets_D, self._kept_D = targets_D, kept_D
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def row(self, index: int) -> Row:
-        cache = self._cache
-        size = self._seq_len
-        tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-        positions_S = np.empty(size, np.int64)
-        lengths = []
-        at = 0
+        segments = []
         for i in self._order_I[self._ends[index - 1] if index else 0 : self._ends[index]]:
-            start, length = int(self._items.starts_I[i]), int(self._items.lengths_I[i])
-            tokens_S[at : at + length] = cache.tokens[start : start + length]
+            start, length = int(self._starts_I[i]), int(self._lengths_I[i])
             # The last token's target is the one behind the item, if the document goes on.
-            known = length - int(self._items.ends_document_I[i])
-            following = slice(start + 1, start + 1 + known)
-            targets_S[at : at + known] = cache.tokens[following]
-            if cache.masked is not None:
-                targets_S[at : at + known][cache.masked[following] == 1] = IGNORE_INDEX
-            positions_S[at:] = np.arange(size - at)  # the last one's go on over the pads
-            lengths.append(length)
-            at += length
-        lengths[-1] += size - at
-        return Row(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
+            known = length - int(self._ends_document_I[i])
+            targets_T = np.full(length, IGNORE_INDEX)
+            targets_T[:known] = _targets(self._cache, slice(start + 1, start + 1 + known))
+            segments.append((self._cache.tokens[start : start + length], targets_T))
+        return fill_row(self._seq_len, segments)
 
     def describe(self) -> str:
         """Say in one line how full the rows are, and what did not fit."""
-        items = self._items
-        size = self._seq_len
-        fill = int(items.lengths_I.sum()) / max(1, len(self) * size)
+        size, kept_D, targets_D = self._seq_len, self._kept_D, self._targets_D
+        fill = int(self._lengths_I.sum()) / max(1, len(self) * size)
         what = "documents" if self._cache.masked is None else "conversations"
-        text = (
-            f"packed {self._num_documents:,} {what} into {len(self):,} rows of {size} "
-            f"({fill:.1%} full)"
-        )
-        if items.num_cut:
-            lost = items.targets_lost / items.targets_of_cut
-            text += f"; {items.num_cut:,} longer than a row were cut, {lost:.1%} of their trained "
-            text += "tokens lost"
-        if items.num_left_out:
-            text += f"; {items.num_left_out:,} with nothing to learn in a row's length left out"
+        text = f"packed {len(kept_D):,} {what} into {len(self):,} rows of {size} ({fill:.1%} full)"
+        was_cut_D = kept_D < targets_D
+        if was_cut_D.any():
+            lost = int((targets_D - kept_D).sum()) / int(targets_D[was_cut_D].sum())
+            text += f"; {int(was_cut_D.sum()):,} longer than a row were cut, {lost:.1%} of their "
+            text += "trained tokens lost"
+        if num_left_out := int((kept_D == 0).sum()):
+            text += f"; {num_left_out:,} with nothing to learn in a row's length left out"
         return text
 
 
@@ -390,8 +383,8 @@ class PairDataset:
         self.identity: list[Any] = ["pairs", cache.content, seq_len, has_third, first, stop]
         self._cache, self._seq_len = cache, seq_len
         self._has_third, self._first, self._stop = has_third, first, stop
-        self._masked = np.empty(0) if cache.masked is None else cache.masked
-        learned = np.append(np.flatnonzero(self._masked == 0), len(cache.tokens))
+        masked = np.empty(0) if cache.masked is None else cache.masked
+        learned = np.append(np.flatnonzero(masked == 0), len(cache.tokens))
         self._answers_D = learned[np.searchsorted(learned, cache.documents[:-1])]
         both = slice(2 * first, 2 * stop)
         self.needed_P = np.diff(cache.documents[::2])[first:stop]
@@ -418,55 +411,18 @@ class PairDataset:
         return segments
 
     def row(self, index: int) -> Row:
-        size, lengths, at = self._seq_len, [], 0
-        tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-        positions_S = np.empty(size, np.int64)
-        for places_T in self._segments(int(self.pairs[index])):
-            end = at + len(places_T)
-            tokens_S[at:end] = self._cache.tokens[places_T]
-            is_learned_T = self._masked[places_T[1:]] == 0
-            targets_S[at : end - 1] = np.where(is_learned_T, tokens_S[at + 1 : end], IGNORE_INDEX)
-            positions_S[at:] = np.arange(size - at)
-            lengths.append(len(places_T))
-            at = end
-        lengths[-1] += size - at
-        places = positions_S, np.array(lengths), np.arange(size) >= at
-        return Row(tokens_S, targets_S, *places, self.reference_PS[index])
+        tokens, segments = self._cache.tokens, self._segments(int(self.pairs[index]))
+        found = [
+            (tokens[places_T], np.append(_targets(self._cache, places_T[1:]), IGNORE_INDEX))
+            for places_T in segments
+        ]
+        return fill_row(self._seq_len, found)._replace(reference_S=self.reference_PS[index])
 
     def describe(self) -> str:
         """Say in one line how many pairs there are, and how many are left out."""
         left_out = len(self.needed_P) - len(self)
         text = f"{len(self):,} preference pairs, one in a row of {self._seq_len}"
         return text + f"; {left_out:,} that are longer left out" * (left_out > 0)
-
-
-def _items(cache: TokenCache, size: int, first: int, stop: int) -> _Items:
-    starts_D = cache.documents[first:stop].astype(np.int64)
-    lengths_D = np.diff(cache.documents[first : stop + 1])
-    targets_D = cache.targets[first:stop].astype(np.int64)
-    # A last token needs no room as an input, since it has no target: size + 1 tokens fit a row.
-    is_long_D = lengths_D > size + 1
-    is_text_D = targets_D == lengths_D - 1
-    kept_D = targets_D.copy()
-    for d in np.flatnonzero(is_long_D & ~is_text_D):
-        assert cache.masked is not None  # else every document is a text
-        start = starts_D[d] + 1
-        kept_D[d] = size - int(cache.masked[start : start + size].sum())
-    parts_D = np.where(is_text_D, -(-(lengths_D - 1) // size), 1)
-    parts_D[kept_D == 0] = 0
-    first_item_D = np.cumsum(parts_D) - parts_D
-    skipped_I = size * (np.arange(parts_D.sum()) - np.repeat(first_item_D, parts_D))
-    left_I = np.repeat(lengths_D, parts_D) - skipped_I
-    was_cut_D = kept_D < targets_D
-    return _Items(
-        np.repeat(starts_D, parts_D) + skipped_I,
-        np.minimum(left_I, size),
-        left_I <= size,
-        int(was_cut_D.sum()),
-        int(targets_D[was_cut_D].sum()),
-        int((targets_D - kept_D).sum()),
-        int((kept_D == 0).sum()),
-    )
 
 
 def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:

@@ -5,66 +5,78 @@ even a single file, may be larger than memory. Held-out documents are chosen by 
 (files) or content (records), so the split is the same on every machine, and a document never
 changes sides when others are added.
 
-Left out on purpose: synthetic data, which needs no text (packing.py).
+A record's form is recognised by its fields, so one source may mix forms, unless ``data.format``
+names one. Every form of a dialogue becomes ``messages``, which :mod:`moetrain.data.chat` renders;
+prompts and completions of plain text are joined as they are.
+
+Left out on purpose: synthetic data, which needs no text (packing.py), renaming other fields of
+records (a line of the user's own script does that), and images and sounds in ``content``.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import (
-    Container,
     FilePart,
+    Files,
     Raw,
     document_name,
+    find_records,
     list_files,
-    open_container,
 )
-from moetrain.data.formats import Document, RecordReader
 from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
+_T = TypeVar("_T")
 
 _PART_BYTES = 1 << 20
-"""Size of the parts in which longer text files are read, cut at line ends."""
-
+"""Size of the parts in which longer text files are read, cut at line ends, and of the parts of
+files of lines that a stream reads in any order."""
+_FIRST = 64
+"""Records that are looked at to say what forms a source has."""
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-
-_STREAM_PART = 1 << 20
-"""Bytes of files of lines, and of longer texts, that a stream reads as one part."""
-_FIRST = 64
-"""Records that are looked at to say what forms a source has."""
+PAIRED = ("pairs", "triples")
+"""Further values of data.packing, which train.objective sets: rows of preference pairs, and those
+with a third segment, which kto needs."""
 
 
-class TextPart(NamedTuple):
-    """A document, or the next part of one that is too large to hold."""
+class Document(NamedTuple):
+    """A text, or the next part of one that is too large to hold, and what of it is learned."""
 
-    document: Document
-    ends_document: bool
-    num_bytes: int
+    text: str
+    loss_spans: list[tuple[int, int]] | None = None
+    """The characters ``start:end`` to learn; None: all."""
+    is_rendered: bool = False
+    """Whether a chat template made the text, which then begins as the template says."""
+    is_end: bool = True
+    """Whether the document ends with this part."""
+    num_bytes: int = 0
     """Bytes of the source that were read for it, for the progress bar."""
 
 
 class HashRange(NamedTuple):
     """The documents whose hash, a number in [0, 1), lies in ``low <= hash < high``."""
 
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = 1.0
 
     def holds(self, key: bytes) -> bool:
         """Return whether the document identified by ``key`` (its name or content) is in it."""
@@ -72,215 +84,337 @@ class HashRange(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-EVERYTHING = HashRange(0.0, 1.0)
-PAIRED = ("pairs", "triples")
-"""Further values of data.packing, which train.objective sets: rows of preference pairs, and those
-with a third segment, which kto needs."""
+_EVERYTHING = HashRange()
 
 
 @dataclass(frozen=True)
-class Source:
-    """Documents of one setting."""
+class Source(Files):
+    """Documents of one setting: text files, one each, or records of which a reader makes some.
 
-    container: Container
+    All that reads them raises ConfigError if a file cannot be read or is malformed. In texts, bytes
+    that are not UTF-8 become U+FFFD.
+    """
 
-    @property
-    def field(self) -> str:
-        """The setting that named the files, for messages."""
-        return self.container.field
+    reader: RecordReader | None = None
+    """What reads the records; None: the files are texts."""
+    limit: int | None = None
+    """Records to read at most, before the share is chosen; None: all."""
+    share: HashRange = _EVERYTHING
+    """Which records are read."""
 
-    @property
-    def path(self) -> str:
-        """The value of that setting."""
-        return self.container.path
+    @classmethod
+    def of(
+        cls, data: DataSection, tokenizer: Tokenizer, limit: int | None = None, field: str = "path"
+    ) -> Source:
+        """Open what ``field`` of ``data`` names: list the files, and read nothing yet.
+
+        Args:
+            limit: files or records to read at most; None: all.
+
+        Raises:
+            ConfigError: a path or template file is missing or cannot be read, a template is
+                malformed, or a folder has no files.
+        """
+        name, path = f"data.{field}", getattr(data, field)
+        if data.source in ("records", "jsonl"):
+            reader = RecordReader.of(data, tokenizer)
+            files, table = find_records(name, path, data.split, data.subset)
+            return cls(name, path, files, table, reader, limit)
+        if data.source == "stdlib" and field == "path":
+            path = sysconfig.get_path("stdlib")
+            return cls("data.source", path, list_files("data.source", path, (".py",), _NOT_STDLIB))
+        return cls(name, path, list_files(name, path)[:limit])
+
+    def only(self, share: HashRange) -> Source:
+        """Return the records, or the text files, that are in ``share``."""
+        if self.reader is not None:
+            return replace(self, share=share)
+        return replace(self, files=[file for file in self.files if share.holds(self._key(file))])
+
+    def _key(self, file: Path) -> bytes:
+        return os.fsencode(document_name(file, Path(self.path)))
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""
-        raise NotImplementedError
+        if self.reader is None:
+            return ["text", self.stamps()]
+        return ["records", self.stamps(), self.share, self.limit, self.reader.identity()]
 
-    def parts(self) -> Iterator[TextPart]:
-        """Yield the documents in order.
+    def _raws(self) -> Iterator[Raw]:
+        every = (raw for piece in self.pieces() for raw in self.records(piece))
+        return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
-        Raises:
-            ConfigError: a file cannot be read, or is malformed; the message says where.
-        """
-        raise NotImplementedError
-
-    def file_parts(self, share: HashRange) -> list[FilePart]:
-        """List the parts of the files that a stream reads in any order."""
-        raise NotImplementedError
-
-    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw] | Iterator[TextPart]:
-        """Yield what is of ``share`` in ``part``, for :meth:`parts_of`."""
-        raise NotImplementedError
-
-    def for_workers(self) -> Source:
-        """Return a copy without its files, whose :meth:`parts_of` another process calls."""
-        return replace(self, container=replace(self.container, files=[], table=None))
-
-    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
-        """Yield the documents of what :meth:`read` yields; raises as :meth:`parts`."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Say in a line which forms the first records have; raises as :meth:`parts`."""
-        return ""
-
-
-class _TextSource(Source):
-    """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
-
-    def identity(self) -> list[Any]:
-        return ["text", self.container.stamps()]
-
-    def parts(self) -> Iterator[TextPart]:
-        for path in self.container.files:
-            with self.container.reading(path):
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents in order."""
+        if self.reader is not None:
+            yield from self.documents_of(self._raws())
+            return
+        for path in self.files:
+            with self.reading(path):
                 yield from _text_parts(path)
 
     def file_parts(self, share: HashRange) -> list[FilePart]:
-        """A file longer than a part is divided into documents of a part's length."""
-        root = Path(self.path)
+        """List the parts of the files that a stream reads in any order.
+
+        A text that is longer than a part is divided into documents of a part's length.
+        """
+        if self.reader is not None:
+            return self.pieces(_PART_BYTES)
         parts = []
-        for file in self.container.files:
-            size, name = file.stat().st_size, os.fsencode(document_name(file, root))
-            for start in range(0, size, _STREAM_PART):
-                key = name if size <= _STREAM_PART else b"%s#%d" % (name, start)
+        for file in self.files:
+            size = file.stat().st_size
+            for start in range(0, size, _PART_BYTES):
+                key = self._key(file) + (b"#%d" % start if size > _PART_BYTES else b"")
                 if share.holds(key):
-                    stop = min(size, start + _STREAM_PART)
+                    stop = min(size, start + _PART_BYTES)
                     parts.append(FilePart(file, start, stop, stop - start))
         return parts
 
-    def read(self, part: FilePart, share: HashRange) -> Iterator[TextPart]:
-        with self.container.reading(part.file):
+    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw | Document]:
+        """Yield what is of ``share`` in ``part``, for :meth:`documents_of`."""
+        if self.reader is not None:
+            yield from (raw for raw in self.records(part) if share.holds(raw.key))
+            return
+        with self.reading(part.file):
             if part.start == 0 and part.stop == part.file.stat().st_size:
                 yield from _text_parts(part.file)
-                return
-            text = _lines_from(part)
-            yield TextPart(Document(text), True, len(text))
+            else:
+                text = _lines_from(part)
+                yield Document(text, num_bytes=len(text))
 
-    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
-        return iter(found)
+    def documents_of(self, found: Iterable[Raw | Document]) -> Iterator[Document]:
+        """Yield the documents of what :meth:`read` yields."""
+        for each in found:
+            if isinstance(each, Document):
+                yield each
+                continue
+            num_bytes = each.num_bytes
+            for document in self._told(each, RecordReader.documents):
+                yield document._replace(num_bytes=num_bytes)
+                num_bytes = 0
+
+    def _told(self, raw: Raw, read: Callable[[RecordReader, Any], _T]) -> _T:
+        """Return what ``read`` makes of a record; ConfigError says where it is, if it is bad."""
+        assert self.reader is not None
+        try:
+            return read(self.reader, raw.value())
+        except BadLineError as error:
+            raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
+
+    def for_workers(self) -> Source:
+        """Return a copy without its files, whose :meth:`documents_of` another process calls."""
+        return replace(self, files=[], table=None)
+
+    def describe(self) -> str:
+        """Say in a line which forms the first records have."""
+        first = islice(self._raws(), _FIRST) if self.reader is not None else ()
+        forms = Counter(self._told(raw, RecordReader.form_of) for raw in first)
+        found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
+        return found and f"{self.path}: the first {forms.total()} records are {found}"
+
+
+_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Names that ShareGPT's descendants have for the roles of ``messages``."""
 
 
 @dataclass(frozen=True)
-class _RecordSource(Source):
-    """Records, of which a share is chosen by hash."""
+class RecordReader:
+    """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
-    share: HashRange
-    reader: RecordReader
-    limit: int | None = None
-    """Records to read at most, before the share is chosen; None: all."""
+    template: ChatTemplate
+    form: str = "auto"
+    text_field: str = "text"
+    train_on: str = "all"
+    reads_pairs: bool = False
+    """Whether a preference pair's rejected answer is read too; next-token loss learns the chosen
+    one alone."""
+
+    @classmethod
+    def of(cls, data: DataSection, tokenizer: Tokenizer) -> RecordReader:
+        """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
+        template = ChatTemplate.of(tokenizer, data.chat_template)
+        if data.packing not in PAIRED:
+            return cls(template, data.format, data.text_field, data.train_on)
+        if data.format not in ("auto", "preference"):
+            problem = f"{data.format!r}, and train.objective learns from pairs alone"
+            raise ConfigError("data.format", f"{problem}; set preference")
+        return cls(template, "preference", data.text_field, data.train_on, reads_pairs=True)
 
     def identity(self) -> list[Any]:
-        reader = self.reader.identity()
-        return ["records", self.container.stamps(), self.share, self.limit, reader]
+        """Return what decides the documents of a record, as JSON."""
+        found = [self.form, self.text_field, self.train_on, self.template.identity()]
+        return [*found, "pairs"] if self.reads_pairs else found
 
-    def raws(self) -> Iterator[Raw]:
-        """Yield the records of the share as they lie in the files."""
-        pieces = self.container.pieces()
-        every = (raw for piece in pieces for raw in self.container.records(piece))
-        return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
+    def documents(self, record: Any) -> list[Document]:
+        """Return the documents of ``record``; none if its text is blank.
 
-    def parts(self) -> Iterator[TextPart]:
-        return self.parts_of(self.raws())
-
-    def file_parts(self, share: HashRange) -> list[FilePart]:
-        return self.container.pieces(_STREAM_PART)
-
-    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw]:
-        return (raw for raw in self.container.records(part) if share.holds(raw.key))
-
-    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
-        for raw in found:
-            num_bytes = raw.num_bytes
-            try:
-                documents = self.reader.documents(raw.value())
-            except BadLineError as error:
-                raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
-            for document in documents:
-                yield TextPart(document, True, num_bytes)
-                num_bytes = 0
-
-    def describe(self) -> str:
-        forms: Counter[str] = Counter()
-        for raw in islice(self.raws(), _FIRST):
-            try:
-                record = raw.value()
-                if not isinstance(record, dict):
-                    raise BadLineError(
-                        f"not a JSON object: {shortened(record)}; give one object a line"
-                    )
-                forms[self.reader.form_of(record)] += 1
-            except BadLineError as error:
-                raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
-        found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
-        if not found:
-            return ""
-        return f"{self.path}: the first {forms.total()} records are {found}"
-
-
-class _Sources(NamedTuple):
-    """The sources that the settings name."""
-
-    train: Source
-    eval: Source | None
-    """The held-out documents; None: there is no evaluation."""
-    undivided: Source
-    """All of ``data.path``: both of these together, unless ``eval`` has a path of its own."""
-    template: str | None
-    """The template of conversations, if the format has any."""
-
-
-def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = None) -> _Sources:
-    """Open the sources of a run: list their files, and read nothing yet.
-
-    Args:
-        limit: files or records to read at most; None: all.
-
-    Raises:
-        ConfigError: a path or template file is missing or cannot be read, a template is malformed,
-            or a folder has no files.
-    """
-    reads_records = data.source in ("records", "jsonl")
-    template = ChatTemplate.of(tokenizer, data.chat_template) if reads_records else None
-    source = None if template is None else template.source
-    reads_pairs = data.packing in PAIRED
-    if reads_pairs and data.format not in ("auto", "preference"):
-        problem = f"{data.format!r}, and train.objective learns from pairs alone"
-        raise ConfigError("data.format", f"{problem}; set preference")
-
-    def opened(field: str, path: str, *shares: HashRange) -> list[Source]:
-        if template is not None:
-            container = open_container(field, path, data.split, data.subset)
-            reader = RecordReader(
-                template,
-                "preference" if reads_pairs else data.format,
-                data.text_field,
-                data.train_on,
-                reads_pairs,
-            )
-            return [_RecordSource(container, share, reader, limit) for share in shares]
-        is_stdlib = data.source == "stdlib"
-        skipped = _NOT_STDLIB if is_stdlib else frozenset()
-        files = list_files(field, path, (".py",) if is_stdlib else ("",), skipped)
-        named = [(f, os.fsencode(document_name(f, Path(path)))) for f in files[:limit]]
+        Raises:
+            BadLineError: the record has no known form, or is malformed.
+            ConfigError: the chat template itself is wrong.
+        """
+        _, read = _FORMS[self.form_of(record)]
+        # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
         return [
-            _TextSource(Container([file for file, name in named if share.holds(name)], field, path))
-            for share in shares
+            document._replace(text=document.text.encode(errors="replace").decode())
+            for document in read(self, record)
         ]
 
-    shares = EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
-    if data.source == "stdlib":
-        named = "data.source", sysconfig.get_path("stdlib")
-    else:
-        assert data.path is not None  # Config.check demands it
-        named = "data.path", data.path
-    undivided, train, held_out = opened(*named, *shares)
-    if data.eval_path is not None:
-        (other,) = opened("data.eval_path", data.eval_path, EVERYTHING)
-        return _Sources(undivided, other, undivided, source)
-    return _Sources(train, held_out if data.eval_fraction else None, undivided, source)
+    def form_of(self, record: Any) -> str:
+        """Return the name of the form that ``record`` has, which is ``data.format`` if that is set.
+
+        Raises:
+            BadLineError: it has none; the message shows the record and the nearest form.
+        """
+        if not isinstance(record, dict):
+            raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
+        if self.form != "auto":
+            missing = [key for key in self._needed(self.form) if key not in record]
+            if missing:
+                raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
+            return self.form
+        fields = {key for key, value in record.items() if value is not None}
+        for name in _FORMS:
+            if fields.issuperset(self._needed(name)):
+                return name
+        nearest = max(_FORMS, key=lambda name: _likeness(self._needed(name), record))
+        known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
+        raise BadLineError(
+            f"no {self.text_field!r} and no 'messages': a record of no known form, "
+            f"{shortened(record)}; known are {known}; nearest is {nearest}: fill or rename its "
+            "fields, or name the field of a text in data.text_field"
+        )
+
+    def _needed(self, form: str) -> tuple[str, ...]:
+        return (self.text_field,) if form == "text" else _FORMS[form][0]
+
+    def _text(self, record: dict[str, Any]) -> list[Document]:
+        text = record[self.text_field]
+        if not isinstance(text, str):
+            said = f"{self.text_field!r} is not text: {shortened(text)}"
+            raise BadLineError(f"{said}; write texts there, or name another data.text_field")
+        return [Document(text)] if text.strip() else []
+
+    def _messages(self, record: dict[str, Any]) -> list[Document]:
+        return self._dialogue(record["messages"], record)
+
+    def _dialogue(self, messages: object, record: dict[str, Any], given: int = 0) -> list[Document]:
+        """Render ``messages``, of which nothing is learned in the first ``given`` turns."""
+        variables = ChatTemplate.variables_of(record)
+        rendered = self.template.documents(messages, variables, self.train_on, given)
+        return [Document(text, spans, True) for text, spans in rendered]
+
+    def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
+        turns = record["conversations"]
+        if not isinstance(turns, list) or not turns:
+            said = f"`conversations` is not a list of turns: {shortened(turns)}"
+            raise BadLineError(f"{said}; give one turn or more")
+        messages = [_turn(turn, i) for i, turn in enumerate(turns)]
+        return self._dialogue(_with_system(record, messages), record)
+
+    def _alpaca(self, record: dict[str, Any]) -> list[Document]:
+        asked = [_text_in(record, key) for key in ("instruction", "input")]
+        messages = [
+            {"role": "user", "content": "\n\n".join(filter(None, asked))},
+            {"role": "assistant", "content": _text_in(record, "output")},
+        ]
+        for question, answer in reversed(record.get("history") or []):
+            messages.insert(0, {"role": "assistant", "content": answer})
+            messages.insert(0, {"role": "user", "content": question})
+        return self._dialogue(_with_system(record, messages), record)
+
+    def _preference(self, record: dict[str, Any]) -> list[Document]:
+        chosen, rejected = record["chosen"], record["rejected"]
+        if record.get("prompt") is None and isinstance(chosen, list):
+            # The prompt is what both whole dialogues begin with.
+            if not isinstance(rejected, list):
+                raise BadLineError(
+                    "`chosen` and `rejected` are neither two texts nor two dialogues"
+                )
+            pairs = zip(chosen, rejected, strict=False)
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+            answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+            record = {**record, "prompt": chosen[:shared], **answers}
+        documents = []
+        for key in ("chosen", "rejected") if self.reads_pairs else ("chosen",):
+            found = self._completion(record, key)
+            if len(found) != 1:
+                problem = f"becomes {len(found)} texts, where a pair has one of each"
+                raise BadLineError(f"`{key}` {problem}")
+            documents += found
+        return documents
+
+    def _completion(self, record: dict[str, Any], key: str = "completion") -> list[Document]:
+        """Return a prompt with what answers it; both are texts, or both lists of messages."""
+        prompt, answer = record.get("prompt") or "", record[key]
+        if isinstance(answer, list):
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}] if prompt else []
+            return self._dialogue([*prompt, *answer], record, len(prompt))
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise BadLineError(f"`prompt` and `{key}` are neither two texts nor two dialogues")
+        if not answer.strip():
+            return []
+        text = prompt + answer
+        return [Document(text, [(len(prompt), len(text))])]
+
+
+_FORMS: dict[
+    str, tuple[tuple[str, ...], Callable[[RecordReader, dict[str, Any]], list[Document]]]
+] = {
+    "messages": (("messages",), RecordReader._messages),
+    "sharegpt": (("conversations",), RecordReader._sharegpt),
+    "preference": (("chosen", "rejected"), RecordReader._preference),
+    "completion": (("prompt", "completion"), RecordReader._completion),
+    "alpaca": (("instruction", "output"), RecordReader._alpaca),
+    "text": (("text",), RecordReader._text),
+}
+"""The fields by which each form is recognised, and what reads it, in the order in which forms are
+looked for; their names are those of data.format."""
+
+
+def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
+    """Return how much ``record`` has keys like ``fields``, from 0 to 1."""
+    keys = [key.lower() for key in record]
+    ratios = [[SequenceMatcher(None, field, key).ratio() for key in keys] for field in fields]
+    return sum(max(each, default=0.0) for each in ratios) / len(fields)
+
+
+def _turn(turn: object, i: int) -> dict[str, Any]:
+    """Return a turn of ShareGPT's as one of ``messages``."""
+    if not isinstance(turn, dict):
+        raise BadLineError(f"conversations[{i}] is not an object")
+    role, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if role == "function_call":
+        try:
+            call = json.loads(said or "")
+        except (TypeError, ValueError, RecursionError):
+            raise BadLineError(f"conversations[{i}].value is a call that is not JSON") from None
+        calls = call if isinstance(call, list) else [call]
+        calls = [{"type": "function", "function": each} for each in calls]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    rest = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
+    return {**rest, "role": _ROLES.get(str(role), role), "content": said}
+
+
+def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = record.get("system")
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _text_in(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key) or ""
+    if not isinstance(value, str):
+        raise BadLineError(f"{key!r} is not text")
+    return value
 
 
 def _lines_from(part: FilePart) -> str:
@@ -289,13 +423,13 @@ def _lines_from(part: FilePart) -> str:
         skipped = 0
         if part.start:
             file.seek(part.start - 1)
-            skipped = len(file.readline(_STREAM_PART)) - 1
+            skipped = len(file.readline(_PART_BYTES)) - 1
         raw = file.read(max(0, part.stop - part.start - skipped))
-        raw += file.readline(_STREAM_PART) if raw and raw[-1:] != b"\n" else b""
+        raw += file.readline(_PART_BYTES) if raw and raw[-1:] != b"\n" else b""
     return raw.decode("utf-8", errors="replace")
 
 
-def _text_parts(path: Path) -> Iterator[TextPart]:
+def _text_parts(path: Path) -> Iterator[Document]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
@@ -307,5 +441,5 @@ def _text_parts(path: Path) -> Iterator[TextPart]:
             raw += file.readline(_PART_BYTES)
             following = file.read(_PART_BYTES)
             text = decoder.decode(raw, final=not following)
-            yield TextPart(Document(text), not following, len(raw))
+            yield Document(text, is_end=not following, num_bytes=len(raw))
             raw = following

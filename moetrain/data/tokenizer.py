@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,12 @@ class _HFTokenizer(Tokenizer):
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:
-            self.special_tokens["eos_token"] = _guess_eos(vocabulary, file)
+            name = next((name for name in _EOS_NAMES if name in vocabulary), None)
+            if name is None:
+                problem = f"{file} has no known end-of-text token; name one as eos_token in a "
+                raise _wrong(f"{problem}tokenizer_config.json beside it")
+            _logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
+            self.special_tokens["eos_token"] = name
         self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         self.eos_id = self._id_of("eos_token")
         self.bos_ids = self._find_bos(vocabulary)
@@ -222,11 +227,8 @@ class _HFTokenizer(Tokenizer):
     def _other_roles(self, pad: str) -> list[str]:
         """Return the other roles of the token, for which it may occur in a text."""
         keys = sorted(self.special_tokens, key="eos_token".__ne__)  # that first
-        roles = [
-            key.removesuffix("_token").upper()
-            for key in keys
-            if self.special_tokens[key] == pad and key != "pad_token"
-        ]
+        same = [key for key in keys if self.special_tokens[key] == pad and key != "pad_token"]
+        roles = [key.removesuffix("_token").upper() for key in same]
         if any(pad in (text or "") for text in (self.chat_template, self.tool_template)):
             roles.append("a token of the chat template")
         return roles
@@ -247,13 +249,7 @@ class _HFTokenizer(Tokenizer):
         """Encode each text on all cores; ids are uint32."""
         with _library_errors("the tokenizer cannot encode a text"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            _Encoded(
-                np.array(encoding.ids, dtype=np.uint32),
-                lambda encoding=encoding: np.array(encoding.offsets, np.int64).reshape(-1, 2),
-            )
-            for encoding in encodings
-        ]
+        return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -284,18 +280,16 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if os.path.isfile(name):
         return _HFTokenizer(Path(name))
-    path = Path(name)
+    folder = name
     if not os.path.isdir(name):
         try:
-            path = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES)))
+            folder = huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
         except (OSError, ValueError) as error:
-            reason = (str(error) or repr(error)).splitlines()[0]
-            raise _wrong(
-                f"{name!r} is no file or folder, nor a hub id in reach: {reason}"
-            ) from None
-    if not os.path.lexists(path / "tokenizer.json"):
+            said = (str(error) or repr(error)).splitlines()[0]
+            raise _wrong(f"{name!r} is no file or folder, nor a hub id in reach: {said}") from None
+    if not os.path.lexists(file := Path(folder, "tokenizer.json")):
         raise _wrong(f"{name!r} holds no tokenizer.json")
-    return _HFTokenizer(path / "tokenizer.json")
+    return _HFTokenizer(file)
 
 
 @contextmanager
@@ -308,6 +302,10 @@ def _library_errors(doing: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise _wrong(f"{doing}: {error}") from None
+
+
+def _offsets(encoding: tokenizers.Encoding) -> np.ndarray:
+    return np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _byte_offsets(text: str) -> np.ndarray:
@@ -349,17 +347,6 @@ def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
         elif value is not None:
             raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r} is no token")
     return tokens
-
-
-def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
-    for name in _EOS_NAMES:
-        if name in vocabulary:
-            _logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
-            return name
-    raise _wrong(
-        f"{file} has no known end-of-text token; name one as eos_token in a "
-        "tokenizer_config.json beside it"
-    )
 
 
 def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: str) -> str | None:

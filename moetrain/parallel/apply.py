@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.checks import Fact
+from moetrain.config import Config, ConfigError, Fact
 from moetrain.kernels.optim.adamw import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve

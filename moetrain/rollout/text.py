@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.data.chat import BadLineError, ChatTemplate, template_variables
+from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
@@ -82,13 +82,13 @@ def chat_ids(
 
     Args:
         record: further variables of the template, such as tools and documents
-            (:func:`~moetrain.data.chat.template_variables`).
+            (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
 
     Raises:
         ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
-        text = ChatTemplate.of(tokenizer).prompt(messages, template_variables(record))
+        text = ChatTemplate.of(tokenizer).prompt(messages, ChatTemplate.variables_of(record))
     except BadLineError as error:
         raise ConfigError("messages", str(error)) from None
     return tuple(tokenizer.encode_batch([text])[0].ids.tolist())

@@ -28,8 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.checks import Fact
+from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import GIB
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype

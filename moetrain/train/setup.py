@@ -25,8 +25,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.checks import Fact
+from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened

@@ -30,7 +30,7 @@ from typing import Any
 from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError, template_variables
+from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import (
     Demonstration,
@@ -352,7 +352,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not is_good:
             raise ConfigError("rl.prompts", f"{here} has neither a prompt nor messages")
         try:
-            template_variables(line if line.get("prompt") is None else {})
+            ChatTemplate.variables_of(line if line.get("prompt") is None else {})
         except BadLineError as error:
             raise ConfigError("rl.prompts", f"{here}: {error}") from None
         lines.append(line)
