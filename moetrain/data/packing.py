@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,8 +37,8 @@ class Row(NamedTuple):
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
     """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
-    reference_S: np.ndarray | None = None
-    """fp32: log-probabilities of the targets by a reference model; None: there is none."""
+    extra: Mapping[str, np.ndarray] = MappingProxyType({})
+    """What else an objective knows of the targets, by name: [S, ...] each."""
 
 
 class Dataset(Protocol):
@@ -431,7 +432,7 @@ class PairDataset:
             at = end
         lengths[-1] += size - at
         places = positions_S, np.array(lengths), np.arange(size) >= at
-        return Row(tokens_S, targets_S, *places, self.reference_PS[index])
+        return Row(tokens_S, targets_S, *places, {"reference": self.reference_PS[index]})
 
     def describe(self) -> str:
         """Say in one line how many pairs there are, and how many are left out."""

@@ -36,10 +36,9 @@ from moetrain.config.files import write_atomically
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
-from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.objectives import Objective, Outputs, Pretraining, Term
+from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Term, token_losses
 
 _logger = logging.getLogger("moetrain")
 
@@ -99,10 +98,8 @@ class Preference:
     def terms(
         self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
     ) -> dict[str, Term]:
-        hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
-        loss_T = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T).loss_T
-        assert batch.reference_BS is not None  # PairDataset has it
-        scores = self._scores(-loss_T - batch.reference_BS.flatten(), batch)
+        loss_T = token_losses(model, outputs.hidden_BSD, batch).loss_T
+        scores = self._scores(-loss_T - batch.extra["reference"].flatten(), batch)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
         found = {
@@ -179,10 +176,8 @@ def _fill(dataset: PairDataset, run: RunView) -> None:
     engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: Batch) -> torch.Tensor:
-        model, targets_T = engine.model, batch.targets_BS.flatten()
-        hidden_TD = hidden_BSD.flatten(0, 1)
-        found = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
-        return -found.loss_T.view(batch.targets_BS.shape).float()
+        loss_T = token_losses(engine.model, hidden_BSD, batch).loss_T
+        return -loss_T.view(batch.targets_BS.shape).float()
 
     a_rank = size * engine.batch_multiple
     with engine.work(), engine.exact_sizes():
@@ -208,10 +203,10 @@ def pair_datasets(data: Data) -> list[PairDataset]:
     return [rows for rows in (*train, *held_out) if isinstance(rows, PairDataset)]
 
 
-def chosen_objectives(
-    config: Config, arch: Architecture, pairs: Sequence[PairDataset], given: Objective[Any] | None
-) -> tuple[Objective[Any], Objective[Any] | None]:
-    """Return what is minimised, and what evaluations measure (None: the cross-entropy).
+def chosen_objective(
+    config: Config, pairs: Sequence[PairDataset], given: Objective[Any] | None
+) -> Objective[Any]:
+    """Return what is learned, ``given`` or by ``train.objective``, without the routers' losses.
 
     Raises:
         ConfigError: ``train.objective`` is set beside a ``given`` one, or wants pairs that are not
@@ -222,14 +217,13 @@ def chosen_objectives(
         if config.is_set("train.objective"):
             problem = f"{name!r}, but the program gives another (objective=)"
             raise ConfigError("train.objective", f"{problem}; leave one of them out")
-        return given, given
+        return given
     if name == "next_token":
-        return Pretraining.of(config, arch), None
+        return CrossEntropy()
     if not pairs:
         problem = f"{name!r}, but the rows that were given are no preference pairs"
         raise ConfigError("train.objective", f"{problem}; leave it out")
-    own = Preference(name, config.train.beta)
-    return Pretraining.of(config, arch, own=own), own
+    return Preference(name, config.train.beta)
 
 
 def preferences(

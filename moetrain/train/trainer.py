@@ -24,8 +24,8 @@ from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine, sequential
 from moetrain.train.metrics import plot_curves
-from moetrain.train.objectives import CrossEntropy, Objective, routing_losses
-from moetrain.train.preferences import Reference, chosen_objectives, pair_datasets
+from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
+from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
 from moetrain.train.run import GivenUp, Run
 
 
@@ -63,8 +63,8 @@ class Trainer(Run):
             data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
                 rank; None: what ``config.data`` describes.
             eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
-            objective: what is minimised, and measured in evaluations (:mod:`objectives
-                <moetrain.train.objectives>`); None: the cross-entropy and the routers' losses.
+            objective: what is minimised beside the routers' losses, and measured in evaluations
+                (:mod:`moetrain.train.objectives`); None: what ``train.objective`` says.
             callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
 
         Raises:
@@ -87,8 +87,8 @@ class Trainer(Run):
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
         if pairs := pair_datasets(self.data):
             self.callbacks.add(Reference(pairs))
-        found = chosen_objectives(config, arch, pairs, self._objective)
-        self.objective, self._objective = found
+        self._own = chosen_objective(config, pairs, self._objective)
+        self.objective = Pretraining.of(config, arch, own=self._own)
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
@@ -183,7 +183,7 @@ class Trainer(Run):
         whole = sum(share for _, share in parts.values())
         try:
             for name, (part, share) in parts.items():
-                terms = held_out_terms(self.engine, part, self.config.train, self._objective)
+                terms = held_out_terms(self.engine, part, self.config.train, self._own)
                 for term, value in terms.items():
                     key = f"eval_{term}"
                     row[key] = row.get(key, 0.0) + value * share / whole
