@@ -8,6 +8,7 @@ something to resume from, and trains. What every kind of run has around its step
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,13 +137,17 @@ class Trainer(Run):
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
         start = self.loader.sample_index
+        self.clock.mark("")
         try:
             batches = self.loader.next_step()
+            self.clock.mark("data")
             totals = self.engine.forward_backward(batches, self.objective)
         except GivenUp:
             self.loader.sample_index = start
             raise
+        self.clock.mark("forward_backward")
         outcome = self.engine.step(learning_rate(self.step, self.total_steps, self.config.optim))
+        self.clock.mark("update")
         self.step += 1
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
@@ -179,6 +184,7 @@ class Trainer(Run):
         if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
+        started = time.perf_counter()
         parts, row = self.data.sources or {"": (rows, 1.0)}, {}
         whole = sum(share for _, share in parts.values())
         try:
@@ -191,7 +197,7 @@ class Trainer(Run):
         except GivenUp:
             return
         self.evaluated_at = self.step
-        self.report(row)
+        self.report({**row, "eval_seconds": time.perf_counter() - started})
         self.clock.start()
 
     def log_step(self, result: _StepResult) -> None:
