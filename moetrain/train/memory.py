@@ -222,8 +222,9 @@ class RankSizes:
         """Vocabulary matrices here: embedding and head, or one if they are tied."""
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
-        mine = [n for n in numels if rank in plan.holders(n)]
-        here = set(mine)
+        # Asking for each would take most of the time of a plan of many layouts.
+        is_all = plan.config.parallel.pp == 1
+        mine = [n for n in numels if is_all or rank in plan.holders(n)]
         self.stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
         """Bytes of its parameters over all ranks of a replica."""
         self.trained = sum(numels[name] for name in mine if rules[name].trainable)
@@ -232,11 +233,16 @@ class RankSizes:
         self.share_updated = 1 - config.optim.offload_fraction
         """Share of these that the device updates, with gradients and moments; of the rest it has
         the compute values alone."""
-        self.generator = sum(
-            _copied_bytes(numels[name], rule, dims, dtype, is_here=name in here)
-            for name, rule in rules.items()
-        )
-        """Bytes of weights that generation has for itself, over all stages."""
+
+        def copied() -> float:
+            here = set(mine)
+            return sum(
+                _copied_bytes(numels[name], rule, dims, dtype, is_here=name in here)
+                for name, rule in rules.items()
+            )
+
+        self.generator = copied
+        """Count the bytes of weights that generation has for itself, over all stages."""
         self.peers = peer_bytes(config, numels, rules, mine, dims, dtype)
         """Bytes of buffers that other ranks copy from and to."""
 
@@ -253,7 +259,10 @@ class RankSizes:
         """Estimate the moment that takes most; ``sleep`` as in :func:`estimate_memory`."""
         moments = [self._start_of_backward(), self._end_of_backward()]
         if sleep is not None:
-            generator, cache = self.generator * (sleep != "all"), self._cache() * (sleep == "never")
+            generator, cache = (
+                self.generator() * (sleep != "all"),
+                self._cache() * (sleep == "never"),
+            )
             moments = [replace(moment, generator=generator, cache=cache) for moment in moments]
             moments.append(self._generating())
         return max(moments, key=lambda estimate: estimate.total)
@@ -329,7 +338,7 @@ class RankSizes:
             logits=0.0,
             working_set=0.0,
             peers=self.peers * (not is_offloaded),
-            generator=self.generator,
+            generator=self.generator(),
             cache=self._cache(),
         )
 

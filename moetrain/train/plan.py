@@ -94,8 +94,9 @@ class MemoryPlan(NamedTuple):
         """
         machine = planned_machine(config)
         check_effects(config, machine.device)
-        # The estimate counts what ranks on GPUs need of one another.
-        config = config.filled({"train.device": machine.device.type}, "the plan")
+        if config.train.device != machine.device.type:
+            # The estimate counts what ranks on GPUs need of one another.
+            config = config.filled({"train.device": machine.device.type}, "the plan")
         return cls(config, arch, machine, generates)
 
     @property
