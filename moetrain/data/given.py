@@ -191,11 +191,7 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
 
 
 def _numbers(given: Any, what: str, length: int) -> np.ndarray | None:
-    """Return a field with an entry for each of ``length`` tokens; None: it is no list of numbers.
-
-    Raises:
-        ConfigError: it has another length, or as lists of several lengths no shape.
-    """
+    """Return a field with an entry for each of the tokens; None: it is no list of numbers."""
     try:
         found = np.asarray(given)
     except ValueError as error:

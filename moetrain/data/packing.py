@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,7 +36,7 @@ class Row(NamedTuple):
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
     """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
-    extra: Mapping[str, np.ndarray] = MappingProxyType({})
+    extra: Mapping[str, np.ndarray] = {}
     """What else an objective knows of the targets, by name: [S, ...] each."""
 
 

@@ -71,8 +71,8 @@ class Throughput:
         """
         now: Any = time.perf_counter()
         if self.device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
+            event = torch.cuda.Event(enable_timing=True)
+            now = torch.cuda.current_stream(self.device).record_event(event)
         self._marks.append((part, now))
 
     def stop(self) -> None:

@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.loader import Batch, tensors_on
-from moetrain.data.packing import IGNORE_INDEX
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats, load_balancing_loss, router_z_loss
@@ -144,33 +142,34 @@ def token_losses(model: Transformer, hidden_BSD: torch.Tensor, batch: _Targeted)
 class Classification:
     """The mean cross-entropy of class labels, and the accuracy.
 
-    A class is a token of the vocabulary, and a label is a target that is one of them. Probabilities
-    are those of the classes alone, so that the vocabulary's head serves as the classifier's, needs
-    no new weights, and is exported as any other.
+    A class is a token of the vocabulary, and a label is a target that is one of them. So the
+    vocabulary's head is the classifier's, without new weights, and is exported as any other.
     """
 
     balances = False
 
     def __init__(self, classes: Sequence[int]) -> None:
         """Tell ``classes`` apart, each given by its token."""
-        self._classes_K = torch.tensor(classes)
+        self._classes_K = self._there_K = torch.tensor(classes)
 
     def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
-        labels = (torch.isin(b.targets_BS, self._classes_K) for b in batches)
-        return {"labels": sum(int(is_label_BS.sum()) for is_label_BS in labels)}
+        return {
+            "labels": sum(int(torch.isin(b.targets_BS, self._classes_K).sum()) for b in batches)
+        }
 
     def terms(
         self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
     ) -> dict[str, Term]:
         hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
-        (classes_K,) = tensors_on(targets_T.device, {"": self._classes_K}).values()
-        logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, classes_K)
-        is_class_TK = targets_T[:, None] == classes_K
-        label_T = torch.where(is_class_TK.any(1), is_class_TK.int().argmax(1), IGNORE_INDEX)
-        loss = F.cross_entropy(logits_TK, label_T, reduction="sum")
-        right = (logits_TK.argmax(1) == label_T).sum()
+        self._there_K = self._there_K.to(targets_T.device)  # which waits once in a run
+        logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, self._there_K)
+        is_class_TK = targets_T[:, None] == self._there_K
+        is_label_T, label_T = is_class_TK.any(1), is_class_TK.int().argmax(1)
+        loss_T = F.cross_entropy(logits_TK, label_T, reduction="none")
+        found = {"classification": loss_T, "accuracy": (logits_TK.argmax(1) == label_T).float()}
         share = outputs.share / sizes["labels"]
-        return {"classification": Term(loss * share), "accuracy": Term(right * share, 0.0)}
+        sums = {name: torch.where(is_label_T, x, 0).sum() * share for name, x in found.items()}
+        return {name: Term(x, float(name == "classification")) for name, x in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -185,30 +184,26 @@ class Distillation:
     """What the cross-entropy of the targets themselves counts for beside it."""
     balances: bool = False
 
-    def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
-        for name in ("teacher_ids", "teacher_logprobs"):
-            if any(name not in batch.extra for batch in batches):
-                problem = f"rows have no field {name!r}, which distillation learns from; give it"
-                raise ConfigError("data", problem)
+    def sizes(self, batches: Sequence[Any]) -> dict[str, int]:
+        if missing := {"teacher_ids", "teacher_logprobs"} - {*batches[0].extra}:
+            problem = f"rows have no field {min(missing)!r}, which distillation learns from"
+            raise ConfigError("data", f"{problem}; give it")
         return CrossEntropy().sizes(batches)
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Sizes
+        self, model: Transformer, outputs: Outputs, batch: Any, sizes: Sizes
     ) -> dict[str, Term]:
-        hidden_TD, is_learned_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten() >= 0
-        ids_TK, logprobs_TK = (
-            batch.extra[name].flatten(0, 1) for name in ("teacher_ids", "teacher_logprobs")
-        )
-        p_TK = torch.where(is_learned_T[:, None], logprobs_TK.softmax(1), 0)
+        ids_TK = batch.extra["teacher_ids"].flatten(0, 1)
+        p_BSK = batch.extra["teacher_logprobs"].softmax(2)
+        p_TK = torch.where(batch.targets_BS[..., None] >= 0, p_BSK, 0).flatten(0, 1)
+        hidden_TD = outputs.hidden_BSD.flatten(0, 1)
         logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, ids_TK)
         losses = token_losses(model, outputs.hidden_BSD, batch)
         surprise_TK = losses.lse_T[:, None] - logits_TK
         divergence = (p_TK * surprise_TK - torch.special.entr(p_TK)).sum()
         share = outputs.share / sizes["targets"]
-        return {
-            "distillation": Term(divergence * share),
-            "cross_entropy": Term(losses.loss_T.sum() * share, self.label_weight),
-        }
+        cross_entropy = Term(losses.loss_T.sum() * share, self.label_weight)
+        return {"distillation": Term(divergence * share), "cross_entropy": cross_entropy}
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,11 @@
     python -m moetrain.train --data.path pairs.jsonl --train.objective dpo
     Trainer(config, **preferences(config, pairs, "dpo", beta=0.1)).fit()
 
-A pair is one row (:class:`~moetrain.data.packing.PairDataset`), so batches, loaders and meshes are
-those of other rows. For KTO a third segment has the prompt with another pair's chosen answer, from
-which the divergence from the reference is estimated.
+A pair is one row (:class:`~moetrain.data.packing.PairDataset`). For KTO a third segment has the
+prompt with another pair's chosen answer, from which the divergence from the reference is estimated.
 
-The reference is the model that the run begins from. Its log-probabilities of all pairs are computed
-once, before the first step, and are kept in ``output_dir/reference.npz``; with LoRA that is the
-model without its adapters, whose first product is zero. A resumed run reads them.
+The reference is the model that the run begins from; adapters (LoRA) begin as zero. A resumed run
+reads its log-probabilities from ``output_dir/reference.npz``.
 
 Left out on purpose: pairs that share a row, and a reference other than the first weights.
 
@@ -38,11 +36,10 @@ from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Term, token_losses
+from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Sizes, Term, token_losses
 
 _logger = logging.getLogger("moetrain")
 
-_KEYS = ("prompt", "chosen", "rejected")
 _AGAIN = "give what the run began with, or set never to begin again"
 
 
@@ -96,7 +93,7 @@ class Preference:
         return {"pairs": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
+        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Sizes
     ) -> dict[str, Term]:
         loss_T = token_losses(model, outputs.hidden_BSD, batch).loss_T
         scores = self._scores(-loss_T - batch.extra["reference"].flatten(), batch)
@@ -136,11 +133,7 @@ class Reference(Callback):
         self._datasets = datasets
 
     def on_start(self, run: RunView) -> None:
-        """Fill in the rows' references.
-
-        Raises:
-            ConfigError: the folder of a resumed run does not have them.
-        """
+        """Fill in the rows' references; ConfigError if a resumed run's folder has none."""
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
@@ -206,12 +199,7 @@ def pair_datasets(data: Data) -> list[PairDataset]:
 def chosen_objective(
     config: Config, pairs: Sequence[PairDataset], given: Objective[Any] | None
 ) -> Objective[Any]:
-    """Return what is learned, ``given`` or by ``train.objective``, without the routers' losses.
-
-    Raises:
-        ConfigError: ``train.objective`` is set beside a ``given`` one, or wants pairs that are not
-            there.
-    """
+    """Return what is learned besides routers' losses; ConfigError if that is not one thing."""
     name = config.train.objective
     if given is not None:
         if config.is_set("train.objective"):
@@ -242,7 +230,7 @@ def preferences(
         raise ConfigError("kind", f"{kind!r} is none of {', '.join(LOSSES)}")
     texts, masks = [], []
     for index, pair in enumerate(pairs):
-        prompt, *answers = (list(map(int, pair[key])) for key in _KEYS)
+        prompt, *answers = (list(map(int, pair[key])) for key in ("prompt", "chosen", "rejected"))
         if not prompt or not all(answers):
             problem = "has no prompt or an answer without a token; leave it out"
             raise ConfigError("data", f"pair {index} {problem}")
