@@ -240,7 +240,9 @@ def test_rates_are_of_the_seconds_that_training_took(monkeypatch):
     for _ in range(2):
         for training, tokens in ((3.0, 500), (1.0, 300)):
             clock.start()
-            now[0] += training
+            for part, share in (("data", 0.25), ("", 0.125), ("update", 0.5), ("data", 0.125)):
+                now[0] += training * share
+                clock.mark(part)
             clock.count(tokens)
             clock.stop()
             now[0] += 7.0  # an evaluation
@@ -249,6 +251,8 @@ def test_rates_are_of_the_seconds_that_training_took(monkeypatch):
         assert row["tflops_per_device"] == pytest.approx(1.2)
         assert row["mfu"] == pytest.approx(1.2)
         assert row["step_seconds"] == pytest.approx(2)
+        parts = {name: row[f"seconds/{name}"] for name in ("data", "update", "other")}
+        assert parts == pytest.approx({"data": 0.75, "update": 1.0, "other": 0.25})
 
 
 # ---- settings that are heeded ------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_an_objective_of_ones_own_is_minimised_logged_and_evaluated(own):
     assert trained[-1]["price"] < trained[0]["price"]
     (first, *_, last) = [row for row in rows if "eval_loss" in row]
     keys = {f"eval_{term}{of}" for term in ("loss", "price") for of in ("", "/near", "/far")}
-    assert set(first) == {"step"} | keys
+    assert set(first) == {"step", "eval_seconds"} | keys
     assert last["eval_loss"] == pytest.approx((last["eval_loss/near"] + last["eval_loss/far"]) / 2)
     assert result.best_value == min(row["eval_loss"] for row in rows if row.get("eval_loss"))
 

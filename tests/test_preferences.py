@@ -6,7 +6,6 @@ from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,46 +63,6 @@ def test_a_loss_is_trls_with_its_gradient(kind):
     torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_trls_loss_of_whole_sequences(kind, own_words):
-    """Pairs that go through the model one answer at a time, without packing or caches."""
-    config = config_of(own_words, "moe.aux_loss_coef=0")
-    given = preferences(config, PAIRS[:4], kind, beta=0.5)
-    trainer, rows = Trainer(config, **given), given["data"]
-    Reference([rows]).on_start(trainer)
-    noise = np.random.default_rng(1).normal(size=rows.reference_PS.shape)
-    with torch.no_grad():  # another policy than its reference
-        for parameter in trainer.model.parameters():
-            parameter.mul_(1.5)
-    rows.reference_PS += noise.astype(np.float32)
-    trainer.loader.global_batch_size = trainer.loader.micro_batch_size = 4
-    (batch,) = trainer.loader.next_step()
-    totals = trainer.engine.forward([batch], given["objective"])
-    logps, references, kls = [[], []], [[], []], []
-    with trainer.engine.work(), torch.no_grad():
-        for i in range(4):
-            pair, row = PAIRS[i], rows.row(i)
-            answers = [pair["chosen"], pair["rejected"], PAIRS[(i + 1) % 4]["chosen"]]
-            at = 0
-            for side, answer in enumerate(answers[: 3 if kind == "kto" else 2]):
-                ids = torch.tensor([[*pair["prompt"], *answer]])
-                logits = trainer.model(ids)[0, :-1].double().log_softmax(-1)
-                logp = logits.gather(1, ids[0, 1:, None])[len(pair["prompt"]) - 1 :].sum()
-                first = at + len(pair["prompt"]) - 1
-                reference = float(row.reference_S[first : first + len(answer)].sum())
-                at += ids.shape[1]
-                if side < 2:
-                    logps[side].append(logp)
-                    references[side].append(torch.tensor(reference).double())
-                else:
-                    kls.append(logp - reference)
-    stacked = (torch.stack([torch.stack(side) for side in x]) for x in (logps, references))
-    numbers = [torch.tensor([len(p[k]) for p in PAIRS[:4]]) for k in ("chosen", "rejected")]
-    kl = torch.stack(kls).mean().clamp(min=0) if kls else None
-    expected = formula(kind, *stacked, numbers, kl, 0.5)
-    assert totals.terms["preference"].item() == pytest.approx(expected.item(), abs=1e-5)
-
-
 def whole(engine):
     """The engine's model again, plain and with gradients of its own."""
     model = Transformer(engine.arch)
@@ -119,7 +78,7 @@ def padded(sequences):
     return torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
 
 
-def sequences_for_trl(pairs, sides, prefix=""):
+def sequences_for_trl(sides, prefix=""):
     """Token ids and masks of answers, as trl's collators pad them."""
     texts = [[*pair["prompt"], *answer] for pair, answer in sides]
     masks = [[0] * len(pair["prompt"]) + [1] * len(answer) for pair, answer in sides]
@@ -141,39 +100,47 @@ def for_trl(model):
     return called
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_through_a_model_are_trls(kind, own_words):
-    """trl's own function computes the loss, of a plain copy of the model and of its reference."""
-    trainers = pytest.importorskip("trl.trainer")
-    config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
-    pairs = PAIRS[:4]
-    given = preferences(config, pairs, kind, beta=0.5)
-    trainer = Trainer(config, **given)
-    Reference([given["data"]]).on_start(trainer)
-    reference = whole(trainer.engine)
-    with torch.no_grad():  # another policy than its reference
-        for parameter in trainer.model.parameters():
-            parameter.mul_(1.5 if kind != "kto" else 0.7)  # with kto nearer to uniform: kl > 0
-    policy = whole(trainer.engine)
-    policy.is_gradient_checkpointing = False  # trl asks
-    batch = Batch.of([given["data"].row(i) for i in range(4)])
-    loss = trainer.engine.forward_backward([batch], given["objective"]).terms["preference"]
-    members = trainer.engine.fsdp.members
-    trainer.engine.fsdp.gradient_norm()  # which waits for them
+def by_formula(kind, policy, reference, pairs, beta):
+    """The loss of answers that go through the models one at a time, without packing or caches."""
 
+    def logp(model, prompt, answer):
+        ids = torch.tensor([[*prompt, *answer]])
+        logp_T = model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        return logp_T[len(prompt) - 1 :].sum()
+
+    def of_all(model, key, shift=0):
+        answers = [pairs[(i + shift) % len(pairs)][key] for i in range(len(pairs))]
+        found = [logp(model, pair["prompt"], x) for pair, x in zip(pairs, answers, strict=True)]
+        return torch.stack(found)
+
+    logps, references = (
+        torch.stack([of_all(model, key) for key in ("chosen", "rejected")])
+        for model in (policy, reference)
+    )
+    numbers = [torch.tensor([len(pair[key]) for pair in pairs]) for key in ("chosen", "rejected")]
+    others = (of_all(model, "chosen", 1).detach() for model in (policy, reference))
+    kl = torch.sub(*others).mean().clamp(min=0)
+    assert kl > 0 or kind != "kto"  # else the third segments prove nothing
+    return formula(kind, logps, references.detach(), numbers, kl, beta)
+
+
+def by_trl(kind, policy, reference, pairs, beta):
+    """The same by trl's own function."""
+    trainers = pytest.importorskip("trl.trainer")
+    policy.is_gradient_checkpointing = False  # trl asks
     answers = [(p, p["chosen"]) for p in pairs], [(p, p["rejected"]) for p in pairs]
-    inputs = sequences_for_trl(pairs, [*answers[0], *answers[1]])
+    inputs = sequences_for_trl([*answers[0], *answers[1]])
     if kind == "kto":
-        others = [(p, pairs[(i + 1) % 4]["chosen"]) for i, p in enumerate(pairs)]
-        inputs |= sequences_for_trl(pairs, others, "KL_")
-        inputs["label"] = torch.tensor([True] * 4 + [False] * 4)
+        others = [(p, pairs[(i + 1) % len(pairs)]["chosen"]) for i, p in enumerate(pairs)]
+        inputs |= sequences_for_trl(others, "KL_")
+        inputs["label"] = torch.tensor([True] * len(pairs) + [False] * len(pairs))
     same = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
-    kept = "kto" if kind == "kto" else {"dpo": "sigmoid", "ipo": "ipo"}[kind]
+    kept = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto"}[kind]
     settings = SimpleNamespace(
         model=policy,
         ref_model=for_trl(reference),
         accelerator=same,
-        beta=0.5,
+        beta=beta,
         loss_type=kept,
         loss_types=[kept],
         loss_weights=[1.0],
@@ -192,10 +159,30 @@ def test_gradients_through_a_model_are_trls(kind, own_words):
     )
     theirs = trainers.KTOTrainer if kind == "kto" else trainers.DPOTrainer
     settings._compute_kl_logps = partial(trainers.KTOTrainer._compute_kl_logps, settings)
-    expected = theirs._compute_loss(settings, for_trl(policy), inputs, False)
+    return theirs._compute_loss(settings, for_trl(policy), inputs, False)
+
+
+@pytest.mark.parametrize("theirs", [by_formula, by_trl])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_words):
+    """Packed pairs and a cached reference, against plain copies of the model and its reference."""
+    config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
+    pairs = PAIRS[:4]
+    given = preferences(config, pairs, kind, beta=0.5)
+    trainer = Trainer(config, **given)
+    Reference([given["data"]]).on_start(trainer)
+    reference = whole(trainer.engine)
+    with torch.no_grad():  # another policy than its reference
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.5 if kind != "kto" else 0.7)  # with kto nearer to uniform: kl > 0
+    policy = whole(trainer.engine)
+    batch = Batch.of([given["data"].row(i) for i in range(4)])
+    loss = trainer.engine.forward_backward([batch], given["objective"]).terms["preference"]
+    members = trainer.engine.fsdp.members
+    trainer.engine.fsdp.gradient_norm()  # which waits for them
+    expected = theirs(kind, policy, reference, pairs, 0.5)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    assert settings._metrics["train"]["kl"] != [0.0]  # else the third segments prove nothing
     largest = max(float(p.grad.abs().max()) for p in policy.parameters())
     assert largest > 1e-3
     for name, parameter in policy.named_parameters():

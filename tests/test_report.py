@@ -17,7 +17,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 @pytest.fixture
 def run(tiny):
-    return Trainer(tiny("train.eval_interval=2"))
+    return Trainer(tiny("train.eval_interval=2", "checkpoint.interval=2"))
 
 
 def page_of(folder):
@@ -40,7 +40,11 @@ def test_the_page_of_a_run_has_its_parts(run, capsys):
     assert [h.text for h in page.iter("h2")][:4] == ["Curves", "Time", "Experts", "Samples"]
     cells = {row[0].text: row[1].text for row in page.iter("tr")}
     assert cells["data.seq_len"] == "32"
-    assert cells["steps"].endswith(" s")
+    parts = {"data", "forward and backward", "update", "other", "evaluations", "checkpoints"}
+    assert all(cells[part].endswith(" s") for part in parts)
+    assert {x.get("title").rpartition(" ")[2] for x in page.iter("span") if x.get("title")} == {
+        row[2].text for row in page.iter("tr") if row[0].text in parts
+    }
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
     sample = (folder / "sample.txt").read_text()
     assert sample[:8] in "".join(x.text for x in page.iter("pre"))

@@ -7,7 +7,9 @@
 
 A row is a list, an array or a tensor of token ids, each of which predicts the next, or a mapping
 with ``input_ids``, and ``labels`` where not every token is learned (below 0: not). It may be
-shorter than ``data.seq_len``, but not longer. Every rank reads the same rows, and takes its own.
+shorter than ``data.seq_len``, but not longer. Further fields of numbers have one entry a token,
+which an objective finds, like the token as a target, where it is predicted. Every rank reads the
+same rows, and takes its own.
 
 An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have,
 goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.
@@ -162,8 +164,30 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
             f"{what} is {shortened(given)}, of shape {ids.shape} and dtype {ids.dtype}; a row has "
             f"1 to {size} token ids (data.seq_len), with as many labels",
         )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong, last = ids[(ids < 0) | (ids >= vocab_size)][0], vocab_size - 1
-        raise ConfigError("data", f"{what} has token {wrong}; the model's are 0 to {last}")
+    extra: dict[str, np.ndarray] = {}
+    for name in fields.keys() - {"labels"}:
+        found = _numbers(fields[name], f"{what}, field {name!r}", len(ids))
+        if found is None:
+            continue
+        if name.endswith("_ids") and (found.min() < 0 or found.max() >= vocab_size):
+            wrong, last = found[(found < 0) | (found >= vocab_size)][0], vocab_size - 1
+            raise ConfigError("data", f"{what} has token {wrong}; the model's are 0 to {last}")
+        extra[name] = np.zeros((size, *found.shape[1:]), found.dtype)
+        extra[name][: len(ids) - 1] = found[1:]
+    del extra["input_ids"]
     targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
-    return fill_row(size, [(ids, targets_T)])
+    return fill_row(size, [(ids, targets_T)])._replace(extra=extra)
+
+
+def _numbers(given: Any, what: str, length: int) -> np.ndarray | None:
+    """Return a field with an entry for each of the tokens; None: it is no list of numbers."""
+    try:
+        found = np.asarray(given)
+    except ValueError as error:
+        raise ConfigError("data", f"{what}: {error}; give as many numbers for each token") from None
+    if found.ndim == 0 or found.dtype.kind not in "biuf":
+        return None
+    if len(found) != length:
+        problem = f"{len(found)} entries for {length} tokens"
+        raise ConfigError("data", f"{what} has {problem}; give one for each, or leave it out")
+    return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)

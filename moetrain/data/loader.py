@@ -337,29 +337,33 @@ class Batch(NamedTuple):
     is_pad_BS: torch.Tensor | None = None
     """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
     to the segment before it and has no target."""
-    reference_BS: torch.Tensor | None = None
-    """fp32: log-probabilities of the targets by a reference model; None: there is none."""
+    extra: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """What else an objective knows of the targets, by name: [B, S, ...] each."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Batch:
-        """Stack ``rows`` to a micro-batch."""
+        """Stack ``rows`` to a micro-batch; ConfigError if their extra fields differ."""
+        shapes = [{name: field.shape for name, field in row.extra.items()} for row in rows]
+        if other := next((found for found in shapes if found != shapes[0]), None):
+            problem = f"a row has fields of shapes {other}, and another of {shapes[0]}"
+            raise ConfigError("data", f"{problem}; give all rows the same")
         lengths = np.concatenate([row.lengths for row in rows])
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = [row.positions_S for row in rows if row.positions_S is not None]
         is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
-        reference = [row.reference_S for row in rows if row.reference_S is not None]
         return cls(
             torch.from_numpy(np.stack([row.tokens_S for row in rows])),
             torch.from_numpy(np.stack([row.targets_S for row in rows])),
             torch.from_numpy(np.stack(positions)) if positions else None,
             torch.from_numpy(cu_seqlens),
             torch.from_numpy(np.stack(is_pad)) if is_pad else None,
-            torch.from_numpy(np.stack(reference)) if reference else None,
+            {n: torch.from_numpy(np.stack([row.extra[n] for row in rows])) for n in shapes[0]},
         )
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to ``device``, without waiting for the copy."""
-        return self._replace(**tensors_on(device, self._asdict()))
+        tensors = tensors_on(device, self._asdict())
+        return self._replace(**tensors, extra=tensors_on(device, self.extra))
 
     @property
     def inputs(self) -> Inputs:
@@ -442,7 +446,8 @@ class Loader:
         """Return sample ``number``; ValueError unless it has the shapes of :class:`Row`."""
         row = self._samples.sample(number)
         shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
-        lengths = shapes.pop("lengths")
+        lengths, _ = shapes.pop("lengths"), shapes.pop("extra")
+        shapes |= {name: np.shape(field)[:1] for name, field in row.extra.items()}
         wanted = (len(row.tokens_S) if self.seq_len is None else self.seq_len,)
         problems = [
             f"{name} of shape {shape}, where {wanted} is wanted (S,)"

@@ -36,8 +36,8 @@ class Row(NamedTuple):
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
     """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
-    reference_S: np.ndarray | None = None
-    """fp32: log-probabilities of the targets by a reference model; None: there is none."""
+    extra: Mapping[str, np.ndarray] = {}
+    """What else an objective knows of the targets, by name: [S, ...] each."""
 
 
 class Dataset(Protocol):
@@ -416,7 +416,9 @@ class PairDataset:
             (tokens[places_T], np.append(_targets(self._cache, places_T[1:]), IGNORE_INDEX))
             for places_T in segments
         ]
-        return fill_row(self._seq_len, found)._replace(reference_S=self.reference_PS[index])
+        return fill_row(self._seq_len, found)._replace(
+            extra={"reference": self.reference_PS[index]}
+        )
 
     def describe(self) -> str:
         """Say in one line how many pairs there are, and how many are left out."""

@@ -135,6 +135,14 @@ class Vocabulary:
         """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
         return F.linear(h_BSD, w_VD.to(h_BSD.dtype))
 
+    def logits_of(
+        self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the logits of a few tokens, [K] of all rows or [T, K] of each: [T, K], fp32."""
+        w = F.embedding(tokens, w_VD).to(h_TD.dtype)
+        logits_TK = h_TD @ w.T if tokens.ndim == 1 else (w @ h_TD[..., None])[..., 0]
+        return logits_TK.to(torch.promote_types(h_TD.dtype, torch.float32))
+
     def token_losses(
         self,
         h_TD: torch.Tensor,

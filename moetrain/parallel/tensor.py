@@ -170,6 +170,15 @@ class ShardedVocabulary(Vocabulary):
         logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
         return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
 
+    def logits_of(
+        self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Give [T, K] logits of a few tokens, the same on every rank."""
+        local = tokens - self.rows.start
+        is_here = (local >= 0) & (local < w_VD.shape[0])
+        mine_TK = super().logits_of(h_TD, w_VD, torch.where(is_here, local, 0))
+        return self.tokens.gather(self.tokens.scatter(torch.where(is_here, mine_TK, 0)))[0]
+
     def token_losses(
         self,
         h_TD: torch.Tensor,

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,23 @@ class Throughput:
             self.peak = next(peaks, None)
         self._started: float | None = None
         self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+        self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
         """Start the clock."""
         self._started = time.perf_counter()
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """End the ``part`` of a step that began with the last mark; an empty name is no part.
+
+        On CUDA that is an event on the device's own time, which :meth:`take` reads: nothing waits.
+        """
+        now: Any = time.perf_counter()
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            now = torch.cuda.current_stream(self.device).record_event(event)
+        self._marks.append((part, now))
 
     def stop(self) -> None:
         """Wait for the device, and stop the clock."""
@@ -75,7 +89,7 @@ class Throughput:
         self._blocked += seconds
 
     def take(self) -> dict[str, float | None]:
-        """Return the rates since the last call, per device."""
+        """Return the rates and the parts' seconds a step since the last call, per device."""
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         flops = rate * self.flops_per_token
@@ -86,10 +100,22 @@ class Throughput:
             "memory_gib": peak_memory_gib(self.device),
             "step_seconds": seconds / max(self._steps, 1),
         }
+        row |= {f"seconds/{name}": x / max(self._steps, 1) for name, x in self._parts().items()}
         if self._blocked:
             row["checkpoint_blocked_seconds"] = self._blocked
         self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+        self._marks = []
         return row
+
+    def _parts(self) -> dict[str, float]:
+        """Add up the seconds of each part, and of what is in none; empty: there are no parts."""
+        found: dict[str, float] = {}
+        for (_, begin), (part, end) in pairwise(self._marks):
+            if part:
+                is_cuda = self.device.type == "cuda"
+                seconds = begin.elapsed_time(end) / 1e3 if is_cuda else end - begin
+                found[part] = found.get(part, 0.0) + seconds
+        return found and {**found, "other": max(0.0, self._seconds - sum(found.values()))}
 
 
 class MetricsLog:

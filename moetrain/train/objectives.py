@@ -7,6 +7,8 @@ on the host before the step runs.
 
 A new term is a line in an objective's ``terms``, or an objective of its own. The engine that runs
 micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no term by name.
+
+Legend: B rows, S tokens of a row, T = B * S, D model width, K classes, or a teacher's candidates.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
+from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
@@ -81,6 +85,8 @@ class Term(NamedTuple):
     coefficient: float = 1.0
 
 
+Sizes = Mapping[str, torch.Tensor]
+"""Denominators by name."""
 _B_contra = TypeVar("_B_contra", bound=MicroBatch, contravariant=True)
 
 
@@ -97,11 +103,7 @@ class Objective(Protocol[_B_contra]):
         ...
 
     def terms(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        batch: _B_contra,
-        sizes: Mapping[str, torch.Tensor],
+        self, model: Transformer, outputs: Outputs, batch: _B_contra, sizes: Sizes
     ) -> dict[str, Term]:
         """Return the terms by name: at least one, and the same names for all micro-batches.
 
@@ -121,11 +123,7 @@ class CrossEntropy:
         return {"targets": sum(int((b.targets_BS >= 0).sum()) for b in batches)}
 
     def terms(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        batch: _Targeted,
-        sizes: Mapping[str, torch.Tensor],
+        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
     ) -> dict[str, Term]:
         targets_T = batch.targets_BS.flatten()
         # The weight goes in rather than onto the result, so that gradients are rounded once.
@@ -133,6 +131,79 @@ class CrossEntropy:
         hidden_TD = outputs.hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
         return {"cross_entropy": Term(loss.total)}
+
+
+def token_losses(model: Transformer, hidden_BSD: torch.Tensor, batch: _Targeted) -> TokenLosses:
+    """Return [T] loss, lse and entropy of every token, all 0 where there is no target."""
+    targets_T = batch.targets_BS.flatten()
+    return model.vocabulary.token_losses(hidden_BSD.flatten(0, 1), model.head_weight, targets_T)
+
+
+class Classification:
+    """The mean cross-entropy of class labels, and the accuracy.
+
+    A class is a token of the vocabulary, and a label is a target that is one of them. So the
+    vocabulary's head is the classifier's, without new weights, and is exported as any other.
+    """
+
+    balances = False
+
+    def __init__(self, classes: Sequence[int]) -> None:
+        """Tell ``classes`` apart, each given by its token."""
+        self._classes_K = self._there_K = torch.tensor(classes)
+
+    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
+        return {
+            "labels": sum(int(torch.isin(b.targets_BS, self._classes_K).sum()) for b in batches)
+        }
+
+    def terms(
+        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
+    ) -> dict[str, Term]:
+        hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
+        self._there_K = self._there_K.to(targets_T.device)  # which waits once in a run
+        logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, self._there_K)
+        is_class_TK = targets_T[:, None] == self._there_K
+        is_label_T, label_T = is_class_TK.any(1), is_class_TK.int().argmax(1)
+        loss_T = F.cross_entropy(logits_TK, label_T, reduction="none")
+        found = {"classification": loss_T, "accuracy": (logits_TK.argmax(1) == label_T).float()}
+        share = outputs.share / sizes["labels"]
+        sums = {name: torch.where(is_label_T, x, 0).sum() * share for name, x in found.items()}
+        return {name: Term(x, float(name == "classification")) for name, x in sums.items()}
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The mean divergence KL(teacher || model) over a teacher's likeliest tokens, in nats a token.
+
+    Rows have the fields ``teacher_ids`` and ``teacher_logprobs``, for each token K candidates for
+    it. The teacher's probabilities are taken to sum to 1 over them (arXiv 1503.02531).
+    """
+
+    label_weight: float = 0.0
+    """What the cross-entropy of the targets themselves counts for beside it."""
+    balances: bool = False
+
+    def sizes(self, batches: Sequence[Any]) -> dict[str, int]:
+        if missing := {"teacher_ids", "teacher_logprobs"} - {*batches[0].extra}:
+            problem = f"rows have no field {min(missing)!r}, which distillation learns from"
+            raise ConfigError("data", f"{problem}; give it")
+        return CrossEntropy().sizes(batches)
+
+    def terms(
+        self, model: Transformer, outputs: Outputs, batch: Any, sizes: Sizes
+    ) -> dict[str, Term]:
+        ids_TK = batch.extra["teacher_ids"].flatten(0, 1)
+        p_BSK = batch.extra["teacher_logprobs"].softmax(2)
+        p_TK = torch.where(batch.targets_BS[..., None] >= 0, p_BSK, 0).flatten(0, 1)
+        hidden_TD = outputs.hidden_BSD.flatten(0, 1)
+        logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, ids_TK)
+        losses = token_losses(model, outputs.hidden_BSD, batch)
+        surprise_TK = losses.lse_T[:, None] - logits_TK
+        divergence = (p_TK * surprise_TK - torch.special.entr(p_TK)).sum()
+        share = outputs.share / sizes["targets"]
+        cross_entropy = Term(losses.loss_T.sum() * share, self.label_weight)
+        return {"distillation": Term(divergence * share), "cross_entropy": cross_entropy}
 
 
 @dataclass(frozen=True)
@@ -187,11 +258,7 @@ class Pretraining(RouterLosses):
         return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
 
     def terms(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        batch: _Targeted,
-        sizes: Mapping[str, torch.Tensor],
+        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
     ) -> dict[str, Term]:
         terms = self.own.terms(model, outputs, batch, sizes)
         return terms | self.router_terms(outputs, sizes["tokens"])

@@ -3,13 +3,11 @@
     python -m moetrain.train --data.path pairs.jsonl --train.objective dpo
     Trainer(config, **preferences(config, pairs, "dpo", beta=0.1)).fit()
 
-A pair is one row (:class:`~moetrain.data.packing.PairDataset`), so batches, loaders and meshes are
-those of other rows. For KTO a third segment has the prompt with another pair's chosen answer, from
-which the divergence from the reference is estimated.
+A pair is one row (:class:`~moetrain.data.packing.PairDataset`). For KTO a third segment has the
+prompt with another pair's chosen answer, from which the divergence from the reference is estimated.
 
-The reference is the model that the run begins from. Its log-probabilities of all pairs are computed
-once, before the first step, and are kept in ``output_dir/reference.npz``; with LoRA that is the
-model without its adapters, whose first product is zero. A resumed run reads them.
+The reference is the model that the run begins from; adapters (LoRA) begin as zero. A resumed run
+reads its log-probabilities from ``output_dir/reference.npz``.
 
 Left out on purpose: pairs that share a row, and a reference other than the first weights.
 
@@ -36,14 +34,12 @@ from moetrain.config.files import write_atomically
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
-from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.objectives import Objective, Outputs, Pretraining, Term
+from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Sizes, Term, token_losses
 
 _logger = logging.getLogger("moetrain")
 
-_KEYS = ("prompt", "chosen", "rejected")
 _AGAIN = "give what the run began with, or set never to begin again"
 
 
@@ -97,12 +93,10 @@ class Preference:
         return {"pairs": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
+        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Sizes
     ) -> dict[str, Term]:
-        hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
-        loss_T = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T).loss_T
-        assert batch.reference_BS is not None  # PairDataset has it
-        scores = self._scores(-loss_T - batch.reference_BS.flatten(), batch)
+        loss_T = token_losses(model, outputs.hidden_BSD, batch).loss_T
+        scores = self._scores(-loss_T - batch.extra["reference"].flatten(), batch)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
         found = {
@@ -139,11 +133,7 @@ class Reference(Callback):
         self._datasets = datasets
 
     def on_start(self, run: RunView) -> None:
-        """Fill in the rows' references.
-
-        Raises:
-            ConfigError: the folder of a resumed run does not have them.
-        """
+        """Fill in the rows' references; ConfigError if a resumed run's folder has none."""
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
@@ -179,10 +169,8 @@ def _fill(dataset: PairDataset, run: RunView) -> None:
     engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: Batch) -> torch.Tensor:
-        model, targets_T = engine.model, batch.targets_BS.flatten()
-        hidden_TD = hidden_BSD.flatten(0, 1)
-        found = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
-        return -found.loss_T.view(batch.targets_BS.shape).float()
+        loss_T = token_losses(engine.model, hidden_BSD, batch).loss_T
+        return -loss_T.view(batch.targets_BS.shape).float()
 
     a_rank = size * engine.batch_multiple
     with engine.work(), engine.exact_sizes():
@@ -208,28 +196,22 @@ def pair_datasets(data: Data) -> list[PairDataset]:
     return [rows for rows in (*train, *held_out) if isinstance(rows, PairDataset)]
 
 
-def chosen_objectives(
-    config: Config, arch: Architecture, pairs: Sequence[PairDataset], given: Objective[Any] | None
-) -> tuple[Objective[Any], Objective[Any] | None]:
-    """Return what is minimised, and what evaluations measure (None: the cross-entropy).
-
-    Raises:
-        ConfigError: ``train.objective`` is set beside a ``given`` one, or wants pairs that are not
-            there.
-    """
+def chosen_objective(
+    config: Config, pairs: Sequence[PairDataset], given: Objective[Any] | None
+) -> Objective[Any]:
+    """Return what is learned besides routers' losses; ConfigError if that is not one thing."""
     name = config.train.objective
     if given is not None:
         if config.is_set("train.objective"):
             problem = f"{name!r}, but the program gives another (objective=)"
             raise ConfigError("train.objective", f"{problem}; leave one of them out")
-        return given, given
+        return given
     if name == "next_token":
-        return Pretraining.of(config, arch), None
+        return CrossEntropy()
     if not pairs:
         problem = f"{name!r}, but the rows that were given are no preference pairs"
         raise ConfigError("train.objective", f"{problem}; leave it out")
-    own = Preference(name, config.train.beta)
-    return Pretraining.of(config, arch, own=own), own
+    return Preference(name, config.train.beta)
 
 
 def preferences(
@@ -248,7 +230,7 @@ def preferences(
         raise ConfigError("kind", f"{kind!r} is none of {', '.join(LOSSES)}")
     texts, masks = [], []
     for index, pair in enumerate(pairs):
-        prompt, *answers = (list(map(int, pair[key])) for key in _KEYS)
+        prompt, *answers = (list(map(int, pair[key])) for key in ("prompt", "chosen", "rejected"))
         if not prompt or not all(answers):
             problem = "has no prompt or an answer without a token; leave it out"
             raise ConfigError("data", f"pair {index} {problem}")

@@ -13,9 +13,11 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +190,25 @@ def _chart(title: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> str
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> str:
     """Add up where the time of the logged steps went, as far as a run notes it."""
-    spent: dict[str, float] = {}
+    spent: dict[str, float] = defaultdict(float)
     before = 0
-    for row in (row for row in rows if row.get("step_seconds") is not None):
+    for row in rows:
+        spent["evaluations"] += row.get("eval_seconds") or 0.0
+        spent["checkpoints"] += row.get("checkpoint_blocked_seconds") or 0.0
+        if row.get("step_seconds") is None:
+            continue
         steps, before = max(1, row["step"] - before), row["step"]
         parts = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("seconds/")}
         for name, seconds in (parts or {"steps": row["step_seconds"]}).items():
-            spent[name] = spent.get(name, 0.0) + steps * (seconds or 0.0)
-        if blocked := row.get("checkpoint_blocked_seconds"):
-            spent["checkpoints"] = spent.get("checkpoints", 0.0) + blocked
-    whole = sum(spent.values()) or 1.0
-    lines = [(name, f"{x:,.1f} s", f"{x / whole:.1%}") for name, x in spent.items()]
-    return "<h2>Time</h2>" + _table(sorted(lines, key=lambda line: -spent[line[0]]))
+            spent[name] += steps * (seconds or 0.0)
+    whole, lines, bar, legend = sum(spent.values()) or 1.0, [], "", []
+    largest = sorted(((name, x) for name, x in spent.items() if x), key=lambda part: -part[1])
+    for colour, (name, x) in zip(cycle(_COLOURS), largest, strict=False):
+        lines.append((name.replace("_", " and "), f"{x:,.1f} s", f"{x / whole:.1%}"))
+        box = f"display:inline-block;height:16px;width:{100 * x / whole:.2f}%;background:{colour}"
+        bar += f'<span title="{escape(" ".join(lines[-1]))}" style="{box}"></span>'
+        legend.append(f'<span style="color:{colour}">{escape(lines[-1][0])}</span>')
+    return f"<h2>Time</h2><div>{bar}</div><small>{' '.join(legend)}</small>{_table(lines)}"
 
 
 def _experts(kept: Mapping[str, np.ndarray] | None) -> str:

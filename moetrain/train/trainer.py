@@ -8,6 +8,7 @@ something to resume from, and trains. What every kind of run has around its step
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import plot_curves
-from moetrain.train.objectives import CrossEntropy, Objective, routing_losses
-from moetrain.train.preferences import Reference, chosen_objectives, pair_datasets
+from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
+from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
 from moetrain.train.run import GivenUp, Run
 
 
@@ -63,8 +64,8 @@ class Trainer(Run):
             data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
                 rank; None: what ``config.data`` describes.
             eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
-            objective: what is minimised, and measured in evaluations (:mod:`objectives
-                <moetrain.train.objectives>`); None: the cross-entropy and the routers' losses.
+            objective: what is minimised beside the routers' losses, and measured in evaluations
+                (:mod:`moetrain.train.objectives`); None: what ``train.objective`` says.
             callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
 
         Raises:
@@ -87,8 +88,8 @@ class Trainer(Run):
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
         if pairs := pair_datasets(self.data):
             self.callbacks.append(Reference(pairs))
-        found = chosen_objectives(config, arch, pairs, self._objective)
-        self.objective, self._objective = found
+        self._own = chosen_objective(config, pairs, self._objective)
+        self.objective = Pretraining.of(config, arch, own=self._own)
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
@@ -136,13 +137,17 @@ class Trainer(Run):
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
         start = self.loader.sample_index
+        self.clock.mark("")
         try:
             batches = self.loader.next_step()
+            self.clock.mark("data")
             totals = self.engine.forward_backward(batches, self.objective)
         except GivenUp:
             self.loader.sample_index = start
             raise
+        self.clock.mark("forward_backward")
         outcome = self.engine.step(learning_rate(self.step, self.total_steps, self.config.optim))
+        self.clock.mark("update")
         self.step += 1
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
@@ -170,6 +175,7 @@ class Trainer(Run):
         if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
+        started = time.perf_counter()
         parts, row = self.data.sources or {"": (rows, 1.0)}, {}
         whole = sum(share for _, share in parts.values())
         try:
@@ -181,7 +187,7 @@ class Trainer(Run):
         except GivenUp:
             return
         self.evaluated_at = self.step
-        self.report(row)
+        self.report({**row, "eval_seconds": time.perf_counter() - started})
         self.clock.start()
 
     def held_out_terms(self, rows: Dataset) -> dict[str, float]:
@@ -191,7 +197,7 @@ class Trainer(Run):
         device; nan if no row has anything of the first thing that the objective counts, such as a
         target.
         """
-        world, train, objective = self.world, self.config.train, self._objective or CrossEntropy()
+        world, train, objective = self.world, self.config.train, self._own or CrossEntropy()
         ranks = world.data_rank, world.dims.data_ranks
         batches = list(eval_batches(rows, train.eval_rows, train.micro_batch_size, *ranks))
         terms = _named(self.engine.forward(batches, objective).terms)
@@ -222,12 +228,7 @@ class Trainer(Run):
     def finish(self) -> None:
         """Evaluate, export what settings ask for and plot the losses."""
         self.evaluate()
-        config, is_given = self.config, self._given is not None
-        # Whether the ids that are trained on are the tokenizer's.
-        has_text = (
-            config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
-        )
-        self.export(self.data.tokenizer if has_text else None, self.data.chat_template)
+        self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
         if self.world.is_main:
             curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
             plot_curves(self.log.path, self.folder / "loss.png", curves, "loss (nats a token)")
