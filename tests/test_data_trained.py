@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import settled
+from test_data_chat_records import TOOLS
 from test_data_formats import CONTAINERS, FORMS, TEXTS, marked, rows_of, turns
 
 from moetrain import Config, Trainer
@@ -21,13 +22,14 @@ zstandard = pytest.importorskip("zstandard")
 __all__ = ["marked"]  # a fixture
 
 RECORDS = {form: records for form, (records, _) in FORMS.items()} | TEXTS
+RECORDS["tools"] = [{"messages": turns("Hi", "Ho"), "tools": TOOLS}, {"messages": turns("a", "b")}]
 
 
 @pytest.mark.parametrize("form", RECORDS)
 def test_a_form_is_trained_on_in_every_container(
     form: str, marked: Path, tiny_words: list[str], tmp_path: Path
 ):
-    """Eight forms in seven containers; rows and masks are tested beside transformers' alone."""
+    """Nine forms in seven containers; rows and masks are tested beside transformers' alone."""
     records = RECORDS[form] * 8
     words = [word for word in tiny_words if "eval_" not in word and "sample" not in word]
     words += ["train.steps=2", "train.sample_tokens=0", "data.eval_fraction=0"]

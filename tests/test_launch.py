@@ -196,7 +196,15 @@ def _launch(command, nproc, texts, check):
 @pytest.fixture
 def start(tmp_path):
     """``start(behaviour)``: the launcher of ranks that behave so (three), as a running process."""
-    return lambda behaviour, **how: Launcher(tmp_path, RANK, behaviour, str(tmp_path), **how)
+    started = []
+
+    def launcher(behaviour, **how):
+        started.append(Launcher(tmp_path, RANK, behaviour, str(tmp_path), **how))
+        return started[-1]
+
+    yield launcher
+    for each in started:  # of a test that failed; their ranks die with them
+        each.process.kill()
 
 
 def assert_nobody_is_left(folder):
