@@ -23,8 +23,7 @@ import torch.nn.functional as F
 
 from moetrain import Generator, load_hf
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.text import chat_ids, end_ids
+from moetrain.rollout.request import Request, SamplingParams, chat_ids, end_ids
 
 ROW, ROWS = 512, 4
 """Tokens of a text that perplexity is measured on, and texts: the source of argparse."""

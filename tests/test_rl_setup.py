@@ -17,7 +17,7 @@ from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.weights import replica_bytes
+from moetrain.rollout.weights import _replica_bytes
 from moetrain.train.memory import GIB, estimate_memory, least_sleep
 
 BAD_ENVIRONMENTS = """
@@ -168,7 +168,7 @@ def test_a_recipe_is_not_at_fault_for_what_a_user_leaves_out(capsys):
 def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer = RlTrainer(config_of(tmp_path, **{"rl.cache_tokens": 640, "rl.supervised_steps": 0}))
     found = trainer.session.memory
-    assert found.generator == pytest.approx(replica_bytes(trainer.engine), rel=0.02)  # no norms
+    assert found.generator == pytest.approx(_replica_bytes(trainer.engine), rel=0.02)  # no norms
     trainer.sync_weights()
     trainer.roll_out()
     caches = trainer.generator.steps.caches

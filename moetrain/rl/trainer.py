@@ -32,7 +32,7 @@ from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup, Window
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.text import end_ids
+from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
 from moetrain.train.engine import Engine
