@@ -17,7 +17,8 @@ from moetrain.config import ConfigError
 from moetrain.jobs import store
 from moetrain.jobs.api import Refused
 from moetrain.jobs.client import Client, RequestFailed
-from moetrain.jobs.scheduler import JobRun, Service
+from moetrain.jobs.run import JobRun
+from moetrain.jobs.scheduler import Service
 
 SEEDS = (3, 4, 5)
 NAMES = {seed: f"{seed:032x}" for seed in SEEDS}

@@ -19,7 +19,7 @@ from test_jobs import WORDS, Course, adapter_of, config_of, run_alone
 from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
 from moetrain.jobs.client import Client, RequestFailed
-from moetrain.jobs.scheduler import JobRun
+from moetrain.jobs.run import JobRun
 
 SEEDS = 25
 CANCELLED = (3, 10, 21, 32, 43, 48)

@@ -94,7 +94,7 @@ _PROGRAMS = {
     ),
     "jobs": _Program(
         "jobs",
-        "moetrain.jobs.scheduler:JobRun",
+        "moetrain.jobs.run:JobRun",
         Recipes.JOBS,
         foreign=(
             # Jobs bring data, steps and learning rates with them.
@@ -105,8 +105,8 @@ _PROGRAMS = {
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),
-        plan="moetrain.jobs.scheduler:JobRun.plan",
-        inspect="moetrain.jobs.scheduler:JobRun.inspect",
+        plan="moetrain.jobs.run:JobRun.plan",
+        inspect="moetrain.jobs.run:JobRun.inspect",
     ),
 }
 

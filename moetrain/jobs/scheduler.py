@@ -7,44 +7,35 @@ Jobs with something to do take turns, one request each. A request is on the disk
 is told so, and its answer before the next one runs: after a crash the next process goes on from
 the newest checkpoint of each job and computes again what that has not seen. An error within a
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
-
-:class:`JobRun` is the service as a process, ``python -m moetrain.jobs``, behind HTTP.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.environment import launched_place
+from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.jobs.api import KINDS, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, check_base
-from moetrain.models.architecture import Architecture
-from moetrain.rollout.access import Access
-from moetrain.train.plan import plan_memory
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.setup import resolve_run, stop_signals
+from moetrain.train.setup import resolve_run
 
 _logger = logging.getLogger("moetrain")
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _REMOVED = ".removed"
-_IDLE_SECONDS = 0.1
-"""Between looks at stop signals, while no request waits."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -351,81 +342,3 @@ def _line_of(error: Exception) -> str:
     """Describe ``error`` in one line for a client, with its class unless the message is ours."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-class JobRun:
-    """One run of the service as a process. ``JobRun(config).fit()`` is all there is to call."""
-
-    def __init__(self, config: Config) -> None:
-        """Check ``config``; raises ConfigError for settings that the service cannot have."""
-        if not config.lora.rank:
-            raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
-        if share := config.optim.offload_fraction:
-            problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
-            raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
-        self.access_of(config).check()
-        self.config = config
-
-    @classmethod
-    def inspect(cls, config: Config, arch: Architecture) -> None:
-        cls(config)
-
-    @classmethod
-    def plan(cls, config: Config, arch: Architecture) -> str:
-        """Refuse what the service would refuse, and describe the memory that it takes."""
-        return plan_memory(cls(config).config, arch)
-
-    def fit(self) -> None:
-        """Serve until SIGTERM or Ctrl-C.
-
-        Raises:
-            ConfigError: as :class:`Service`; or ``jobs.port`` cannot be listened at.
-            RunFailed: the disk or the device fails.
-            SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
-        """
-        place = launched_place()
-        if place is not None and place.rank > 0:  # it runs what the main one runs
-            with stop_signals() as stop:  # the main one says when to stop
-                session = JobSession(*resolve_run(self.config))
-                session.follow()
-        else:
-            with Service(self.config) as service, stop_signals() as stop, self.serving(service):
-                settings = json.dumps(service.config.to_dict(), indent=2)
-                (service.folder / "config.json").write_text(settings, "utf-8")
-                _logger.info("settings:\n%s", service.config.describe())
-                work = sum(job.has_work for job in service.jobs.values())
-                _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
-                service.is_stopping = lambda: bool(stop)
-                while not stop:
-                    service.turn()
-                    service.wait(_IDLE_SECONDS)
-            session = service.session
-            session.dismiss()
-        session.world.leave()
-        if stop:
-            raise SystemExit(128 + stop[0])
-
-    @classmethod
-    @contextmanager
-    def serving(cls, service: Service) -> Iterator[None]:
-        """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
-        access = cls.access_of(service.config)
-        from moetrain.jobs.server import JobRoutes  # which needs an extra
-
-        server, listener = JobRoutes(service).listen(access)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            print(f"serving jobs at http://{access.host}:{access.port}", flush=True)
-            yield
-        finally:
-            service.tell_stopped()
-            server.should_exit = True
-            thread.join()
-
-    @staticmethod
-    def access_of(config: Config) -> Access:
-        """Return the address of the server, and who may use it."""
-        jobs = config.jobs
-        own_file = Path(config.output_dir) / "token"
-        return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
