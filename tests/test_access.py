@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,14 +16,11 @@ from starlette.routing import Route
 from moetrain.config import ConfigError
 from moetrain.rollout import access as access_module
 from moetrain.rollout.access import Access
+from moetrain.rollout.http_json import JsonServer
 
 
 def access_to(folder, host="127.0.0.1", auth="auto", file=None, port=0):
     return Access(host, port, auth, file, folder / "made" / "token", "jobs.")
-
-
-def error_body(status, problem):
-    return {"error": problem, "status": status}
 
 
 async def echo(request: Request) -> Response:
@@ -35,14 +31,24 @@ async def echo(request: Request) -> Response:
     )
 
 
+class Echo(JsonServer):
+    """A server of one route."""
+
+    def __init__(self):
+        super().__init__([Route("/echo", echo, methods=["GET", "POST"])], 1, "a setting")
+
+    @staticmethod
+    def error_body(status, problem):
+        return {"error": problem, "status": status}
+
+
 @pytest.fixture
 def serve():
     """``serve(access)``: its port; ended with the test."""
     running = []
 
     def begin(access):
-        app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"])])
-        server, listener = access.server(app, error_body)
+        server, listener = Echo().listen(access)
         running.append((server, threading.Thread(target=server.run, args=([listener],))))
         running[-1][1].start()
         return listener.getsockname()[1]
@@ -127,12 +133,12 @@ def test_what_cannot_be_is_one_line(tmp_path):
     for host, auth in (("127.0.0.1", "token"), ("0.0.0.0", "auto")):
         access_to(tmp_path, host, auth, file="x").check()
     with pytest.raises(ConfigError, match=r"^jobs\.host: 'no such' is no address"):
-        access_to(tmp_path, "no such", "none").server(Starlette(), error_body)
+        Echo().listen(access_to(tmp_path, "no such", "none"))
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(ConfigError, match=r"^jobs\.port: \d+ at 127.0.0.1 cannot be listened at"),
     ):
-        access_to(tmp_path, port=other.getsockname()[1]).server(Starlette(), error_body)
+        Echo().listen(access_to(tmp_path, port=other.getsockname()[1]))
     for port in (-1, 65536, 99999, 10**30):
         with pytest.raises(ConfigError, match=rf"^jobs\.port: {port} is not a port, 1 to 65535"):
             access_to(tmp_path, port=port).check()

@@ -30,7 +30,7 @@ from moetrain.cli.main import main as named
 from moetrain.cli.train import _PROGRAMS, main
 from moetrain.config import Config, Recipes
 from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.protocol import Chat, Completions
+from moetrain.rollout.server import CompletionServer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.trainer import Trainer
 
@@ -231,7 +231,7 @@ def check_request(words):
     """A request to the server of ``moetrain.serve`` has a body that it takes."""
     url = next(word for word in words if word.startswith("http"))
     if "-d" in words:
-        kind = {"completions": Completions, "chat/completions": Chat}[url.partition("/v1/")[2]]
+        kind = CompletionServer.BODIES["/v1/" + url.partition("/v1/")[2]]
         kind.model_validate(json.loads(words[words.index("-d") + 1]))
 
 

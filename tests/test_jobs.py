@@ -15,8 +15,8 @@ from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
 from moetrain.jobs import store
-from moetrain.jobs.api import BadRequest, Full
-from moetrain.jobs.scheduler import Service, Unknown
+from moetrain.jobs.api import Refused
+from moetrain.jobs.scheduler import Service
 from moetrain.optim import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
@@ -302,7 +302,7 @@ def test_jobs_take_turns(tmp_path):
                 service.submit(name, "forward_backward", {"data": data})
         order = []
         while service.turn():
-            order.append(names.index(service._last))
+            order.append(names.index([*service.jobs][-1]))
     assert order == [0, 1, 2, 0, 1, 2, 0, 2, 0, 2, 0, 0]
 
 
@@ -379,11 +379,11 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
         first = service.ask(name, "forward_backward", body, 0)
         assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
         assert service.create("ab" * 16)["next_number"] == 1
-        with pytest.raises(BadRequest, match="number 0 was another request; the next is 1"):
+        with pytest.raises(Refused, match="number 0 was another request; the next is 1"):
             service.submit(name, "optim_step", {"lr": 1e-3}, 0)
-        with pytest.raises(BadRequest, match="number 2 is ahead of the next, 1"):
+        with pytest.raises(Refused, match="number 2 is ahead of the next, 1"):
             service.submit(name, "optim_step", {"lr": 1e-3}, 2)
-        with pytest.raises(BadRequest, match="this job has seed 0"):
+        with pytest.raises(Refused, match="this job has seed 0"):
             service.create("ab" * 16, seed=1)
     with Service(config_of(tmp_path)) as service:
         assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
@@ -400,7 +400,7 @@ def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
         folder = tmp_path / "jobs" / name
         assert len(list((folder / "requests").iterdir())) <= 2 * 4
         assert len(list((folder / "answers").iterdir())) <= 2 * 4 + 4
-        with pytest.raises(BadRequest, match="request 0 is no longer kept: the last 4 are"):
+        with pytest.raises(Refused, match="request 0 is no longer kept: the last 4 are"):
             service.answer(name, 0)
 
 
@@ -524,20 +524,20 @@ def test_saves_are_gone_back_to(tmp_path):
 def test_cancelled_and_deleted_jobs(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_jobs=2")) as service:
         one, two = (service.create()["id"] for _ in range(2))
-        with pytest.raises(Full, match="there are 2 jobs, as many"):
+        with pytest.raises(Refused, match="there are 2 jobs, as many"):
             service.create()
         waiting = service.answer(one, service.submit(one, "optim_step", {"lr": 1.0}))
         assert service.cancel(one)["status"] == "cancelled"
         assert waiting.result(0) == {"error": "cancelled"}
         assert not service.turn()
-        with pytest.raises(BadRequest, match="this job is cancelled"):
+        with pytest.raises(Refused, match="this job is cancelled"):
             service.submit(one, "optim_step", {"lr": 1.0})
         asker(service, two)("forward_backward", {"data": [{"tokens": [1, 2]}]})
         gone = service.delete(two)
         service.turn()
         gone.result(0)
         assert not (tmp_path / "jobs" / two).exists()
-        with pytest.raises(Unknown):
+        with pytest.raises(Refused, match="there is no such thing"):
             service.describe(two)
         service.create()
     with Service(config_of(tmp_path)) as service:
@@ -630,7 +630,7 @@ def quiet(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "body", "says"), BAD)
 def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body, says):
     name = quiet.create("ef" * 16)["id"]
-    with pytest.raises(BadRequest, match=says) as found:
+    with pytest.raises(Refused, match=says) as found:
         quiet.submit(name, kind, body)
     assert "\n" not in str(found.value)
     assert quiet.describe(name)["next_number"] == 0
@@ -640,7 +640,7 @@ def test_a_queue_has_an_end(quiet):
     name = quiet.create()["id"]
     for _ in range(2):
         quiet.submit(name, "optim_step", {"lr": 1.0})
-    with pytest.raises(Full, match="2 requests of this job wait already"):
+    with pytest.raises(Refused, match="2 requests of this job wait already"):
         quiet.submit(name, "optim_step", {"lr": 1.0})
     quiet.cancel(name)
 

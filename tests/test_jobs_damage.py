@@ -15,7 +15,7 @@ from test_jobs_server import free_port
 
 from moetrain.config import ConfigError
 from moetrain.jobs import store
-from moetrain.jobs.api import BadRequest
+from moetrain.jobs.api import Refused
 from moetrain.jobs.client import Client, RequestFailed
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
@@ -42,7 +42,7 @@ def fate_of(service, name, expected):
     """Why a job is not finished; nothing: it is, as is ``expected``."""
     try:
         answers = finish(service, name)
-    except BadRequest as refusal:
+    except Refused as refusal:
         return str(refusal)
     errors = [answer["error"] for answer in answers if "error" in answer]
     assert errors or answers == expected
@@ -216,9 +216,9 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
         for key, (_, says) in AT_ONCE.items():
             known = service.describe(names[key])
             assert known["status"] == "failed", key
-            with pytest.raises(BadRequest, match=says):
+            with pytest.raises(Refused, match=says):
                 service.submit(names[key], *STEP)
-            with pytest.raises(BadRequest, match=says):
+            with pytest.raises(Refused, match=says):
                 service.answer(names[key], 99)
             assert service.create(names[key], known["seed"] or 0) == known
             assert service.cancel(names[key]) == known
@@ -229,7 +229,7 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
         while service.turn():
             pass
         for key, (_, says) in LATER.items():
-            with pytest.raises(BadRequest, match=says) as refused:
+            with pytest.raises(Refused, match=says) as refused:
                 service.submit(names[key], *STEP)
             assert waiting[key].result(0)["error"] in str(refused.value)
         with JobRun.serving(service):
@@ -325,7 +325,7 @@ def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, mo
         def full(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(store, "write_durably", full)
+        patch.setattr(store, "_write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.turn()
     with Service(config_of(folder)) as service:

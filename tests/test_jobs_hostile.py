@@ -15,8 +15,8 @@ from test_jobs import asker, config_of, text_of
 from test_jobs_server import Process, send
 
 from moetrain.jobs import store
-from moetrain.jobs.api import KINDS, BadRequest, Full
-from moetrain.jobs.scheduler import Service, Unknown
+from moetrain.jobs.api import KINDS, Refused
+from moetrain.jobs.scheduler import Service
 
 LEARN = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
 STEP, LOOK = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
@@ -77,7 +77,7 @@ def test_nothing_of_a_job_is_left_in_the_cache(service):
 )
 def test_a_refusal_is_a_line(service, kind, body, says):
     name = service.create()["id"]
-    with pytest.raises(BadRequest, match=says) as found:
+    with pytest.raises(Refused, match=says) as found:
         service.submit(name, kind, body)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 400
@@ -133,7 +133,7 @@ def test_an_id_is_taken_until_its_job_is_gone(service):
     service.create(name)
     asker(service, name)(*LEARN)
     gone = service.delete(name)
-    with pytest.raises(Full, match="being deleted"):
+    with pytest.raises(Refused, match="being deleted"):
         service.create(name)
     service.turn()
     gone.result(0)
@@ -157,19 +157,19 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_durably", full)
+        patch.setattr(store, "_write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
             service.cancel(name)
         assert service.describe(name)["status"] == "open"
-        with pytest.raises(Unknown):
+        with pytest.raises(Refused, match="there is no such thing"):
             service.describe(other)
     service.turn()
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_durably", full)
+        patch.setattr(store, "_write_durably", full)
         gone = service.delete(name)
         assert waiting.result(0) == {"error": "cancelled"}
         service.turn()

@@ -13,7 +13,7 @@ from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 
 REQUESTS = [
     Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),
@@ -67,7 +67,7 @@ def test_what_is_frozen_is_there_once():
     assert set(dict(model.named_parameters())) - own == generator.borrowed
     assert (
         update.num_bytes
-        == replica_bytes(engine)
+        == _replica_bytes(engine)
         == sum(model.get_parameter(name).nbytes for name in own)
     )
     update()

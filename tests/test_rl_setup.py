@@ -18,7 +18,7 @@ from moetrain.rl.collect import try_reward
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.weights import replica_bytes
+from moetrain.rollout.weights import _replica_bytes
 from moetrain.train.memory import GIB, RankSizes
 
 BAD_ENVIRONMENTS = """
@@ -170,7 +170,7 @@ def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer = RlTrainer(config_of(tmp_path, **{"rl.cache_tokens": 640, "rl.supervised_steps": 0}))
     sizes = trainer.config, trainer.engine.arch, trainer.world.dims, torch.float32
     found = estimate_memory(*sizes, trainer.session.sleep)
-    assert found.generator == pytest.approx(replica_bytes(trainer.engine), rel=0.02)  # no norms
+    assert found.generator == pytest.approx(_replica_bytes(trainer.engine), rel=0.02)  # no norms
     trainer.sync_weights()
     trainer.roll_out()
     caches = trainer.generator.steps.caches

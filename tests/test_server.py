@@ -27,9 +27,8 @@ from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.request import Request, SamplingParams, TextStream, chat_ids
 from moetrain.rollout.server import CompletionServer
-from moetrain.rollout.text import TextStream, chat_ids
 
 COMMON = {"max_tokens": 20, "temperature": 0.8, "seed": 3}
 

@@ -22,7 +22,6 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import Chat, Completions
 from moetrain.rollout.server import CompletionServer
 
 DEEP = "@deep"
@@ -114,10 +113,10 @@ def parts(got):
 class Target:
     """A server behind its door, and what may be asked of it."""
 
-    def __init__(self, app, error_body, folder, models):
+    def __init__(self, server, folder, models):
         self.names = sorted({name for model in models for name in model.model_fields})
         access = Access("127.0.0.1", 0, "auto", None, folder / "token")
-        self.server, listener = access.server(app, error_body)
+        self.server, listener = server.listen(access)
         self.port = listener.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
@@ -134,8 +133,8 @@ class Serve(Target):
     def __init__(self, folder):
         save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
         self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
-        app = CompletionServer(self.generator, "tiny", max_request_mib=1).app
-        super().__init__(app, CompletionServer.error_body, folder, (Completions, Chat))
+        server = CompletionServer(self.generator, "tiny", max_request_mib=1)
+        super().__init__(server, folder, server.BODIES.values())
         turns = [{"role": "user", "content": "a"}]
         self.good = {
             "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},
@@ -165,8 +164,7 @@ class Jobs(Target):
 
     def __init__(self, folder):
         self.service = Service(config_of(folder / "jobs", "jobs.max_request_mib=1"))
-        app = JobRoutes(self.service).app
-        super().__init__(app, JobRoutes.error_body, folder, KINDS.values())
+        super().__init__(JobRoutes(self.service), folder, KINDS.values())
         self.over = False
         self.worker = threading.Thread(target=self.work)
         self.worker.start()

@@ -23,7 +23,7 @@ from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 from moetrain.train import setup
 from moetrain.train.engine import Engine
 
@@ -126,7 +126,7 @@ def follow(engine, *, tokens=True):
     """A generator beside ``engine`` while it learns."""
     rank = dist.get_rank() if dist.get_world_size() > 1 else 0
     model, experts = replica(engine)
-    assert sum(p.nbytes for p in model.parameters()) == replica_bytes(engine)
+    assert sum(p.nbytes for p in model.parameters()) == _replica_bytes(engine)
     assert (experts is None) == (engine.world.dims.ep == 1)
     generator = Generator(model, experts=experts, num_pages=20, page_size=4)
     update = WeightUpdate(engine, generator)

@@ -42,16 +42,25 @@ def _run(argv: Sequence[str] | None) -> None:
     )
     args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
-    from moetrain.rollout.engine import Generator
+    from moetrain.rollout.engine import Generator, load_model
     from moetrain.rollout.pages import Pages
-    from moetrain.rollout.request import Request, RequestError, SamplingParams
-    from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
+    from moetrain.rollout.request import (
+        Request,
+        RequestError,
+        SamplingParams,
+        TextStream,
+        chat_ids,
+        end_ids,
+    )
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
     if args.chat:
         ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:
-        ids = prompt_ids(tokenizer, args.prompt)
+        try:
+            ids = tuple(tokenizer.encode_prompt(args.prompt))
+        except ValueError as error:
+            raise ConfigError("prompt", str(error)) from None
     room = max(1, model.arch.max_positions - len(ids))
     most = min(SamplingParams.max_tokens, room)
     try:

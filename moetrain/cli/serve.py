@@ -54,10 +54,9 @@ def _run(argv: Sequence[str] | None) -> None:
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
-    from moetrain.rollout.engine import Generator
+    from moetrain.rollout.engine import Generator, load_model
     from moetrain.rollout.pages import Pages
     from moetrain.rollout.server import CompletionServer
-    from moetrain.rollout.text import load_model
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
     generator = Generator(
@@ -70,8 +69,7 @@ def _run(argv: Sequence[str] | None) -> None:
     generator.warm_up()
     name = args.name or args.path
     limits = {"max_queue": args.max_queue, "max_request_mib": args.max_request_mib}
-    app = CompletionServer(generator, name, **limits).app
-    server, listener = access.server(app, CompletionServer.error_body)
+    server, listener = CompletionServer(generator, name, **limits).listen(access)
     print(f"serving {name} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
 

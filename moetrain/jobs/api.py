@@ -1,7 +1,7 @@
 """The requests that a client may send to its job: bodies of JSON, checked before they are queued.
 
 A request that is taken up can be served: the model has its token ids, its rows fit, its numbers are
-finite. Otherwise one line says what is wrong (:class:`BadRequest`).
+finite. Otherwise one line says what is wrong (:class:`Refused`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from moetrain.config import ConfigError
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.config.sources import shortened
 from moetrain.rl.rows import Sample
-from moetrain.rollout.protocol import JsonBody, complaint
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.request import JsonBody, Request, SamplingParams
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Pattern of a save's name, which names a folder and leads nowhere else."""
@@ -43,12 +41,13 @@ _Floats = Annotated[list[float], Field(fail_fast=True)]
 _Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)]
 
 
-class BadRequest(ValueError):
+class Refused(ValueError):
     """A request is refused; the message is one line for the client."""
 
-
-class Full(Exception):
-    """The service has as much to do as it takes; the message is one line for the client."""
+    def __init__(self, problem: str, status: int = 400) -> None:
+        """``status`` is HTTP's: 404 where there is no such job, 429 where there is much to do."""
+        super().__init__(problem)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,17 @@ class Limits:
             raise ValueError(f"{name} has no tokens")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
+
+    def parse(self, kind: str, body: object) -> _JobBody:
+        """Parse and check the JSON value ``body`` of a request ``kind``; raises Refused."""
+        if kind not in KINDS:
+            raise Refused(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
+        try:
+            request = KINDS[kind].model_validate(body)
+            request.check(self)
+        except ValueError as error:
+            raise Refused(JsonBody.complaint(error)) from None
+        return request
 
 
 class _JobBody(JsonBody):
@@ -93,12 +103,6 @@ class _Datum(JsonBody):
     advantages: float | _Floats | None = None
     """One for all tokens, or one for each."""
 
-    def sample(self, number: int) -> Sample:
-        """Return the text as :mod:`moetrain.rl` packs it; ValueError as there."""
-        mask = [0] + [1] * (len(self.tokens) - 1) if self.mask is None else self.mask
-        advantage = 0.0 if self.advantages is None else self.advantages
-        return Sample.of(self.tokens, mask, advantage, number, self.logprobs)
-
     def check(self, name: str, limits: Limits) -> None:
         """Raise ValueError if no row holds the text, or fp32 one of its numbers."""
         limits.check_tokens(name, self.tokens)
@@ -119,8 +123,13 @@ class _Texts(_JobBody):
     data: list[_Datum] = Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)
 
     def samples(self) -> list[Sample]:
-        """Return :attr:`data` as samples."""
-        return [datum.sample(number) for number, datum in enumerate(self.data)]
+        """Return :attr:`data` as :mod:`moetrain.rl` packs it; ValueError as there."""
+        found = []
+        for number, one in enumerate(self.data):
+            mask = [0] + [1] * (len(one.tokens) - 1) if one.mask is None else one.mask
+            advantage = 0.0 if one.advantages is None else one.advantages
+            found.append(Sample.of(one.tokens, mask, advantage, number, one.logprobs))
+        return found
 
     def check(self, limits: Limits) -> None:
         for i, datum in enumerate(self.data):
@@ -155,9 +164,8 @@ class ForwardBackward(_Texts):
         try:
             settings = RlSection.model_validate(values, strict=True)
             settings.check()
-        except (ValidationError, ConfigError) as error:
-            told = complaint(error) if isinstance(error, ValidationError) else error
-            raise ValueError(f"loss_settings: {told}") from None
+        except ValueError as error:  # pydantic's, or ConfigError
+            raise ValueError(f"loss_settings: {JsonBody.complaint(error)}") from None
         if settings.ratio == "proximal":
             raise ValueError(
                 "loss_settings: ratio 'proximal' is the trainer's own before the update; send "
@@ -168,17 +176,14 @@ class ForwardBackward(_Texts):
     def check(self, limits: Limits) -> None:
         super().check(limits)
         policy = self.policy()
-        takes = {
-            "advantages": policy is not None,
-            "logprobs": policy is not None and policy.ratio == "rollout",
-        }
         for i, datum in enumerate(self.data):
-            for key, wanted in takes.items():
+            for key in ("advantages", "logprobs"):
                 has = getattr(datum, key) is not None
-                if wanted and not has:
-                    raise ValueError(f"data[{i}] has no {key}, which loss {self.loss!r} needs")
-                if has and policy is None:
+                if policy is None and has:
                     raise ValueError(f"data[{i}] has {key}, of which cross_entropy has no use")
+                is_needed = key == "advantages" or (policy and policy.ratio == "rollout")
+                if policy and is_needed and not has:
+                    raise ValueError(f"data[{i}] has no {key}, which loss {self.loss!r} needs")
 
 
 class Forward(_Texts):
@@ -264,7 +269,7 @@ class Save(_JobBody):
         return re.fullmatch(_NAME, name) is not None
 
 
-class Load(Save):
+class _Load(Save):
     """A request to go back to a save."""
 
     changes = True
@@ -276,19 +281,5 @@ KINDS: Mapping[str, type[_JobBody]] = {
     "optim_step": OptimStep,
     "sample": Sampling,
     "save": Save,
-    "load": Load,
+    "load": _Load,
 }
-
-
-def parse(kind: str, body: object, limits: Limits) -> _JobBody:
-    """Parse and check the JSON value ``body`` of a request ``kind``; raises BadRequest."""
-    if kind not in KINDS:
-        raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
-    try:
-        request = KINDS[kind].model_validate(body)
-        request.check(limits)
-    except ValidationError as error:
-        raise BadRequest(complaint(error)) from None
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    return request

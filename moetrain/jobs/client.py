@@ -41,11 +41,11 @@ class Client:
     token: str | None = None
     patience: float = 0.0
 
-    def create(self, seed: int = 0, name: str | None = None) -> RemoteJob:
+    def create(self, seed: int = 0, name: str | None = None) -> _RemoteJob:
         """Make a new job, or go on with the job of id ``name``."""
         name = secrets.token_hex(16) if name is None else name
         known = self.call("POST", "/v1/jobs", {"id": name, "seed": seed})
-        return RemoteJob(self, name, known["next_number"])
+        return _RemoteJob(self, name, known["next_number"])
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """Send a request and return the JSON reply; retries for :attr:`patience` seconds.
@@ -81,7 +81,7 @@ def _problem(error: urllib.error.HTTPError) -> str:
 
 
 @dataclass
-class RemoteJob:
+class _RemoteJob:
     """One job of a service, for use by one thread at a time."""
 
     client: Client

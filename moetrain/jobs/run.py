@@ -29,7 +29,7 @@ _IDLE_SECONDS = 0.1
 
 
 class JobRun:
-    """One run of the service. ``JobRun(config).fit()`` is all there is to call."""
+    """One run of the service as a process. ``JobRun(config).fit()`` is all there is to call."""
 
     def __init__(self, config: Config) -> None:
         """Check ``config``; raises ConfigError for settings that the service cannot have."""
@@ -65,7 +65,11 @@ class JobRun:
                 session.follow()
         else:
             with Service(self.config) as service, stop_signals() as stop, self.serving(service):
-                _announce(service)
+                settings = json.dumps(service.config.to_dict(), indent=2)
+                (service.folder / "config.json").write_text(settings, "utf-8")
+                _logger.info("settings:\n%s", service.config.describe())
+                work = sum(job.has_work for job in service.jobs.values())
+                _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
                 service.is_stopping = lambda: bool(stop)
                 while not stop:
                     service.turn()
@@ -83,7 +87,7 @@ class JobRun:
         access = cls.access_of(service.config)
         from moetrain.jobs.server import JobRoutes  # which needs an extra
 
-        server, listener = access.server(JobRoutes(service).app, JobRoutes.error_body)
+        server, listener = JobRoutes(service).listen(access)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
@@ -100,11 +104,3 @@ class JobRun:
         jobs = config.jobs
         own_file = Path(config.output_dir) / "token"
         return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
-
-
-def _announce(service: Service) -> None:
-    settings = json.dumps(service.config.to_dict(), indent=2)
-    (service.folder / "config.json").write_text(settings, "utf-8")
-    _logger.info("settings:\n%s", service.config.describe())
-    work = sum(job.has_work for job in service.jobs.values())
-    _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)

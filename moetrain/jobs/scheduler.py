@@ -19,17 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import KINDS, BadRequest, Full, parse
+from moetrain.jobs.api import KINDS, Refused
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.store import DamagedJob, Job, read, write_durably
-from moetrain.models.architecture import Architecture
+from moetrain.jobs.store import DamagedJob, Job, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
@@ -39,11 +38,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _REMOVED = ".removed"
 
 
-class Unknown(LookupError):
-    """No job has this id."""
-
-
-class Service:
+class Service(AbstractContextManager["Service"]):
     """A session and the jobs that take turns at it. For use without HTTP, see :meth:`ask`."""
 
     STOPPED = "the service was stopped; ask again when it runs"
@@ -59,17 +54,20 @@ class Service:
             stack.enter_context(folder.claimed())
             self.session = JobSession(config, arch)
             self.config = self.session.config
-            self._check_same_base(arch)
+            base = {
+                "architecture": arch.model_dump(mode="json"),
+                "frozen": self.session.fingerprint,
+                "lora": self.config.lora.model_dump(mode="json", exclude={"save", "layout"}),
+                "moments": self.config.optim.state_dtype,
+            }
+            check_base(self.folder, base)
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._find()}
+            """Who was served last, or came last, is last."""
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
-        self._last: str | None = None
         self._removals: list[tuple[Job, Future[None]]] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -87,32 +85,6 @@ class Service:
         with self._lock:
             for job in self.jobs.values():
                 job.tell_waiting(self.STOPPED)
-
-    def _check_same_base(self, arch: Architecture) -> None:
-        path = self.folder / "base.json"
-        lora = self.config.lora
-        mine = {
-            "architecture": arch.model_dump(mode="json"),
-            "frozen": self.session.fingerprint,
-            "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
-            "moments": self.config.optim.state_dtype,
-        }
-        if not path.exists():
-            write_durably(path, mine)
-        try:
-            theirs = read(self.folder, path.name)
-        except DamagedJob as error:
-            raise ConfigError(
-                "output_dir",
-                f"in {str(self.folder)!r} {error}; put it back, or, where model, lora and "
-                "optim.state_dtype are as they were for its jobs, remove it",
-            ) from None
-        for key in mine:
-            if theirs.get(key) != mine[key]:
-                setting = {"lora": "lora", "moments": "optim.state_dtype"}.get(key, "model")
-                problem = f"{str(self.folder)!r} has jobs of another base ({key} differs)"
-                remedy = f"set {setting} as it was, or choose another folder"
-                raise ConfigError("output_dir", f"{problem}; {remedy}")
 
     def _find(self) -> list[Job]:
         root = self.folder / "jobs"
@@ -144,37 +116,37 @@ class Service:
         """Make a new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
 
         Raises:
-            BadRequest: ``name`` or ``seed`` is not valid, or the job has another seed.
-            Full: there are ``jobs.max_jobs`` already, or the job is being deleted.
+            Refused: ``name`` or ``seed`` is not valid, the job has another seed or is being
+                deleted, or there are ``jobs.max_jobs`` already.
             OSError: it cannot be written, and there is no such job.
         """
         name = secrets.token_hex(16) if name is None else name
         if not _ID.fullmatch(name):
-            raise BadRequest("id is not 32 hexadecimal digits (of a random number that is secret)")
+            raise Refused("id is not 32 hexadecimal digits (of a random number that is secret)")
         if not 0 <= seed < 2**63:
-            raise BadRequest(f"seed {seed!r:.40} is out of range")
+            raise Refused(f"seed {seed!r:.40} is out of range")
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
                 if len(self.jobs) >= most:
-                    raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
+                    problem = f"there are {most} jobs, as many as jobs.max_jobs; delete some"
+                    raise Refused(problem, 429)
                 if any(job.id == name for job, _ in self._removals):  # whose folder is still there
-                    raise Full("the job of this id is being deleted; ask again when it is")
+                    raise Refused("the job of this id is being deleted; ask again when it is", 429)
                 job = Job(self.folder / "jobs" / name, seed)
                 job.begin()
                 self.jobs[name] = job
             elif job.seed not in (None, seed):
-                raise BadRequest(f"this job has seed {job.seed}")
+                raise Refused(f"this job has seed {job.seed}")
             return job.describe()
 
     def _of(self, name: str) -> Job:
-        job = self.jobs.get(name)
-        if job is None:
-            raise Unknown(name)
-        return job
+        if name not in self.jobs:
+            raise Refused("there is no such thing", 404)
+        return self.jobs[name]
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Describe a job to its client; raises Unknown."""
+        """Describe a job to its client. This and all below raise Refused where there is none."""
         with self._lock:
             return self._of(name).describe()
 
@@ -186,10 +158,10 @@ class Service:
                 again; None: the next.
 
         Raises:
-            BadRequest, Full, Unknown: it is not taken up.
+            Refused: it is not taken up.
         """
-        self.describe(name)  # raises Unknown before the body is parsed
-        text = parse(kind, body, self.session.limits).model_dump_json()
+        self.describe(name)  # raises Refused before the body is parsed
+        text = self.session.limits.parse(kind, body).model_dump_json()
         with self._lock:
             job = self._of(name)
             job.check_open()
@@ -200,13 +172,13 @@ class Service:
     def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
         """Return a future of a request's ``result`` or ``error``.
 
-        BadRequest, Unknown: there was no such request, it was too long ago, there is no such job.
+        Refused: there was no such request, or it was too long ago.
         """
         with self._lock:
             job = self._of(name)
             if not 0 <= number < job.accepted:
                 job.check_open()
-                raise BadRequest(f"there was no request {number}; the next is {job.accepted}")
+                raise Refused(f"there was no request {number}; the next is {job.accepted}")
             if number >= job.done and job.status == "open":
                 return job.waiting.setdefault(number, Future())
             answer = {"error": job.error or job.status}
@@ -221,7 +193,7 @@ class Service:
             return future
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """Cancel a job's waiting requests, and take up no more; raises Unknown."""
+        """Cancel a job's waiting requests, and take up no more."""
         with self._lock:
             job = self._of(name)
             if job.status == "open":
@@ -230,7 +202,7 @@ class Service:
             return job.describe()
 
     def delete(self, name: str) -> Future[None]:
-        """Remove a job and its files; the future is done when they are gone. Raises Unknown."""
+        """Remove a job and its files; the future is done when they are gone."""
         with self._lock:
             job = self._of(name)
             if job.status == "open":
@@ -247,13 +219,20 @@ class Service:
             return future
 
     def saved_file(self, name: str, save: str, file: str) -> Path:
-        """Return the path of a file of a save's adapter, in PEFT's format; raises Unknown."""
+        """Return the path of a file of a save's adapter, in PEFT's format."""
         with self._lock:
             path = self._of(name).folder / "saves" / save / "adapter" / file
             # The routes let no name through that leads out of the folder.
             if not path.is_file():
-                raise Unknown(name)
+                raise Refused("there is no such thing", 404)
             return path
+
+    def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
+        """Submit a request and take turns until its answer is there, all from one thread."""
+        future = self.answer(name, self.submit(name, kind, body, number))
+        while not future.done():
+            self.turn()
+        return future.result()
 
     # ---- the worker's thread -------------------------------------------------------------------
 
@@ -264,9 +243,10 @@ class Service:
         """
         self._remove()
         with self._lock:
-            job = self._next()
-        if job is None:
-            return False
+            job = next((job for job in self.jobs.values() if job.has_work), None)
+            if job is None:
+                return False
+            self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
         assert job.seed is not None  # else it was set aside
         try:
             self.session.sit(job.id, job.seed, str(job.folder))
@@ -285,15 +265,6 @@ class Service:
         except DamagedJob as error:
             self._set_aside(job, str(error))
         return True
-
-    def _next(self) -> Job | None:
-        """Return the first job with work behind the one that was served last."""
-        jobs = list(self.jobs.values())
-        names = [job.id for job in jobs]
-        start = names.index(self._last) + 1 if self._last in names else 0
-        job = next((job for job in jobs[start:] + jobs[:start] if job.has_work), None)
-        self._last = job.id if job else self._last
-        return job
 
     def _serve_again(self, job: Job, number: int) -> None:
         """Bring ``job`` to where it was after request ``number``, which has an answer."""
@@ -314,7 +285,7 @@ class Service:
             answer: dict[str, Any] = {"result": result}
         except (RunFailed, OSError, DamagedJob):
             raise
-        except BadRequest as error:
+        except Refused as error:
             answer = {"error": str(error), "refused": True}
             session.pass_over(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -342,6 +313,7 @@ class Service:
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
+        """Whether the job that is loaded is to be saved."""
         new = self.session.now.seen - self.session.now.saved
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
@@ -364,13 +336,6 @@ class Service:
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)
-
-    def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
-        """Submit a request and take turns until its answer is there, all from one thread."""
-        future = self.answer(name, self.submit(name, kind, body, number))
-        while not future.done():
-            self.turn()
-        return future.result()
 
 
 def _line_of(error: Exception) -> str:

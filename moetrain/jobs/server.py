@@ -16,7 +16,6 @@ the job's request N, which can be sent again and is done once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -26,19 +25,14 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import BadRequest, Full, Save
-from moetrain.jobs.scheduler import Service, Unknown
-from moetrain.rollout.http_json import JsonServer, reply
-from moetrain.rollout.protocol import JsonBody
+from moetrain.jobs.api import Refused, Save
+from moetrain.jobs.scheduler import Service
+from moetrain.rollout.http_json import JsonServer
+from moetrain.rollout.request import JsonBody
 
 _LONGEST_WAIT = 600.0
 """Seconds that one HTTP request may wait for an answer."""
-_REFUSALS: Mapping[type[Exception], Callable[[Any], tuple[int, str]]] = {
-    Unknown: lambda error: (404, "there is no such thing"),
-    BadRequest: lambda error: (400, str(error)),
-    Full: lambda error: (429, str(error)),
-    OSError: lambda error: (507, f"it was not taken up: it cannot be kept: {error.strerror}"),
-}
+_NOT_KEPT = "it was not taken up: it cannot be kept"
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -74,28 +68,35 @@ class JobRoutes(JsonServer):
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
         routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
-        most = service.config.jobs.max_request_mib
-        super().__init__(routes, _REFUSALS, most, "jobs.max_request_mib")
+        super().__init__(
+            routes,
+            service.config.jobs.max_request_mib,
+            "jobs.max_request_mib",
+            {
+                Refused: lambda error: (error.status, str(error)),
+                OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
+            },
+        )
 
     # ---- routes --------------------------------------------------------------------------------
 
     async def create(self, request: HTTPRequest) -> Response:
         new = await self.read(request, _NewJob.model_validate)
-        return reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
+        return self.reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
 
     async def describe(self, request: HTTPRequest) -> Response:
-        name = request.path_params["job"]
-        return reply(await asyncio.to_thread(self.service.describe, name))
+        known = await asyncio.to_thread(self.service.describe, request.path_params["job"])
+        return self.reply(known)
 
     async def cancel(self, request: HTTPRequest) -> Response:
-        name = request.path_params["job"]
         await self.read(request, _Nothing.model_validate)
-        return reply(await asyncio.to_thread(self.service.cancel, name))
+        known = await asyncio.to_thread(self.service.cancel, request.path_params["job"])
+        return self.reply(known)
 
     async def delete(self, request: HTTPRequest) -> Response:
         gone = await asyncio.to_thread(self.service.delete, request.path_params["job"])
         await asyncio.wrap_future(gone)
-        return reply({})
+        return self.reply({})
 
     async def ask(self, request: HTTPRequest) -> Response:
         name, kind = request.path_params["job"], request.path_params["kind"]
@@ -116,22 +117,22 @@ class JobRoutes(JsonServer):
         try:
             answer = await asyncio.wait_for(waiting, wait)
         except TimeoutError:
-            return reply({"number": number}, 202)
+            return self.reply({"number": number}, 202)
         if "result" in answer:
-            return reply({"number": number, "result": answer["result"]})
+            return self.reply({"number": number, "result": answer["result"]})
         status = 503 if answer["error"] == Service.STOPPED else 422
-        return reply({"number": number, "error": answer["error"]}, status)
+        return self.reply({"number": number, "error": answer["error"]}, status)
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
         if file not in _FILES or not Save.may_be_named(save):
-            raise Unknown(file)
+            raise Refused("there is no such thing", 404)
         return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
 
 
 def _number_of(text: str) -> int:
     if not (text.isdecimal() and len(text) < 9):
-        raise BadRequest(f"number {shortened(text)} is no number of a request")
+        raise Refused(f"number {shortened(text)} is no number of a request")
     return int(text)
 
 
@@ -142,5 +143,5 @@ def _wait_of(request: HTTPRequest) -> float:
     except ValueError:
         wait = -1.0
     if not 0 <= wait <= _LONGEST_WAIT:
-        raise BadRequest(f"wait {shortened(text)} is not 0 to {_LONGEST_WAIT:.0f} seconds")
+        raise Refused(f"wait {shortened(text)} is not 0 to {_LONGEST_WAIT:.0f} seconds")
     return wait

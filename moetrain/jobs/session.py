@@ -1,22 +1,30 @@
 """An engine and a generator that serve one job at a time.
 
-A job's state (its adapter, moments, and the gradients of an unfinished step) is copied into the
-very tensors that the engine was built with, and out of them when it is another job's turn
-(:mod:`moetrain.jobs.shared`). So one optimizer, one set of compiled blocks and one generator serve
-all jobs, over one copy of the base model, which the generator shares. Random numbers follow from a
-job's seed and the request's number, so a result depends on no other job.
+A job's state is copied into the very tensors that the engine was built with, and out of them when
+it is another job's turn (:mod:`moetrain.jobs.shared`). So one optimizer, one set of compiled blocks
+and one generator serve all jobs, over one copy of the base model, which the generator shares.
+Random numbers follow from a job's seed and the request's number, so a result depends on no other
+job.
 
-Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`).
+Of several ranks only the main one has jobs, their files and the HTTP server. Before it runs a
+method that is decorated :func:`_together`, it broadcasts the name and the arguments, as JSON, to
+the others, which wait in :meth:`JobSession.follow`. Then all report how it went: what has failed on
+one rank has failed. Anything large lies in files, which all ranks see.
+
+Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`); a rank that fails in the
+middle of a collective, for which the others wait until that gives up, as in any run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -24,18 +32,8 @@ from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import (
-    BadRequest,
-    Forward,
-    ForwardBackward,
-    Limits,
-    Load,
-    OptimStep,
-    Sampling,
-    Save,
-    parse,
-)
-from moetrain.jobs.shared import JobState, SharedEngine, Spread
+from moetrain.jobs.api import Forward, ForwardBackward, Limits, OptimStep, Refused, Sampling, Save
+from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
@@ -43,7 +41,7 @@ from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
-from moetrain.rollout.request import Completion, Request
+from moetrain.rollout.request import Completion
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining
 from moetrain.train.run_folder import RunFolder
@@ -55,17 +53,40 @@ _LOGPROB_BYTES = 32
 _ROW_MULTIPLE = 64
 """Multiple that row lengths are rounded to where nothing is compiled for one length: the pads
 behind it are computed too."""
-_ASIDE = "aside"
-"""Folder for jobs that are in the middle of a step and have no room in memory."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-class JobSession(Spread):
+class _FailedElsewhere(RuntimeError):
+    """A method that succeeded here has failed on another rank."""
+
+
+def _together(
+    method: Callable[Concatenate[JobSession, _P], _R],
+) -> Callable[Concatenate[JobSession, _P], _R]:
+    """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
+
+    @wraps(method)
+    def call(session: JobSession, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if session.is_told or session.world.size == 1:
+            return method(session, *args, **kwargs)
+        assert not kwargs
+        session.world.broadcast(json.dumps([method.__name__, *args]))
+        return session.run_here(method, *args)
+
+    return call
+
+
+class JobSession:
     """The engine and generator of all jobs. One thread makes all calls.
 
     Attributes:
         limits: the largest requests that can be served.
         now: the job whose state is loaded, and how far it has come.
     """
+
+    is_told = False
+    """Whether every rank runs the method that is running now."""
 
     def __init__(self, config: Config, arch: Architecture) -> None:
         """Build everything; ConfigError for settings that do not fit the model or the device."""
@@ -90,7 +111,8 @@ class JobSession(Spread):
         )
         self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
-        self._aside = Path(config.output_dir) / _ASIDE
+        self._aside = Path(config.output_dir) / "aside"
+        """Folder for jobs that are in the middle of a step and have no room in memory."""
         if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
@@ -100,9 +122,42 @@ class JobSession(Spread):
         self.fingerprint = self.engine.fingerprint  # collective: now, when every rank is here
         self.now = JobState()
 
+    # ---- several ranks -------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Run the methods that the main rank calls, until it calls :meth:`dismiss`."""
+        while command := json.loads(self.world.broadcast("")):
+            name, *args = command
+            try:
+                self.run_here(getattr(JobSession, name).__wrapped__, *args)
+            except Exception as error:  # noqa: BLE001 - the main rank was told, and decides
+                del error
+
+    def dismiss(self) -> None:
+        """Let the other ranks return from :meth:`follow`. Called on the main rank, at the end."""
+        if self.world.size > 1:
+            self.world.broadcast("null")
+
+    def run_here(self, method: Callable[..., _R], *args: Any) -> _R:
+        """Run a method that every rank runs now; what fails on one rank fails on all."""
+        self.is_told = True
+        result = error = None
+        try:
+            result = method(self, *args)
+        except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
+            error = failure
+        finally:
+            self.is_told = False
+        others = self.world.any("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if others:
+            raise _FailedElsewhere(others)
+        return result  # pyright: ignore[reportReturnType]
+
     # ---- who sits here -------------------------------------------------------------------------
 
-    @Spread.together
+    @_together
     def sit(self, job: str, seed: int, folder: str) -> None:
         """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
 
@@ -157,14 +212,14 @@ class JobSession(Spread):
             self.save()
             self.now = JobState()
 
-    @Spread.together
+    @_together
     def put_all_away(self) -> None:
         """Save all jobs, except those in the middle of a step, and hold none."""
         self._leave()
         for job in list(self._held):
             self._put_away(job)
 
-    @Spread.together
+    @_together
     def forget(self, job: str) -> None:
         """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
         if (held := self._held.pop(job, None)) is not None:
@@ -183,7 +238,7 @@ class JobSession(Spread):
 
     # ---- saving --------------------------------------------------------------------------------
 
-    @Spread.together
+    @_together
     def save(self) -> None:
         """Write a checkpoint of the current job, between two steps; raises RunFailed."""
         self._write(RunFolder(self.now.folder).checkpoints)
@@ -204,26 +259,26 @@ class JobSession(Spread):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    @Spread.together
+    @_together
     def serve(self, number: int) -> dict[str, Any] | None:
         """Serve request ``number`` of the current job, and return the result.
 
         None: :attr:`is_given_up` said so; call :meth:`forget` before the job goes on.
 
         Raises:
-            BadRequest: the job's state does not allow it, and is unchanged.
+            Refused: the job's state does not allow it, and is unchanged.
             DamagedJob: the request's file is damaged.
             Exception: any other; call :meth:`forget` then too.
         """
         entry = Job.request_in(self.now.folder, number)
-        request = parse(entry["kind"], entry["body"], self.limits)
+        request = self.limits.parse(entry["kind"], entry["body"])
         self.draw_seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
         torch.manual_seed(self.draw_seed)  # dropout's
         result = getattr(self, f"_{entry['kind']}")(request)
         self.now.seen = number + 1
         return result
 
-    @Spread.together
+    @_together
     def pass_over(self, number: int, forgets_step: bool) -> None:
         if forgets_step:
             self.engine.forget()
@@ -243,7 +298,7 @@ class JobSession(Spread):
 
     def _optim_step(self, request: OptimStep) -> dict[str, Any]:
         if self.engine.is_between_steps:
-            raise BadRequest("there was no forward_backward since the last step")
+            raise Refused("there was no forward_backward since the last step")
         outcome = self.engine.step(request.lr)
         skipped, norm = bool(outcome.skipped.item()), _finite(outcome.grad_norm.item())
         self.now.steps += not skipped
@@ -278,9 +333,11 @@ class JobSession(Spread):
                     if c.finish_reason is not None:
                         done[int(c.request_id), c.index] = _described(c, request)
                 if self.is_given_up():
-                    self._abort(mine)
+                    for one in mine:
+                        generator.abort(one.id)
         finally:
-            self._abort(mine)
+            for one in mine:
+                generator.abort(one.id)
         if self.is_given_up():
             done.clear()
         parts = self.world.gather(done)
@@ -291,29 +348,25 @@ class JobSession(Spread):
             "completions": [[found[i, k] for k in range(request.n)] for i in range(len(requests))]
         }
 
-    def _abort(self, requests: Sequence[Request]) -> None:
-        for one in requests:
-            self.generator.abort(one.id)
-
     def _save(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
-            raise BadRequest("a step is not over: its gradients are part of no save; step first")
+            raise Refused("a step is not over: its gradients are part of no save; step first")
         root, name = self.now.folder / "saves", request.name
         found = list_checkpoints(root / name)
         # One of this very request: it was saved, and its answer was not.
         if found and step_of(found[-1]) != self.now.seen:
-            raise BadRequest(f"there is a save {name!r} already; choose another name")
+            raise Refused(f"there is a save {name!r} already; choose another name")
         others = [path for path in root.iterdir() if path.name != name] if root.is_dir() else []
         if len(others) >= self.config.jobs.max_saves:
-            raise BadRequest(f"this job has {len(others)} saves, as many as jobs.max_saves")
+            raise Refused(f"this job has {len(others)} saves, as many as jobs.max_saves")
         self.engine.save_peft(root / name / "adapter")
         self._write(root / name)
         return {"name": name, "steps": self.now.steps}
 
-    def _load(self, request: Load) -> dict[str, Any]:
+    def _load(self, request: Save) -> dict[str, Any]:
         found = list_checkpoints(self.now.folder / "saves" / request.name)
         if not found:
-            raise BadRequest(f"this job has no save {request.name!r}")
+            raise Refused(f"this job has no save {request.name!r}")
         self.engine.forget()
         self.engine.restore(self.now, open_checkpoint(found[-1]))
         return {"name": request.name, "steps": self.now.steps}

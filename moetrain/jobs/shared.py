@@ -2,24 +2,12 @@
 
 Between two steps a job's state is what a checkpoint holds. In the middle of one it has gradients
 besides, which fit this layout alone and are of no use to another process.
-
-Of several ranks only the main one has jobs, their files and the HTTP server. Before it runs a
-method that is decorated :meth:`Spread.together`, it broadcasts the name and the arguments, as JSON,
-to the others, which wait in :meth:`Spread.follow`. Then all report how it went: what has failed on
-one rank has failed. Anything large lies in files, which all ranks see.
-
-Left out on purpose: a rank that fails in the middle of a collective, for which the others wait
-until that gives up, as in any run.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -32,10 +20,6 @@ from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
-
-_D = TypeVar("_D", bound="Spread")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 @dataclass
@@ -168,64 +152,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy ``tensor`` to the host without waiting; into pinned memory if it is on CUDA."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
     return host.copy_(tensor.detach(), non_blocking=True)
-
-
-# ---- several ranks -------------------------------------------------------------------------------
-
-
-class Spread:
-    """What every rank has one of; all run those methods together that are :meth:`together`."""
-
-    world: World
-    is_told = False
-    """Whether every rank runs the method that is running now."""
-
-    @staticmethod
-    def together(
-        method: Callable[Concatenate[_D, _P], _R],
-    ) -> Callable[Concatenate[_D, _P], _R]:
-        """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
-
-        @wraps(method)
-        def call(session: _D, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if session.is_told or session.world.size == 1:
-                return method(session, *args, **kwargs)
-            assert not kwargs
-            session.world.broadcast(json.dumps([method.__name__, *args]))
-            return session._run(method, *args)
-
-        return call
-
-    def follow(self) -> None:
-        """Run the methods that the main rank calls, until it calls :meth:`dismiss`."""
-        while command := json.loads(self.world.broadcast("")):
-            name, *args = command
-            try:
-                self._run(getattr(type(self), name).__wrapped__, *args)
-            except Exception as error:  # noqa: BLE001 - the main rank was told, and decides
-                del error
-
-    def dismiss(self) -> None:
-        """Let the other ranks return from :meth:`follow`. Called on the main rank, at the end."""
-        if self.world.size > 1:
-            self.world.broadcast("null")
-
-    def _run(self, method: Callable[..., _R], *args: Any) -> _R:
-        self.is_told = True
-        result = error = None
-        try:
-            result = method(self, *args)
-        except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
-            error = failure
-        finally:
-            self.is_told = False
-        others = self.world.any("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        if others:
-            raise _FailedElsewhere(others)
-        return result  # pyright: ignore[reportReturnType]
-
-
-class _FailedElsewhere(RuntimeError):
-    """A method that succeeded here has failed on another rank."""

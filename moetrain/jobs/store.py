@@ -26,9 +26,10 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
+from moetrain.config import ConfigError
 from moetrain.config.files import fsync, remove_temporaries, write_atomically
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import KINDS, BadRequest, Full
+from moetrain.jobs.api import KINDS, Refused
 from moetrain.train.run_folder import RunFolder
 
 _KEPT_ANSWERS = 100
@@ -37,30 +38,53 @@ _Status = Literal["open", "cancelled", "failed"]
 _JOB = "job.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
-_SAVES = "saves"
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
-class DamagedJob(BadRequest):
+class DamagedJob(Refused):
     """A file of a job is not what was written; the message names it, and is for the client."""
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(f"{name} is damaged: {' '.join(str(why).split())}")
 
 
-def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
-    """Write ``value``, which is not empty, as JSON, and force it to the disk.
+def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the jobs in ``folder`` are of the base that ``mine`` describes.
 
-    ``more`` are further keys, whose values are JSON already. OSError: ``path`` is as it was.
+    A folder that has none gets it.
+    """
+    path = folder / "base.json"
+    if not path.exists():
+        _write_durably(path, mine)
+    try:
+        theirs = _load(folder, path.name)
+    except DamagedJob as error:
+        raise ConfigError(
+            "output_dir",
+            f"in {str(folder)!r} {error}; put it back, or, where model, lora and "
+            "optim.state_dtype are as they were for its jobs, remove it",
+        ) from None
+    for key in mine:
+        if theirs.get(key) != mine[key]:
+            setting = {"lora": "lora", "moments": "optim.state_dtype"}.get(key, "model")
+            problem = f"{str(folder)!r} has jobs of another base ({key} differs)"
+            remedy = f"set {setting} as it was, or choose another folder"
+            raise ConfigError("output_dir", f"{problem}; {remedy}")
+
+
+def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
+    """Write ``value``, which is not empty, and ``body``, which is JSON, and force it to the disk.
+
+    OSError: ``path`` is as it was.
     """
     text = json.dumps(value, allow_nan=False)
-    for key, part in more.items():
-        text = f"{text[:-1]}, {json.dumps(key)}: {part}}}"
+    if body is not None:
+        text = f'{text[:-1]}, "body": {body}}}'
     write_atomically(path, lambda temporary: temporary.write_bytes(sealed(text)), durable=True)
 
 
-def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """Read what :func:`write_durably` wrote to ``folder / name``.
+def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """Read what :func:`_write_durably` wrote to ``folder / name``.
 
     Raises DamagedJob unless it is what was written, with all ``fields``, of these types.
     """
@@ -134,7 +158,7 @@ class Job:
     @staticmethod
     def request_in(folder: Path, number: int) -> dict[str, Any]:
         """Return ``kind`` and ``body`` of a request of the job in ``folder``; or DamagedJob."""
-        return read(folder, _file(_REQUESTS, number), kind=str, body=dict)
+        return _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
 
     def begin(self) -> None:
         """Write a new job to the disk."""
@@ -144,7 +168,7 @@ class Job:
     def look(self) -> None:
         """Read from the disk how the job was left; DamagedJob: a file is not as it should be."""
         try:
-            known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
+            known = _load(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
             if len(known) != 3 or known["status"] not in get_args(_Status):
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
             self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
@@ -163,7 +187,7 @@ class Job:
 
         DamagedJob, OSError: a file is not as it should be, missing, or one too many.
         """
-        for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS, _SAVES))):
+        for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS, "saves"))):
             folder.mkdir(exist_ok=True)
             remove_temporaries(folder)
         for kind in (_REQUESTS, _ANSWERS):
@@ -184,13 +208,13 @@ class Job:
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
-        write_durably(self.folder / _JOB, {"seed": self.seed, "status": status, "error": None})
+        _write_durably(self.folder / _JOB, {"seed": self.seed, "status": status, "error": None})
         self.status, self.error = status, None
 
     def check_open(self) -> None:
-        """Raise BadRequest unless the job is open."""
+        """Raise Refused unless the job is open."""
         if self.status != "open":
-            raise BadRequest(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
+            raise Refused(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
 
     def describe(self) -> dict[str, Any]:
         """Describe the job to its client."""
@@ -215,21 +239,19 @@ class Job:
         """Take up a request, its ``body`` as JSON, and return its number.
 
         Raises:
-            BadRequest: another request has ``number``, or ones before it have not come.
-            Full: as many as ``most`` wait already.
+            Refused: another request has ``number``, or ones before it have not come; as many as
+                ``most`` wait already.
         """
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
         if number is not None and number < self.accepted:
             if self._known(number)["digest"] != entry["digest"]:
-                raise BadRequest(
-                    f"number {number} was another request; the next is {self.accepted}"
-                )
+                raise Refused(f"number {number} was another request; the next is {self.accepted}")
             return number
         if number not in (None, self.accepted):
-            raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
+            raise Refused(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
-            raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
-        write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body=body)
+            raise Refused(f"{most} requests of this job wait already (jobs.max_queued)", 429)
+        _write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
         self.accepted += 1
         return self.accepted - 1
@@ -245,23 +267,23 @@ class Job:
         """Keep the ``result`` or the ``error`` of the request that was served last."""
         assert number == self.done
         path = self.folder / _file(_ANSWERS, number)
-        write_durably(path, {**self._known(number), **answer})
+        _write_durably(path, {**self._known(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
         """Return the answer to request ``number``, which is done, with its kind and digest.
 
-        BadRequest: it was too long ago; DamagedJob, which is one too: its file is damaged.
+        Refused: it was too long ago; DamagedJob, which is one too: its file is damaged.
         """
         if not os.path.lexists(self.folder / _file(_ANSWERS, number)):
-            raise BadRequest(
+            raise Refused(
                 f"the answer to request {number} is no longer kept: the last {_KEPT_ANSWERS} are"
             )
         return self._read(_ANSWERS, number)
 
     def _read(self, kind: str, number: int) -> dict[str, Any]:
         name = _file(kind, number)
-        entry = read(self.folder, name, kind=str, digest=str)
+        entry = _load(self.folder, name, kind=str, digest=str)
         outcome = {"body"} if kind == _REQUESTS else {"result", "error"}
         if entry["kind"] not in KINDS or not outcome & set(entry):
             raise DamagedJob(name, "it is not what this version of moetrain writes")

@@ -31,7 +31,7 @@ from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.text import end_ids
+from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
 from moetrain.train.engine import Engine

@@ -1,48 +1,28 @@
-"""Authentication and limits on connections for both HTTP servers (``serve`` and ``jobs``).
+"""Who may use the HTTP servers (``serve`` and ``jobs``), as settings say.
 
 Without a token a request to a loopback address must name such an address as its host: a page in a
 local browser can make a name of its own resolve to this machine (DNS rebinding), and would then
-have the server's origin. A client that keeps the server waiting, for a request or while it reads an
-answer, is closed after a minute, or earlier if there are too many connections and it was waited for
-longest: each takes a file of the process. Starlette's and uvicorn's own means answer in plain text,
-and close no slow client.
+have the server's origin.
 
 Left out on purpose: TLS, which belongs to a proxy before the server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
-import json
-import resource
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from moetrain.config import ConfigError
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import shortened
-
-if TYPE_CHECKING:
-    import uvicorn  # which is in an extra
-
-_SLOWEST = 16 << 10
-"""Bytes, sent or read, that earn a client another second: slower clients are closed."""
-_PIECE = 64 << 10
-"""Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
-the size above which asyncio makes a writer wait until a quarter is left."""
-
-_Send = Callable[[Any], Awaitable[None]]
-_App = Callable[[Any, Any, _Send], Awaitable[None]]  # of ASGI
-_ErrorBody = Callable[[int, str], object]
 
 
 @dataclass(frozen=True)
@@ -102,55 +82,29 @@ class Access:
         print(f"the bearer token is in {path}", flush=True)
         return token
 
-    def server(self, app: _App, error_body: _ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
-        """Make a server of ``app`` behind authentication, and the listening socket it runs with.
+    def refusal(self, headers: Mapping[bytes, bytes], token: str | None) -> tuple[int, str] | None:
+        """Return HTTP's status and what is wrong with a request; None: it may be served.
 
-        Raises:
-            ConfigError: as :meth:`token`; the address is invalid, or cannot be listened at.
+        Args:
+            token: as from :meth:`token`.
         """
-        import uvicorn
+        if token is not None:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode()):
+                return None
+            return 401, "no bearer token, or another than the server's"
+        host = headers.get(b"host", b"").decode("latin-1")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        if _is_loopback(name) or not _is_loopback(self.host):
+            return None
+        problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
+        return 403, f"{problem}; use that, or start the server with {self.section}auth token"
 
-        token = self.token()
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        is_limited = files != resource.RLIM_INFINITY
-        most = min(self.connections, files // 2) if is_limited else self.connections
-        listener = self._listen()
-        config = uvicorn.Config(
-            self._guarded(app, token, error_body),
-            log_level="error",
-            ws="none",
-            http=_bounded(error_body, most),
-            backlog=most // 4,  # asyncio accepts as many before anything else happens
-            timeout_graceful_shutdown=2,  # seconds; then requests are cut off
-        )
-        return uvicorn.Server(config), listener
-
-    def _guarded(self, app: _App, token: str | None, error_body: _ErrorBody) -> _App:
-        """Wrap ``app``: refuse requests without ``token``, or, if it is None, for another host."""
-        from moetrain.rollout.http_json import reply  # whose starlette is in an extra
-
-        is_local = token is None and _is_loopback(self.host)
-
-        async def handle(scope: Any, receive: Any, send: Any) -> None:
-            headers = dict(scope.get("headers", ()))
-            host = headers.get(b"host", b"").decode("latin-1")
-            if scope["type"] != "http":
-                await app(scope, receive, send)
-                return
-            if token is not None and not _shows(headers, token):
-                status, problem = 401, "no bearer token, or another than the server's"
-            elif is_local and not _names_this_machine(host):
-                problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
-                remedy = f"use that, or start the server with {self.section}auth token"
-                status, problem = 403, f"{problem}; {remedy}"
-            else:
-                await app(scope, receive, _in_pieces(send))
-                return
-            await reply(error_body(status, problem), status)(scope, receive, send)
-
-        return handle
-
-    def _listen(self) -> socket.socket:
+    def listen(self) -> socket.socket:
+        """Listen at the address; ConfigError if it is invalid or taken."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:
@@ -166,7 +120,7 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
+    """Whether ``host`` is an address of this machine alone, without asking a name server."""
     if host == "localhost":
         return True
     try:
@@ -175,113 +129,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _names_this_machine(address: str) -> bool:
-    """Whether ``HOST[:PORT]`` is a loopback address, without asking a name server."""
-    try:
-        return _is_loopback(urlsplit(f"//{address}").hostname or "")
-    except ValueError:
-        return False
-
-
 def _write_secret(path: Path) -> None:
     path.touch(0o600, exist_ok=False)  # before there is anything in it
     path.write_text(secrets.token_urlsafe(32) + "\n", "utf-8")
-
-
-def _shows(headers: dict[bytes, bytes], token: str) -> bool:
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
-
-
-def _in_pieces(send: _Send) -> _Send:
-
-    async def pieces(message: dict[str, Any]) -> None:
-        body = message.get("body", b"")
-        last = max(0, len(body) - 1) // _PIECE * _PIECE
-        for start in range(0, last, _PIECE):
-            await send({**message, "body": body[start : start + _PIECE], "more_body": True})
-        await send({**message, "body": body[last:]} if last else message)
-
-    return pieces
-
-
-def _bounded(error_body: _ErrorBody, most: int) -> type[asyncio.Protocol]:
-    """Return a protocol class for at most ``most`` connections that closes slow clients."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Bounded(H11Protocol):
-        waited = 0.0
-        """Seconds that the client has kept the server waiting, less those that it earned."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            super().connection_made(transport)
-            self._watch()
-            if len(self.connections) > most:
-                here = cast("set[Bounded]", self.connections)
-                slowest = max(here, key=lambda one: (one.waited, one is self))
-                self.connections.discard(slowest)
-                slowest.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self.timer.cancel()
-
-        def data_received(self, data: bytes) -> None:
-            if self.cycle is None or not self.cycle.response_complete:
-                self._earn(len(data))
-            super().data_received(data)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._earn(_PIECE * 3 // 4)
-
-        def on_response_complete(self) -> None:
-            self.waited = 0.0
-            super().on_response_complete()
-
-        def eof_received(self) -> None:
-            if self._is_in_request():
-                self._refuse(400, "the request has no end")
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(400, "the request is no HTTP/1.1")
-
-        def _earn(self, num_bytes: int) -> None:
-            self.waited = max(0.0, self.waited - num_bytes / _SLOWEST)
-
-        def _watch(self) -> None:
-            self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
-
-        def _look(self) -> None:
-            cycle = self.cycle
-            is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
-            is_waiting = not is_served or self.flow.write_paused
-            self.waited = self.waited + Access.idle_seconds / 60 if is_waiting else 0.0
-            if self.waited < Access.idle_seconds:
-                self._watch()
-            elif self._is_in_request() and not self.transport.is_closing():
-                limit = f"{Access.idle_seconds:.0f} s"
-                self._refuse(408, f"the rest of the request did not come in {limit}")
-                self._watch()
-            else:
-                self.transport.abort()
-
-        def _is_between(self) -> bool:
-            cycle = self.cycle
-            return cycle is None or (cycle.response_complete and not cycle.more_body)
-
-        def _is_in_request(self) -> bool:
-            if self._is_between():
-                return bool(self.conn.trailing_data[0])
-            return self.cycle.more_body and not self.cycle.response_started
-
-        def _refuse(self, status: int, problem: str) -> None:
-            """Answer a request that the application has not answered, and close the connection."""
-            if self._is_between() or not self.cycle.response_started:
-                body = json.dumps(error_body(status, problem)).encode()
-                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
-            self.transport.close()
-
-    return Bounded

@@ -12,21 +12,33 @@ where projections have biases, the two agree to rounding. Not there yet: tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
-from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
+from moetrain.models.hf.files import EXPORT, resolve
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
 from moetrain.rollout.steps import ExpertParallel, Steps
 
+_logger = logging.getLogger("moetrain")
+
 _CPU_TOKENS = 16_384
 _MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
+_T = TypeVar("_T")
 
 
 class Generator:
@@ -305,6 +317,155 @@ class Generator:
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):
             del self._live[completion.request_id]
+
+
+class Update(NamedTuple):
+    """One more token of a completion."""
+
+    completion: Completion
+    """Which grows; with its last token it is whole."""
+    token: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    """The likeliest tokens, as many as were asked for."""
+    finish_reason: str | None
+    """None: more tokens will come."""
+
+
+class _Listener:
+    """Who waits for the tokens of some requests."""
+
+    def __init__(self, num_open: int) -> None:
+        self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        self.num_open = num_open
+        """Completions that are not finished."""
+
+
+class Serving:
+    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._thread = ThreadPoolExecutor(1, "generator")
+        self._streams: list[_Listener] = []
+        self._listeners: dict[str, _Listener] = {}
+        """By the ids of requests that the generator has taken up."""
+        self._driver: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Completions that run or wait, whether or not their tokens were read."""
+        return sum(listener.num_open for listener in self._streams)
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
+        """Yield the tokens of all completions of ``requests`` as they come.
+
+        Raises:
+            RequestError: one can never be served, or another of its id is being served.
+            RuntimeError: :meth:`close` came first.
+        """
+        left = sum(request.params.n for request in requests)
+        submitted = self._thread.submit(self.generator.submit, *requests)
+        listener = _Listener(left)
+        self._streams.append(listener)
+        try:
+            await asyncio.wrap_future(submitted)
+            self._listeners |= {request.id: listener for request in requests}
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            while left:
+                update = await listener.queue.get()
+                if isinstance(update, Exception):
+                    raise update
+                left -= update.finish_reason is not None
+                yield update
+        finally:
+            self._streams.remove(listener)
+            for request in requests:
+                if self._listeners.get(request.id) is listener:
+                    del self._listeners[request.id]
+            if left and not self._is_closed:
+                # Not awaited: a task that is being cancelled must not await.
+                self._thread.submit(self._abort, requests, submitted)
+
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call ``function(*args)`` on the generator's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def close(self) -> None:
+        """Abort all requests, which raises an error in their listeners, and end the thread."""
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        for name, listener in list(self._listeners.items()):
+            await self.call(self.generator.abort, name)
+            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+        self._thread.shutdown()
+
+    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
+        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            for request in requests:
+                self.generator.abort(request.id)
+
+    async def _drive(self) -> None:
+        """Take steps as long as anybody listens."""
+        try:
+            while self._listeners:
+                updates = await self.call(self._step)
+                if not updates:  # it is paused, or reads a long prompt
+                    await asyncio.sleep(0.001)
+                for update in updates:
+                    if listener := self._listeners.get(update.completion.request_id):
+                        listener.num_open -= update.finish_reason is not None
+                        listener.queue.put_nowait(update)
+        except Exception as error:  # noqa: BLE001 - every listener raises it
+            for listener in self._listeners.values():
+                listener.num_open = 0
+                listener.queue.put_nowait(error)
+
+    def _step(self) -> list[Update]:
+        updates = []
+        for c in self.generator.step():
+            top = c.top_logprobs[-1] if c.top_logprobs else {}
+            updates.append(Update(c, c.tokens[-1], c.logprobs[-1], top, c.finish_reason))
+        return updates
+
+
+def load_model(
+    path: str, device: str, dtype: str, adapter: str | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """Load the model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
+
+    Args:
+        adapter: folder of adapters in PEFT's format, used beside the weights.
+        device: auto, cpu or cuda.
+        dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises:
+        ConfigError: the checkpoint cannot be loaded, or there is no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
+    on_gpu = has_gpu and device != "cpu"
+    auto = torch.bfloat16 if on_gpu else torch.float32
+    folder = resolve(path)
+    if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
+        _logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
+    tokenizer = load_tokenizer(str(folder))  # the quicker one first
+    model = load_hf(
+        folder,
+        dtype=auto if dtype == "auto" else getattr(torch, dtype),
+        device="cuda" if on_gpu else "cpu",
+    )
+    if adapter is not None:
+        try:
+            attach_peft(model, adapter)
+        except ConfigError as error:
+            raise ConfigError("adapter", error.problem) from None
+    return model, tokenizer
 
 
 def _pages_that_fit(model: Transformer, page_size: int) -> int:

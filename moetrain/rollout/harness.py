@@ -51,7 +51,7 @@ _NO_SEEDS: Any = dict.fromkeys(
 """The library would seed the process, and with it training."""
 
 
-class Benchmarks:
+class _Benchmarks:
     """The tasks of ``eval.tasks``, which any model can be measured by."""
 
     def __init__(self, settings: EvalSection) -> None:
@@ -99,8 +99,8 @@ class Benchmarked(Callback):
     """Logs the scores of ``eval.tasks`` every ``eval.interval`` steps, and when the run ends."""
 
     def __init__(self, config: Config) -> None:
-        """Load the tasks; raises ConfigError as :class:`Benchmarks` does."""
-        self._benchmarks, self._interval = Benchmarks(config.eval), config.eval.interval
+        """Load the tasks; raises ConfigError as :class:`_Benchmarks` does."""
+        self._benchmarks, self._interval = _Benchmarks(config.eval), config.eval.interval
         self._done_at = -1
 
     def on_step(self, run: RunView) -> None:

@@ -1,38 +1,51 @@
-"""JSON over HTTP for both servers: bounded bodies, strict JSON, and errors as JSON too."""
+"""JSON over HTTP for both servers: bounded bodies, strict JSON, errors as JSON, no slow clients.
+
+A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
+minute, or earlier if there are too many connections and it was waited for longest: each takes a
+file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
+itself, and close no slow client. :mod:`moetrain.rollout.access` says who is served at all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from http import HTTPStatus
+from typing import Any, TypeVar, cast
 
+import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Lifespan
+from starlette.types import Lifespan, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moetrain.config.sources import shortened
-from moetrain.rollout.protocol import complaint
+from moetrain.rollout.access import Access
+from moetrain.rollout.request import JsonBody
 
 _SMALL_BYTES = 64 << 10
 """Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
 _LARGEST_TOGETHER = 8
+_SLOWEST = 16 << 10
+"""Bytes, sent or read, that earn a client another second: slower clients are closed."""
+_PIECE = 64 << 10
+"""Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
+the size above which asyncio makes a writer wait until a quarter is left."""
 
-_Meaning = Callable[[Any], tuple[int, str]]
-"""The status and the problem that an exception stands for."""
 _T = TypeVar("_T")
 
 
 class JsonServer:
     """An HTTP server of JSON: every error is :meth:`error_body`, and bodies take bounded memory.
-
-    Starlette's own limit on a body answers in plain text, and counts each body by itself.
 
     Attributes:
         app: the ASGI application; it does not authenticate clients.
@@ -43,27 +56,27 @@ class JsonServer:
     def __init__(
         self,
         routes: Sequence[BaseRoute],
-        refusals: Mapping[type[Exception], _Meaning],
         most_mib: int,
         setting: str,
+        refusals: Mapping[type[Exception], Callable[[Any], tuple[int, str]]] | None = None,
         lifespan: Lifespan[Starlette] | None = None,
     ) -> None:
         """
         Args:
+            most_mib: size of one body, which ``setting`` gives.
             refusals: status and problem of exceptions by their class. Any that is neither here nor
                 below is status 500, and is logged.
-            most_mib: size of one body, which ``setting`` gives.
         """
         self.most_mib, self.setting = most_mib, setting
         self.arriving = 0
         """Bytes of bodies that are being received or parsed."""
         self._turn = asyncio.Lock()
-        meanings: dict[type[Exception], _Meaning] = {
+        meanings: dict[type[Exception], Callable[[Any], tuple[int, str]]] = {
             HTTPException: lambda error: (error.status_code, error.detail),
-            ValidationError: lambda error: (400, complaint(error)),
+            ValidationError: lambda error: (400, JsonBody.complaint(error)),
             ClientDisconnect: lambda error: (400, "the client hung up"),
             Exception: lambda error: (500, self.FAILED),
-            **refusals,
+            **(refusals or {}),
         }
         handlers = {kind: partial(self._refuse, meaning) for kind, meaning in meanings.items()}
         routes = [Route("/health", self._health), *routes]
@@ -75,12 +88,21 @@ class JsonServer:
         """Return the JSON of an error."""
         raise NotImplementedError
 
-    async def _refuse(self, meaning: _Meaning, request: Request, error: Exception) -> Response:
+    @staticmethod
+    def reply(
+        value: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Answer with ``value`` as JSON in ASCII: texts may hold surrogates, which UTF-8 cannot."""
+        data = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        return Response(data, status, headers, media_type="application/json")
+
+    async def _refuse(self, meaning: Any, request: Request, error: Exception) -> Response:
         status, problem = meaning(error)
-        return reply(self.error_body(status, problem), status, getattr(error, "headers", None))
+        headers = getattr(error, "headers", None)
+        return self.reply(self.error_body(status, problem), status, headers)
 
     async def _health(self, request: Request) -> Response:
-        return reply({"status": "ok"})
+        return self.reply({"status": "ok"})
 
     async def read(self, request: Request, parse: Callable[[Any], _T]) -> _T:
         """Parse the JSON body of ``request`` with ``parse``, in another thread.
@@ -93,25 +115,52 @@ class JsonServer:
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise HTTPException(415, "the body is not application/json")
-        data = bytearray()
+        data, most = bytearray(), self.most_mib << 20
         try:
             async for chunk in request.stream():
                 data += chunk
                 self.arriving += len(chunk)
-                self._check(len(data))
+                if len(data) > most:
+                    problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
+                    raise HTTPException(413, problem)
+                if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
+                    problem = "too many large bodies arrive at once; send it again later"
+                    raise HTTPException(429, problem)
             # Parsed values take many times the memory of their JSON.
             async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
                 return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
         finally:
             self.arriving -= len(data)
 
-    def _check(self, length: int) -> None:
-        most = self.most_mib << 20
-        if length > most:
-            problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
-            raise HTTPException(413, problem)
-        if length > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
-            raise HTTPException(429, "too many large bodies arrive at once; send it again later")
+    def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
+        """Return a server that serves whom ``access`` allows, and the socket it runs with.
+
+        Raises:
+            ConfigError: the token's file holds none; the address is invalid, or taken.
+        """
+        token = access.token()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_limited = files != resource.RLIM_INFINITY
+        most = min(access.connections, files // 2) if is_limited else access.connections
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await self.app(scope, receive, send)
+            elif refusal := access.refusal(dict(scope["headers"]), token):
+                status, problem = refusal
+                await self.reply(self.error_body(status, problem), status)(scope, receive, send)
+            else:
+                await self.app(scope, receive, _in_pieces(send))
+
+        config = uvicorn.Config(
+            guarded,
+            log_level="error",
+            ws="none",
+            http=_bounded(self.error_body, most),
+            backlog=most // 4,  # asyncio accepts as many before anything else happens
+            timeout_graceful_shutdown=2,  # seconds; then requests are cut off
+        )
+        return uvicorn.Server(config), access.listen()
 
 
 def _parsed(data: bytes) -> Any:
@@ -126,7 +175,93 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Answer with ``value`` as JSON in ASCII: texts may hold surrogates, which UTF-8 cannot."""
-    data = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Response(data, status, headers, media_type="application/json")
+def _in_pieces(send: Send) -> Send:
+    async def pieces(message: Any) -> None:
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // _PIECE * _PIECE
+        for start in range(0, last, _PIECE):
+            await send({**message, "body": body[start : start + _PIECE], "more_body": True})
+        await send({**message, "body": body[last:]} if last else message)
+
+    return pieces
+
+
+def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asyncio.Protocol]:
+    """Return a protocol class for at most ``most`` connections that closes slow clients."""
+
+    class Bounded(H11Protocol):
+        waited = 0.0
+        """Seconds that the client has kept the server waiting, less those that it earned."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            self._watch()
+            if len(self.connections) > most:
+                here = cast("set[Bounded]", self.connections)
+                slowest = max(here, key=lambda one: (one.waited, one is self))
+                self.connections.discard(slowest)
+                slowest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.timer.cancel()
+
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or not self.cycle.response_complete:
+                self._earn(len(data))
+            super().data_received(data)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._earn(_PIECE * 3 // 4)
+
+        def on_response_complete(self) -> None:
+            self.waited = 0.0
+            super().on_response_complete()
+
+        def eof_received(self) -> None:
+            if self._is_in_request():
+                self._refuse(400, "the request has no end")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "the request is no HTTP/1.1")
+
+        def _earn(self, num_bytes: int) -> None:
+            self.waited = max(0.0, self.waited - num_bytes / _SLOWEST)
+
+        def _watch(self) -> None:
+            self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
+
+        def _look(self) -> None:
+            cycle = self.cycle
+            is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
+            is_waiting = not is_served or self.flow.write_paused
+            self.waited = self.waited + Access.idle_seconds / 60 if is_waiting else 0.0
+            if self.waited < Access.idle_seconds:
+                self._watch()
+            elif self._is_in_request() and not self.transport.is_closing():
+                limit = f"{Access.idle_seconds:.0f} s"
+                self._refuse(408, f"the rest of the request did not come in {limit}")
+                self._watch()
+            else:
+                self.transport.abort()
+
+        def _is_between(self) -> bool:
+            cycle = self.cycle
+            return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+        def _is_in_request(self) -> bool:
+            if self._is_between():
+                return bool(self.conn.trailing_data[0])
+            return self.cycle.more_body and not self.cycle.response_started
+
+        def _refuse(self, status: int, problem: str) -> None:
+            """Answer a request that the application has not answered, and close the connection."""
+            if self._is_between() or not self.cycle.response_started:
+                body = json.dumps(error_body(status, problem)).encode()
+                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
+
+    return Bounded

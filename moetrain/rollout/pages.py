@@ -215,10 +215,13 @@ class Scheduler:
         """Return the next step's sequences and the tokens it reads of each; they have pages."""
         planned: list[tuple[Running, int]] = []
         left = self.max_tokens
-        # Only the youngest gives way, the list's last, which has not been planned yet.
         for sequence in self.running:
             number = min(sequence.num_unread, left)
-            if number and self._make_room(sequence, number):
+            # Only the youngest gives way, the list's last, which has not been planned yet.
+            while number and not self._grow(sequence, number):
+                if self._preempt_youngest() is sequence:
+                    number = 0
+            if number:
                 planned.append((sequence, number))
                 left -= number
         return planned + self._begin_some(left)
@@ -265,13 +268,6 @@ class Scheduler:
         while self.running:
             self._preempt_youngest()
         self.pages.forget()
-
-    def _make_room(self, sequence: Running, number: int) -> bool:
-        """Get pages for ``number`` more tokens, preempting younger sequences if needed."""
-        while not self._grow(sequence, number):
-            if self._preempt_youngest() is sequence:
-                return False
-        return True
 
     def _preempt_youngest(self) -> Running:
         sequence = self.running.pop()

@@ -1,16 +1,28 @@
-"""Requests to generate and their completions: token ids in, token ids out."""
+"""Requests to generate and their completions, and the text that goes in and out of them.
+
+Token ids are all that a generator knows. :class:`JsonBody` is how clients send requests.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
+from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.transformer import Transformer
+
+_KEPT = 32
+"""Tokens in the window of a stream: many characters, yet few enough to decode at each token."""
 
 _FinishReason = Literal["stop", "length", "abort"]
 
@@ -153,3 +165,126 @@ class Completion:
     that were read again (after preemption or an update) have the experts of the last time."""
     finish_reason: _FinishReason | None = None
     """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""
+
+
+class JsonBody(BaseModel):
+    """A JSON object with exact types, and without unknown keys, infinities or NaNs.
+
+    The bodies of both HTTP servers' requests derive from it. A key that a server does not know is
+    an error, since the client expects it to do something. Lists have ``fail_fast``: a million
+    complaints about a bad one would take gigabytes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, value: Any) -> Any:
+        """Complain about one unknown key; pydantic alone would complain about each."""
+        if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
+            raise ValueError(f"{shortened(min(unknown))} is not supported")
+        return value
+
+    @staticmethod
+    def complaint(error: ValueError) -> str:
+        """Describe ``error``, of pydantic's the first, in one line: where, what, and the value."""
+        if not isinstance(error, ValidationError):
+            return str(error)
+        first = error.errors(include_url=False)[0]
+        # The client's keys may be any text.
+        name = shortened(".".join(map(str, first["loc"])))[1:-1]
+        if first["type"] == "value_error":
+            problem = first["msg"].removeprefix("Value error, ")
+        else:
+            problem = f"{first['msg']}, not {shortened(first['input'])}"
+        return f"{name}: {problem}" if name else problem
+
+
+def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text: the tokenizer's, and the checkpoint's."""
+    named = None if model.source is None else (model.source.generation or {}).get("eos_token_id")
+    ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+    return tuple(sorted(ids - {None}))
+
+
+def chat_ids(
+    tokenizer: Tokenizer, messages: object, record: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, ...]:
+    """Return the tokens that an assistant's answer to ``messages`` continues.
+
+    Args:
+        record: further variables of the template, such as tools and documents
+            (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
+
+    Raises:
+        ConfigError: ``messages`` are not a conversation, or the template refuses them.
+    """
+    try:
+        text = ChatTemplate.of(tokenizer).prompt(messages, ChatTemplate.variables_of(record))
+    except BadLineError as error:
+        raise ConfigError("messages", str(error)) from None
+    return tuple(tokenizer.encode_batch([text])[0].ids.tolist())
+
+
+class TextStream:
+    """Decodes a completion as it grows: whole characters, up to a stop text, which is left out.
+
+    The text of a token depends on its neighbours: it may be half a character, or lack a space that
+    only the first token lacks. So a window of the last tokens is decoded again with each new one:
+    :data:`_KEPT` to twice as many, and more where stop texts are long, or while tokens give no text
+    or no valid UTF-8.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
+    ) -> None:
+        """``stop_ids``: tokens that are no text where they are last."""
+        self._tokenizer, self._stop, self._stop_ids = tokenizer, stop, stop_ids
+        self._held_back = max((len(text) - 1 for text in stop), default=0)
+        self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
+        self._tokens: list[int] = []
+        """The window; the first ``_given`` characters of its text were returned already."""
+        self._given = 0
+        self._false = 0
+        """Characters at the window's start that differ from the whole text."""
+
+    def push(self, token: int, is_last: bool = False) -> str:
+        """Return the text that ``token`` adds; ``is_last``: with all that was held back."""
+        if is_last and token in self._stop_ids:
+            return self.end()
+        self._tokens.append(token)
+        text = whole = self._tokenizer.decode(self._tokens)
+        starts = [text.find(stop, self._false) for stop in self._stop]
+        found = [start for start in starts if start >= 0]
+        if found:
+            text = text[: min(found)]
+        elif not is_last:
+            text = text.rstrip("\ufffd")
+            text = text[: max(0, len(text) - self._held_back)]
+        new = self._new(text)
+        if not found and len(self._tokens) >= 2 * self._kept:
+            self._shorten(whole)
+        return new
+
+    def end(self) -> str:
+        return self._new(self._tokenizer.decode(self._tokens))
+
+    def _new(self, text: str) -> str:
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
+
+    def _shorten(self, text: str) -> None:
+        """Drop the start of the window, whose text is ``text``, if later text reads the same then.
+
+        The last tokens must read as they do in ``text``, from what was returned on. Their first
+        must have a text, so that later tokens are not first, and must end a run of byte tokens.
+        """
+        last = self._tokens[-self._kept :]
+        if last[0] in self._tokenizer.byte_ids or not self._tokenizer.decode(last[:1]):
+            return
+        short = self._tokenizer.decode(last)
+        pairs = zip(reversed(short), reversed(text), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same > len(text) - self._given:
+            self._tokens, self._false = last, len(short) - same
+            self._given += len(short) - len(text)

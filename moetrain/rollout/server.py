@@ -1,9 +1,8 @@
 """An HTTP server that speaks OpenAI's protocol: completions and chat, whole or as streams.
 
+A parameter that the server does not know is an error, since the client expects it to do something.
 Beyond the protocol, every choice has its ``token_ids``. Tool calls come as the text that the model
-writes. One thread alone touches the generator, a step or a call at a time; the event loop hands it
-requests and hands out its tokens. A listener that stops (a cancelled task, a client that hangs up)
-aborts its requests.
+writes. Who hangs up is generated for no further (:class:`~moetrain.rollout.engine.Serving`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,19 +29,27 @@ from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.http_json import JsonServer, reply
-from moetrain.rollout.protocol import Chat, Completions
+from moetrain.rollout.engine import Generator, Serving, Update
+from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.request import (
-    Completion,
+    JsonBody,
     Request,
     RequestError,
     SamplingParams,
+    TextStream,
+    chat_ids,
+    end_ids,
 )
-from moetrain.rollout.text import TextStream, chat_ids, end_ids, prompt_ids
 
 _logger = logging.getLogger("moetrain")
 
+_MOST_COMPLETIONS = 128
+_MOST_LIKELIEST = 20
+"""Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
+_MOST_STOPS, _LONGEST_STOP = 16, 128
+"""Number of stop texts, and characters of one: each token is checked against all of them."""
+_MOST_TURNS = 4096
+"""Turns of a chat: templates may take time that grows with their square."""
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
@@ -50,134 +57,158 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limi
 _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
 _T = TypeVar("_T")
+_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
-class _Update(NamedTuple):
-    """One more token of a completion."""
-
-    completion: Completion
-    """Which grows; with its last token it is whole."""
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float]
-    """The likeliest tokens, as many as were asked for."""
-    finish_reason: str | None
-    """None: more tokens will come."""
-
-    @classmethod
-    def of(cls, c: Completion) -> Self:
-        """Return the last token of ``c``."""
-        top = c.top_logprobs[-1] if c.top_logprobs else {}
-        return cls(c, c.tokens[-1], c.logprobs[-1], top, c.finish_reason)
+# ---- what clients may ask ------------------------------------------------------------------------
 
 
-class _Listener:
-    """Who waits for the tokens of some requests."""
-
-    def __init__(self, num_open: int) -> None:
-        self.queue: asyncio.Queue[_Update | Exception] = asyncio.Queue()
-        self.num_open = num_open
-        """Completions that are not finished."""
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
-class Serving:
-    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+class _Asked(JsonBody):
+    """The fields that completions and chats share. SamplingParams says what numbers may be."""
 
-    def __init__(self, generator: Generator) -> None:
-        self.generator = generator
-        self._thread = ThreadPoolExecutor(1, "generator")
-        self._streams: list[_Listener] = []
-        self._listeners: dict[str, _Listener] = {}
-        """By the ids of requests that the generator has taken up."""
-        self._driver: asyncio.Task[None] | None = None
-        self._is_closed = False
+    model: str = ""
+    """Ignored: the server has one model."""
+    user: str = ""
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: a new one for each request."""
+    n: int = Field(default=1, le=_MOST_COMPLETIONS)
+    stop: Annotated[list[_Stop], BeforeValidator(_as_list)] = Field(
+        [], max_length=_MOST_STOPS, fail_fast=True
+    )
+    stream: bool = False
 
     @property
-    def num_open(self) -> int:
-        """Completions that run or wait, whether or not their tokens were read."""
-        return sum(listener.num_open for listener in self._streams)
+    def most_tokens(self) -> int | None:
+        """Tokens of a completion at most; None: the default."""
+        return self.max_tokens
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[_Update, None]:
-        """Yield the tokens of all completions of ``requests`` as they come.
 
-        Raises:
-            RequestError: one can never be served, or another of its id is being served.
-            RuntimeError: :meth:`close` came first.
-        """
-        left = sum(request.params.n for request in requests)
-        submitted = self._thread.submit(self.generator.submit, *requests)
-        listener = _Listener(left)
-        self._streams.append(listener)
+class _Completions(_Asked):
+    """A request to continue texts."""
+
+    kind: ClassVar = "text_completion"
+    """The ``object`` of a reply."""
+
+    prompt: Any
+    """A text or token ids, or a list of either."""
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens go with each token's log-probability; None: there are none."""
+        return self.logprobs
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        """Return the tokens of every prompt; raises ValueError."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt is neither text nor token ids, nor a list of either")
+        if not all(isinstance(one, str) or _is_ids(one) for one in prompt):
+            raise ValueError("prompt is a list of something else than texts or token ids")
         try:
-            await asyncio.wrap_future(submitted)
-            self._listeners |= {request.id: listener for request in requests}
-            if self._driver is None or self._driver.done():
-                self._driver = asyncio.create_task(self._drive())
-            while left:
-                update = await listener.queue.get()
-                if isinstance(update, Exception):
-                    raise update
-                left -= update.finish_reason is not None
-                yield update
-        finally:
-            self._streams.remove(listener)
-            for request in requests:
-                if self._listeners.get(request.id) is listener:
-                    del self._listeners[request.id]
-            if left and not self._is_closed:
-                # Not awaited: a task that is being cancelled must not await.
-                self._thread.submit(self._abort, requests, submitted)
+            return [
+                tuple(tokenizer.encode_prompt(one) if isinstance(one, str) else one)
+                for one in prompt
+            ]
+        except ValueError as error:
+            raise ValueError(f"prompt: {error}") from None
 
-    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call ``function(*args)`` on the generator's thread, between two steps."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+    def text(self, text: str, is_part: bool) -> dict[str, Any]:
+        """Return the fields of a choice that hold its text, or a part of it."""
+        return {"text": text}
 
-    async def close(self) -> None:
-        """Abort all requests, which raises an error in their listeners, and end the thread."""
-        self._is_closed = True
-        if self._driver is not None:
-            self._driver.cancel()
-        for name, listener in list(self._listeners.items()):
-            await self.call(self.generator.abort, name)
-            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
-        self._thread.shutdown()
-
-    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
-        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            for request in requests:
-                self.generator.abort(request.id)
-
-    async def _drive(self) -> None:
-        """Take steps as long as anybody listens."""
-        try:
-            while self._listeners:
-                updates = await self.call(self._step)
-                if not updates:  # it is paused, or reads a long prompt
-                    await asyncio.sleep(0.001)
-                for update in updates:
-                    if listener := self._listeners.get(update.completion.request_id):
-                        listener.num_open -= update.finish_reason is not None
-                        listener.queue.put_nowait(update)
-        except Exception as error:  # noqa: BLE001 - every listener raises it
-            for listener in self._listeners.values():
-                listener.num_open = 0
-                listener.queue.put_nowait(error)
-
-    def _step(self) -> list[_Update]:
-        return [_Update.of(completion) for completion in self.generator.step()]
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        """Return a choice's log-probabilities; ``name`` gives a token's text."""
+        tops = [update.top_logprobs.items() for update in updates]
+        return {
+            "tokens": [name(update.token) for update in updates],
+            "token_logprobs": [update.logprob for update in updates],
+            "top_logprobs": [
+                {name(token): max(p, _LEAST_LOGPROB) for token, p in top} for top in tops
+            ],
+        }
 
 
-_Item = tuple[int, str, _Update]
+class _Chat(_Asked):
+    """A request to answer the last turn of a chat."""
+
+    kind: ClassVar = "chat.completion"
+
+    messages: list[Any] = Field(max_length=_MOST_TURNS)
+    """Objects, whose keys the template defines."""
+    tools: Any = None
+    documents: Any = None
+    chat_template_kwargs: Any = None
+    """These three go to the template, which defines what they may be."""
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> _Chat:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens is max_completion_tokens by another name; send one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs true; send both")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        names = ("tools", "documents", "chat_template_kwargs")
+        record = {name: getattr(self, name) for name in names}
+        return [chat_ids(tokenizer, self.messages, record)]
+
+    def text(self, text: str, is_part: bool) -> dict[str, Any]:
+        return {"delta" if is_part else "message": {"role": "assistant", "content": text}}
+
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": None}
+
+        content = []
+        for update in updates:
+            top = [entry(*pair) for pair in update.top_logprobs.items()]
+            content.append(entry(update.token, update.logprob) | {"top_logprobs": top})
+        return {"content": content}
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+_Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and the update."""
-
-
-class _GenerationFailed(Exception):
-    """The server failed to generate; the message is one line for the client."""
 
 
 class CompletionServer(JsonServer):
     """The HTTP server of a generator that has a tokenizer."""
+
+    BODIES: ClassVar[dict[str, type[_Completions | _Chat]]] = {
+        "/v1/completions": _Completions,
+        "/v1/chat/completions": _Chat,
+    }
+    """The routes that generate, and what may be asked there."""
 
     def __init__(
         self, generator: Generator, name: str, *, max_queue: int = 1024, max_request_mib: int = 4
@@ -187,16 +218,10 @@ class CompletionServer(JsonServer):
         self.tokenizer: Tokenizer = generator.tokenizer
         self.generator, self.name, self.max_queue = generator, name, max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
-        routes = [
-            Route("/v1/models", self.models),
-            Route("/v1/completions", partial(self.answer, Completions), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.answer, Chat), methods=["POST"]),
-        ]
-        refusals = {
-            RequestError: lambda error: (400, error.problem),
-            _GenerationFailed: lambda error: (500, str(error)),
-        }
-        super().__init__(routes, refusals, max_request_mib, "max_request_mib", self.lifespan)
+        routes = [Route("/v1/models", self.models)]
+        for path, kind in self.BODIES.items():
+            routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
+        super().__init__(routes, max_request_mib, "max_request_mib", lifespan=self.lifespan)
 
     @staticmethod
     def error_body(status: int, problem: str) -> dict[str, Any]:
@@ -212,9 +237,9 @@ class CompletionServer(JsonServer):
 
     async def models(self, request: HTTPRequest) -> Response:
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
-        return reply({"object": "list", "data": [entry]})
+        return self.reply({"object": "list", "data": [entry]})
 
-    async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
+    async def answer(self, kind: type[_Completions | _Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self._parse, kind))
         updates = answer.updates()
         if not answer.asked.stream:
@@ -223,14 +248,13 @@ class CompletionServer(JsonServer):
         first = await _unless_gone(request, anext(updates))
         return _Events(answer.events(first, updates), updates)
 
-    def _parse(self, kind: type[Completions | Chat], body: object) -> _Answer:
-        if isinstance(body, dict):
+    def _parse(self, kind: type[_Completions | _Chat], body: object) -> _Answer:
+        if isinstance(body, dict):  # null counts as left out
             body = {key: value for key, value in body.items() if value is not None}
-        asked = kind.model_validate(body)
         try:
-            return _Answer(self, asked)
+            return _Answer(self, kind.model_validate(body))
         except ValueError as error:  # from SamplingParams, ConfigError among others
-            raise HTTPException(400, str(error)) from None
+            raise HTTPException(400, JsonBody.complaint(error)) from None
 
 
 class _Events(StreamingResponse):
@@ -252,23 +276,26 @@ class _Events(StreamingResponse):
 class _Answer:
     """One HTTP request: its prompts, served in parallel, and its reply."""
 
-    def __init__(self, server: CompletionServer, asked: Completions | Chat) -> None:
+    def __init__(self, server: CompletionServer, asked: _Completions | _Chat) -> None:
         """Check the request; raises ValueError if a prompt or a parameter is impossible."""
         self.server, self.asked = server, asked
-        self.kind = "chat.completion" if isinstance(asked, Chat) else "text_completion"
-        self.id, self.created = f"{self.kind}-{uuid.uuid4().hex}", int(time.time())
-        tokenizer = server.tokenizer
-        if isinstance(asked, Chat):
-            self.prompts = [chat_ids(tokenizer, asked.messages, asked.record)]
-        else:
-            self.prompts = [
-                prompt_ids(tokenizer, one) if isinstance(one, str) else tuple(one)
-                for one in asked.prompts()
-            ]
-        params = self.params = self._params()
-        count = len(self.prompts) * params.n
+        self.id, self.created = f"{asked.kind}-{uuid.uuid4().hex}", int(time.time())
+        prompts = asked.prompts(server.tokenizer)
+        longest, most = max(map(len, prompts)), server.generator.longest
+        if longest >= most:
+            raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
+        wanted = asked.most_tokens
+        params = self.params = SamplingParams(
+            max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
+            seed=uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed,
+            stop=tuple(asked.stop),
+            stop_ids=server.stop_ids,
+            logprobs=asked.likeliest or 0,
+            **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
+        )
+        count = len(prompts) * params.n
         if count > server.max_queue:
-            problem = f"{len(self.prompts)} prompts x n {params.n} are more completions than "
+            problem = f"{len(prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
         number = count * params.max_tokens * (1 + params.logprobs)
         if asked.likeliest is not None and number > _MOST_LOGPROBS:
@@ -276,29 +303,16 @@ class _Answer:
             problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
             raise ValueError(f"logprobs: {problem}; lower max_tokens, or ask in parts")
         self.requests = [
-            Request(f"{self.id}-{i}", prompt, params) for i, prompt in enumerate(self.prompts)
+            Request(f"{self.id}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
-        self.texts = [TextStream(tokenizer, *stops) for _ in range(count)]
-
-    def _params(self) -> SamplingParams:
-        longest, most = max(map(len, self.prompts)), self.server.generator.longest
-        if longest >= most:
-            raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
-        wanted = self.asked.most_tokens
-        return SamplingParams(
-            max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
-            stop_ids=self.server.stop_ids,
-            logprobs=self.asked.likeliest or 0,
-            **self.asked.sampling(),
-        )
+        self.texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
         """Yield each token of each choice as it comes.
 
         Raises:
-            HTTPException, RequestError: too much is being served, or the request can never be.
-            _GenerationFailed: a step failed.
+            HTTPException: too much is being served, the request can never be, or a step failed.
         """
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:
@@ -310,30 +324,31 @@ class _Answer:
                 async for update in stream:
                     if not math.isfinite(update.logprob):
                         _logger.error("%s", _NOT_FINITE)
-                        raise _GenerationFailed(_NOT_FINITE)
+                        raise HTTPException(500, _NOT_FINITE)
                     number = first[update.completion.request_id] + update.completion.index
                     is_last = update.finish_reason is not None
                     yield number, self.texts[number].push(update.token, is_last), update
-        except (RequestError, _GenerationFailed):
+        except RequestError as error:
+            raise HTTPException(400, error.problem) from None
+        except HTTPException:
             raise
         except Exception as error:  # a failed step fails all requests that it served
             _logger.error("generation failed", exc_info=error)
-            raise _GenerationFailed(self.server.FAILED) from None
+            raise HTTPException(500, self.server.FAILED) from None
 
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
         """Return the reply in one piece."""
-        items = [item async for item in updates]
-        return await asyncio.to_thread(self._whole, items)
+        return await asyncio.to_thread(self._whole, [item async for item in updates])
 
     def _whole(self, items: Sequence[_Item]) -> Response:
         texts, updates = [""] * len(self.texts), [[] for _ in self.texts]
         for number, new, update in items:
             texts[number] += new
             updates[number].append(update)
-        read, made = sum(map(len, self.prompts)), len(items)
+        read, made = sum(len(request.tokens) for request in self.requests), len(items)
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        choices = [self._choice(i, texts[i], of) for i, of in enumerate(updates)]
-        return reply(self._reply(choices) | {"usage": usage})
+        choices = [self._choice(i, texts[i], of, False) for i, of in enumerate(updates)]
+        return self.server.reply(self._reply(self.asked.kind, choices) | {"usage": usage})
 
     async def events(
         self, first: _Item, updates: AsyncGenerator[_Item, None]
@@ -344,55 +359,28 @@ class _Answer:
             async for item in updates:
                 yield self._event(*item)
             yield "data: [DONE]\n\n"
-        except _GenerationFailed as error:
-            yield f"data: {json.dumps(self.server.error_body(500, str(error)))}\n\n"
+        except HTTPException as error:
+            yield f"data: {json.dumps(self.server.error_body(500, error.detail))}\n\n"
 
-    def _event(self, number: int, new: str, update: _Update) -> str:
-        choice = self._choice(number, new, [update], is_part=True)
-        data = json.dumps(self._reply([choice], is_part=True), allow_nan=False)
-        return f"data: {data}\n\n"
+    def _event(self, number: int, new: str, update: Update) -> str:
+        kind = self.asked.kind + ".chunk" * isinstance(self.asked, _Chat)
+        reply = self._reply(kind, [self._choice(number, new, [update], True)])
+        return f"data: {json.dumps(reply, allow_nan=False)}\n\n"
 
-    def _reply(self, choices: list[dict[str, Any]], *, is_part: bool = False) -> dict[str, Any]:
-        kind = self.kind + (".chunk" if is_part and self.kind == "chat.completion" else "")
+    def _reply(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         reply = {"id": self.id, "object": kind, "created": self.created}
         return reply | {"model": self.server.name, "choices": choices}
 
     def _choice(
-        self, number: int, text: str, updates: list[_Update], *, is_part: bool = False
+        self, number: int, text: str, updates: list[Update], is_part: bool
     ) -> dict[str, Any]:
-        reason = updates[-1].finish_reason if updates else None
-        tokens = [update.token for update in updates]
+        reason, tokens = updates[-1].finish_reason, [update.token for update in updates]
         choice: dict[str, Any] = {"index": number, "finish_reason": reason, "token_ids": tokens}
-        if self.kind == "text_completion":
-            choice["text"] = text
-        else:
-            choice["delta" if is_part else "message"] = {"role": "assistant", "content": text}
+        choice |= self.asked.text(text, is_part)
         if self.asked.likeliest is not None:
-            choice["logprobs"] = self._logprobs(updates)
+            decode = self.server.tokenizer.decode
+            choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
         return choice
-
-    def _logprobs(self, updates: list[_Update]) -> dict[str, Any]:
-        if self.kind == "text_completion":
-            pairs = [update.top_logprobs.items() for update in updates]
-            return {
-                "tokens": [self._name(update.token) for update in updates],
-                "token_logprobs": [update.logprob for update in updates],
-                "top_logprobs": [
-                    {self._name(token): max(p, _LEAST_LOGPROB) for token, p in top} for top in pairs
-                ],
-            }
-        content = []
-        for update in updates:
-            top = [self._token(*pair) for pair in update.top_logprobs.items()]
-            content.append(self._token(update.token, update.logprob) | {"top_logprobs": top})
-        return {"content": content}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        logprob = max(logprob, _LEAST_LOGPROB)
-        return {"token": self._name(token), "logprob": logprob, "bytes": None}
-
-    def _name(self, token: int) -> str:
-        return self.server.tokenizer.decode([token])
 
 
 async def _unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import TrainSection
 from moetrain.data.loader import Data
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.rules import Rule
@@ -50,7 +49,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`replica_bytes`, and no more at any time. None: this rank has all experts.
+    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts.
     Collective.
     """
     config, world = engine.config, engine.world
@@ -81,7 +80,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     return model, experts
 
 
-def replica_bytes(engine: Engine) -> int:
+def _replica_bytes(engine: Engine) -> int:
     """Return the bytes that :func:`replica` allocates on this rank."""
     total = 0
     for name, rule in engine.stages.rules.items():
@@ -323,56 +322,18 @@ def _prompt(data: Data, text: str | None) -> list[int]:
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
+    """Return the prompt and up to ``train.sample_tokens`` more; it ends before the end token.
+
+    The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
+    half. Every rank makes the same requests.
+    """
     train, seq_len = engine.config.train, engine.config.data.seq_len
-    ids = _prompt(data, train.sample_prompt)
+    ids = list(_prompt(data, train.sample_prompt))
     if not ids:
         raise CannotGenerate("the prompt has no tokens")
     generator = generator_of(engine, data.tokenizer, -(-seq_len // Pages.SIZE))
     window = min(seq_len, generator.longest)
-    return _continued(generator, ids, train, window, data.tokenizer.eos_id)
-
-
-def generator_of(engine: Engine, tokenizer: Tokenizer, num_pages: int | None = None) -> Generator:
-    """Return a generator with the engine's weights as they are now. Collective.
-
-    Raises:
-        CannotGenerate: memory is short, or the model has no generation.
-    """
-    _check_memory(engine)
-    model, experts = replica(engine)
-    try:
-        generator = Generator(model, tokenizer, num_pages=num_pages, experts=experts)
-    except ValueError as error:
-        raise CannotGenerate(str(error)) from None
-    WeightUpdate(engine, generator)()
-    return generator
-
-
-def _check_memory(engine: Engine) -> None:
-    """Raise :class:`CannotGenerate` on every rank if one has no room for the generator."""
-    engine.fsdp.release()
-    needed, device = replica_bytes(engine) + _SPARE, engine.world.device
-    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
-    if engine.world.sum_all(lacking).item() > 0:
-        raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type != "cuda":
-        return math.inf
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def _continued(
-    generator: Generator, prompt: Sequence[int], train: TrainSection, window: int, eos_id: int
-) -> list[int]:
-    """Return ``prompt`` and up to ``train.sample_tokens`` more; it ends before ``eos_id``.
-
-    The model sees ``window`` tokens at most: when they are full, it goes on from their last half.
-    Every rank makes the same requests.
-    """
-    ids, end = list(prompt), len(prompt) + train.sample_tokens
+    start, end = len(ids), len(ids) + train.sample_tokens
 
     def request() -> Request:
         seen = ids if len(ids) < window else ids[-(window // 2) :]
@@ -380,8 +341,8 @@ def _continued(
             max_tokens=min(end - len(ids), window - len(seen)),
             temperature=_TEMPERATURE,
             # Each window has its own random numbers.
-            seed=(train.seed + len(ids) - len(prompt)) % 2**63,
-            stop_ids=(eos_id,),
+            seed=(train.seed + len(ids) - start) % 2**63,
+            stop_ids=(data.tokenizer.eos_id,),
         )
         return Request("sample", tuple(seen), params)
 
@@ -397,3 +358,30 @@ def _continued(
     if not is_finite:
         raise CannotGenerate("the model's logits are not finite")
     return ids
+
+
+def generator_of(engine: Engine, tokenizer: Tokenizer, num_pages: int | None = None) -> Generator:
+    """Return a generator with the engine's weights as they are now. Collective.
+
+    Raises:
+        CannotGenerate: a rank is short of memory, or the model has no generation.
+    """
+    engine.fsdp.release()
+    needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
+    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
+    if engine.world.sum_all(lacking).item() > 0:
+        raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+    model, experts = replica(engine)
+    try:
+        generator = Generator(model, tokenizer, num_pages=num_pages, experts=experts)
+    except ValueError as error:
+        raise CannotGenerate(str(error)) from None
+    WeightUpdate(engine, generator)()
+    return generator
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

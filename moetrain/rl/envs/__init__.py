@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rollout.text import chat_ids
+from moetrain.rollout.request import chat_ids
 
 
 class Turn(NamedTuple):
