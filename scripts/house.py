@@ -2,7 +2,8 @@
 
     python scripts/house.py [moetrain]
 
-Lines and modules count every Python file, entries the files and folders at the package's top.
+Lines and modules count every Python file, also without kernels and families of models, which grow
+with what is supported. Entries are the files and folders at the package's top.
 Public names are top-level functions, classes and constants without a leading underscore; imported
 names do not count. The chain is the longest path of imports between modules of the package, imports
 inside functions left out. ``tests/test_structure.py`` holds the figures to their limits.
@@ -23,6 +24,9 @@ class Figures(NamedTuple):
 
     lines: int
     modules: int
+    lines_beside: int
+    """Lines outside ``kernels/`` and ``models/families/``."""
+    modules_beside: int
     entries: list[str]
     public_names: int
     longest_file: tuple[int, str]
@@ -87,6 +91,12 @@ def measure(package: Path) -> Figures:
         for name, tree in trees.items()
     }
 
+    beside = [
+        texts[name]
+        for name, path in files.items()
+        if not {"kernels", "families"} & set(path.relative_to(package).parts[:-1])
+    ]
+
     @cache
     def chain(name: str) -> tuple[str, ...]:
         return name, *max((chain(other) for other in graph[name]), key=len, default=())
@@ -94,6 +104,8 @@ def measure(package: Path) -> Figures:
     return Figures(
         lines=len(lines),
         modules=len(files),
+        lines_beside=sum(len(text.splitlines()) for text in beside),
+        modules_beside=len(beside),
         entries=sorted(p.name for p in package.iterdir() if p.name not in IGNORED),
         public_names=public,
         longest_file=max((len(text.splitlines()), name) for name, text in texts.items()),
@@ -110,7 +122,9 @@ def main() -> None:
     """Print the figures of the package that the command line names."""
     figures = measure(Path(sys.argv[1] if len(sys.argv) > 1 else "moetrain").resolve())
     print(f"lines                      {figures.lines:,}")
+    print(f"  beside kernels, families {figures.lines_beside:,}")
     print(f"modules                    {figures.modules}")
+    print(f"  beside kernels, families {figures.modules_beside}")
     print(f"entries at the top         {len(figures.entries)}: {', '.join(figures.entries)}")
     print(f"public names               {figures.public_names}")
     print(f"  per 1,000 lines          {figures.names_per_thousand_lines:.1f}")

@@ -80,8 +80,8 @@ def trained(engine):
 def completed(bucket, gradient_N):
     """``gradient_N``, its sum over copies of the shard in fp32, rounded once."""
     wide_N = gradient_N.float()
-    if bucket.replicas is not None:
-        dist.all_reduce(wide_N, group=bucket.replicas)
+    if (replicas := bucket.members[0].layout.replicas) is not None:
+        dist.all_reduce(wide_N, group=replicas)
     if bucket.tied is not None:
         (group, peer), theirs_N = bucket.tied, torch.empty_like(wide_N)
         sent = dist.isend(wide_N, group=group, group_dst=peer)

@@ -7,6 +7,7 @@ line that says what is wrong.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +30,7 @@ _NUMBERS = {
 """Options that are 1 or more: default and meaning."""
 
 
-def _run(argv: Sequence[str] | None) -> None:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("serve", __doc__)
     parser.add_model()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -51,6 +52,11 @@ def _run(argv: Sequence[str] | None) -> None:
     for name in _NUMBERS:
         if getattr(args, name) < 1:
             raise ConfigError(name, f"{getattr(args, name)} is not positive; choose 1 or more")
+    return args
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    args = _parse(argv)
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
