@@ -126,7 +126,7 @@ def estimated_and_held(words):
         "gradients": gradients,
         "moments": sum(x.nbytes for flat in engine.optimizer._flat.values() for x in flat),
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
-        "peers": sum(peers.num_bytes for peers in fsdp.peers.values()),
+        "peers": sum(peers._memory.parts[0].nbytes for peers in fsdp.peers.values()),
     }
     ranks = RankSizes.of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
     estimate = ranks[engine.stages.rank].peak(None)

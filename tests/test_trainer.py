@@ -559,7 +559,7 @@ def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
         if calls.count(1) == 2:  # one of its four micro-batches is done
             os.kill(os.getpid(), signal.SIGINT)
 
-    trainer.give_up_if_stopped = stop_in_second_step
+    trainer.engine.before_forward = stop_in_second_step
     with pytest.raises(SystemExit) as stopped:
         trainer.fit()
     assert stopped.value.code == 130

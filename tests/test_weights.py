@@ -128,7 +128,8 @@ def follow(engine, *, tokens=True):
     model, experts = replica(engine)
     assert sum(p.nbytes for p in model.parameters()) == _replica_bytes(engine)
     assert (experts is None) == (engine.world.dims.ep == 1)
-    generator = Generator(model, experts=experts, num_pages=20, page_size=4)
+    page_size = 64 if model.embed.weight.is_cuda else 4
+    generator = Generator(model, experts=experts, num_pages=20, page_size=page_size)
     update = WeightUpdate(engine, generator)
     addresses = [p.data_ptr() for p in model.parameters()]
     before = None
