@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -73,6 +73,8 @@ def _written(value: Any) -> str:
 
 def _kind(annotation: Any) -> str:
     """The values that a setting takes, in words."""
+    if get_origin(annotation) is Annotated:  # a number with bounds
+        return _kind(get_args(annotation)[0])
     if annotation in _TYPES:
         return _TYPES[annotation]
     if get_origin(annotation) is Literal:
