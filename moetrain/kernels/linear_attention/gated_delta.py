@@ -296,8 +296,9 @@ def _gated_delta_gradients(
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
         q_TQK, k_TQK, w_THK, do_THV, sums_TH, bounds_N, firsts_N, du_THV, d_states_CHKV, scale,
-        **sizes, BV=columns,
-        num_warps=_STATE_GRADS.warps, num_stages=_STATE_GRADS.stages,
+        **sizes, BV=columns, num_warps=_STATE_GRADS.warps,
+        # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
+        num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
     )  # fmt: skip
     dq_THK, dk_THK, dw_THK = (k_TQK.new_empty(T, H, K) for _ in "qkw")
     columns = min(_INPUTS.columns, K)
