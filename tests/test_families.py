@@ -4,20 +4,31 @@ Logits, loss and gradients; packed rows; files there and back bit for bit; greed
 adapters against PEFT. What all families share is tested by itself in the other files.
 """
 
+import itertools
 import json
 
 import pytest
 import torch
 import transformers
+from distributed import spawn
 from safetensors.torch import load_file, save_file
+from test_everything import Drawn, describe, differences, is_refused, run_all
 from test_models import gradients_as_checkpoint, relative_error
 from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, KernelsSection, LoraSection, MoeSection
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
+from moetrain.models.lora import adaptable, add_adapters
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -148,6 +159,8 @@ CASES = {
     "minimax_m2 wide heads": {**MINIMAX, "head_dim": 20, "rotary_dim": 10},
     "minimax_m2 one layer": {**MINIMAX, "num_hidden_layers": 1, "intermediate_size": 8},
 }
+FAMILY_CASES = [case for case in CASES if " " not in case]
+"""One case of each family."""
 EXTRA = {
     "glm4_moe": "model.layers.{}.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
@@ -169,8 +182,8 @@ def random_reference(case):
     return model
 
 
-def saved_reference(case, folder):
-    """The model, and its files in ``folder``, to which a tensor of further heads is added."""
+def save_reference(case, folder):
+    """Write the model's files into ``folder``, with a tensor of further heads."""
     model = random_reference(case)
     model.save_pretrained(folder)
     name = EXTRA.get(case.split()[0])
@@ -181,15 +194,14 @@ def saved_reference(case, folder):
         config = json.loads((folder / "config.json").read_text())
         config["num_nextn_predict_layers"] = 1
         (folder / "config.json").write_text(json.dumps(config))
-    return model
 
 
 def tokens(*shape):
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_loss_and_every_gradient_match_transformers(case, tmp_path):
+def gradients(case, tmp_path):
+    """Logits, the loss and every gradient are those of transformers."""
     theirs = random_reference(case)
     theirs.save_pretrained(tmp_path / "weights")
     ours = load_hf(tmp_path / "weights")
@@ -214,10 +226,10 @@ def test_logits_loss_and_every_gradient_match_transformers(case, tmp_path):
     assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
 
 
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_files_there_and_back_are_the_same_bits(case, tmp_path):
-    saved_reference(case, tmp_path / "in")
+def files(case, tmp_path):
+    """Files there and back are the same bits, further heads too; transformers reads them."""
+    save_reference(case, tmp_path / "in")
     model = load_hf(tmp_path / "in")
     save_hf(model, tmp_path / "out")
     want, got = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
@@ -235,9 +247,9 @@ def test_files_there_and_back_are_the_same_bits(case, tmp_path):
     assert relative_error(model(tokens_BS), again(tokens_BS).logits) < 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_packed_equals_unpacked(case, tmp_path):
+def packing(case, tmp_path):
+    """Documents in one row do not see each other."""
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path)
     first, second = tokens(2, 20).split([7, 13], dim=1)
@@ -261,6 +273,184 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
             assert torch.equal(bias_E[piece.place], stored[piece.hf_name])
     model.double()
     assert {bias.dtype for bias in dict(model.named_buffers()).values()} == {torch.float32}
+
+
+@torch.no_grad()
+def generation(case, tmp_path):
+    """Greedy tokens are those of transformers."""
+    theirs = random_reference(case).eval()
+    for parameter in theirs.parameters():  # so that texts do not repeat one token
+        parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    theirs.save_pretrained(tmp_path)
+    generator = Generator(load_hf(tmp_path), num_pages=20, page_size=4, max_tokens=7)
+    requests, expected = [], []
+    for i, length in enumerate((1, 5, 12)):
+        prompt = tokens(1, length)
+        how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        expected.append(made[0, length:].tolist())
+        params = SamplingParams(max_tokens=12, temperature=0)
+        requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
+    found = [completions[0].tokens for completions in generator.generate(requests)]
+    assert found == expected
+    assert len({token for text in found for token in text}) > 3
+
+
+def formulas(case, tmp_path):
+    """Parts know the parameters, rules and products of their modules."""
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]}).to_dict()
+    arch, seq_len = architecture_from_hf(config), 16
+    for part in arch.parts():
+        module = part.build(KernelsSection(), MoeSection())
+        want = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        assert {name: weight.shape for name, weight in part.weights.items()} == want
+    model = Transformer(arch, kernels=KernelsSection(attention="reference"))
+    rules, styles = arch.plan().rules(model), arch.plan().styles(model)
+    assert set(rules) == {name for name, _ in model.named_parameters()}
+    assert {style for name, style in styles.items() if name.endswith(".moe")} == {"routed"}
+    unused = arch.num_experts - arch.num_experts_per_token
+    idle = sum(
+        unused * p[0].numel() for n, p in model.named_parameters() if n.split(".")[-2] == "experts"
+    )
+    assert arch.num_params() - arch.num_active_params() == idle
+    model.init_weights(std=0.02, seed=0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, seq_len, dtype=torch.long))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm")  # all S x S pairs; a window or the causal half is useful
+    routed = len(arch.moe_layer_indices) * arch.num_experts_per_token  # opaque to the counter
+    experts = 6 * routed * arch.hidden_size * arch.moe_intermediate_size * seq_len
+    no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
+    pairs = 4 * arch.num_layers * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
+    found = no_pairs.flops_per_token(seq_len) / 3 - pairs
+    assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
+    assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+
+
+CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_every_family(case, check, tmp_path):
+    CHECKS[check](case, tmp_path)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_odd_geometries(family, check, tmp_path):
+    odd = [case for case in CASES if case.startswith(f"{family} ")]
+    assert len(odd) > 10
+    for case in odd:
+        CHECKS[check](case, tmp_path / case)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    router = model.layers[-1].moe.router
+    x_TD = torch.randn(9, model.arch.hidden_size)
+    routed = router(x_TD)
+    again = router(x_TD, None, routed.ids_TK)
+    assert torch.equal(again.ids_TK, routed.ids_TK)
+    assert torch.equal(again.counts_E, routed.counts_E)
+    torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_adapters_are_those_of_peft(case, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    plain = model(tokens_BS)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    add_adapters(model.layers, lora)
+    adapters = []
+    for name, parameter in model.named_parameters():
+        if name.endswith(ADAPTER):
+            parameter.normal_(0.0, 0.3)
+    for name, module in adaptable(model.layers):
+        for leaf in module.weights if module.lora_scale is not None else ():
+            adapter = module.adapter(leaf, torch.float32)
+            adapters.append((f"{name}.{leaf}", module.get_parameter(leaf).shape, adapter))
+    want = model(tokens_BS)
+    assert (want - plain).abs().max() > 0.05
+    save_peft(tmp_path / "adapter", model.arch, lora, adapters, None)
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(theirs(tokens_BS).logits, want) < 1e-5
+    folders = ["adapter"]
+    if layout == "fused":  # else PEFT writes another rank, as it has stacked experts
+        theirs.save_pretrained(tmp_path / "theirs")
+        folders.append("theirs")
+    for folder in folders:
+        again = load_hf(tmp_path / "base")
+        attach_peft(again, tmp_path / folder)
+        assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+# On several ranks.
+MESHES = {
+    2: {
+        "dp": {"dp_shard": 2},
+        "tp": {"tp": 2},
+        "ep": {"dp_shard": 2, "ep": 2},
+        "tp+ep": {"tp": 2, "ep": 2},
+        "pp": {"pp": 2},
+    },
+    4: {
+        "hsdp+ep": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        "dp+tp+ep": {"dp_shard": 2, "tp": 2, "ep": 4},
+        "pp+tp": {"pp": 2, "tp": 2},
+    },
+}
+
+
+def drawn(number, world, case, degrees, policy):
+    """A configuration for the machinery of random ones: a family's model on a mesh."""
+    config = {**SIZES, **CASES[case], "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(case.split()[0], **config).to_dict()
+    sizes = architecture_from_hf(config).model_copy(update={"num_experts": 8}).model_dump()
+    rows = 4
+    own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    words = {
+        "data.seq_len": 11,
+        "train.global_batch_size": rows,
+        "activation.policy": policy,
+        "moe.aux_loss_coef": 0.1,
+        "moe.aux_loss_scope": "global_batch",
+        "moe.bias_update_rate": 0.01,
+    }
+    axes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep"), 1) | degrees
+    micro = 2 if "pp" in degrees else rows // own
+    return Drawn(
+        number=number,
+        world=world,
+        sizes=sizes,
+        words=[f"{key}={value}" for key, value in words.items()],
+        mesh=[f"train.micro_batch_size={micro}", *(f"parallel.{k}={n}" for k, n in axes.items())],
+        alone=[f"train.micro_batch_size={rows}"],
+        rows=rows,
+        without_targets=(0,),
+        is_packed=True,
+        has_pads=bool(number % 2),
+    )
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
+    policies = itertools.cycle(["none", "full", "selective"])
+    meshes = itertools.product(FAMILY_CASES, MESHES[world].values())
+    runs = [drawn(i, world, *mesh, next(policies)) for i, mesh in enumerate(meshes)]
+    assert not any(map(is_refused, runs))
+    answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
 
 
 # Totals that are published, in billions, with the heads for further tokens where files have them.
