@@ -6,6 +6,7 @@ adapters against PEFT. What all families share is tested by itself in the other 
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetrain.config import ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf
@@ -27,8 +28,10 @@ from moetrain.models.hf.save import save_hf
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
+from moetrain.parallel import apply
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.train.setup import check_widths
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -451,6 +454,30 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
+
+
+def run_compiled(runs, note):
+    apply.compile_blocks = partial(apply.compile_blocks, backend="aot_eager")
+    return run_all(runs, note)
+
+
+def test_compiled_blocks_on_two_ranks(tmp_path):
+    """The norm over all heads has a collective inside the block."""
+    runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(FAMILY_CASES)]
+    compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
+    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [x for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_gate_of_one_row_is_no_product_in_fp8():
+    words = ["kernels.precision=fp8", "train.device=cpu", "data.source=synthetic"]
+    config = Config.load(None, ["model.preset=qwen3-30b-a3b", *words], environ={})
+    gated = {"shared_intermediate_size": 256, "shared_gate": True}
+    check_widths(config, PRESETS["qwen3-30b-a3b"].model_copy(update=gated))
+    odd = PRESETS["qwen3-30b-a3b"].model_copy(update={"shared_intermediate_size": 100})
+    with pytest.raises(ConfigError, match=r"shared_experts\.w_gate"):
+        check_widths(config, odd)
 
 
 # Totals that are published, in billions, with the heads for further tokens where files have them.

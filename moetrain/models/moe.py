@@ -33,6 +33,8 @@ from moetrain.models.rules import EXPERT, PartStyle, Rule
 
 _SHARED = Rule("replicate")
 """Of shared experts, which every tensor parallel rank has whole, for its own tokens."""
+_ROUTER = replace(_SHARED, decay=False, gather=torch.float32)
+_GATE = replace(_SHARED, gather=torch.float32)  # a single row, which no product in fp8 takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class RoutedExperts(Part):
         width = self.moe_intermediate_size
         found = {
             # Computed in fp32 whatever the dtype.
-            "router.weight": Weight((e, dim), Rule("replicate", decay=False, gather=torch.float32)),
+            "router.weight": Weight((e, dim), _ROUTER),
             "experts.w_gate_up": Weight((e, 2 * width, dim), EXPERT),
             "experts.w_down": Weight((e, dim, width), EXPERT),
         }
@@ -102,7 +104,7 @@ class RoutedExperts(Part):
             for leaf, weight in self.shared.weights.items():
                 found[f"shared_experts.{leaf}"] = Weight(weight.shape, _SHARED)
             if self.shared_gate:
-                found["shared_expert_gate.weight"] = Weight((1, dim), _SHARED)
+                found["shared_expert_gate.weight"] = Weight((1, dim), _GATE)
         return found
 
     def num_active_params(self) -> int:
