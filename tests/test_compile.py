@@ -106,6 +106,39 @@ def test_blocks_compile_once(attention, recompute):
     assert not counters["recompiles"]
 
 
+VARIANTS = {
+    "sigmoid": {
+        "router_score": "sigmoid",
+        "router_min_sum": 1e-20,
+        "router_fp32": True,
+        "selection_bias": True,
+        "num_expert_groups": 2,
+        "topk_expert_groups": 1,
+        "shared_intermediate_size": 24,
+        "shared_gate": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "wide norms": {"qk_norm_of": "width", "rope_interleaved": True},
+    "norms behind rotation": {"qk_norm_of": "rotated", "shared_intermediate_size": 8},
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_compile_once(name, backend):
+    arch = MOE.model_copy(update=VARIANTS[name])
+    outputs = []
+    for compiled in (False, True):
+        model = Transformer(arch, kernels=KernelsSection(backend=backend, attention="sdpa"))
+        model.init_weights(std=0.3, seed=0)
+        counter = compile_counting(model) if compiled else None
+        losses = torch.stack([train_step(model, step)[0] for step in range(2)])
+        outputs.append(losses)
+        assert counter is None or counter.frame_count == 1
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=0)
+    assert not counters["graph_break"]
+
+
 def test_a_process_may_build_many_models():
     """Their blocks share the code, and each shape is compiled for itself."""
     for width in range(8, 80, 8):  # nine, one more than torch's own limit

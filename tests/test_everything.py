@@ -173,7 +173,29 @@ def draw_sizes(d, family, moe, degrees):
         sizes["norm_topk_prob"] = d.random() < 0.5
         routed = [d.random() < 0.7 for _ in range(layers)]
         sizes["moe_layers"] = tuple(routed) if any(routed) else ()
+        sizes |= draw_variant(d, sizes)
     return sizes
+
+
+def draw_variant(d, sizes):
+    """What other families of mixtures of experts have, one by one or together."""
+    groups = d.choice([n for n in (1, 1, 2, 3) if sizes["num_experts"] % n == 0])
+    size, chosen = sizes["num_experts"] // groups, sizes["num_experts_per_token"]
+    return {
+        "router_score": d.choice(["softmax", "sigmoid"]),
+        "router_min_sum": d.choice([0.0, 0.0, 1e-20, 0.7]),
+        "router_fp32": d.random() < 0.5,
+        "selection_bias": d.random() < 0.5,
+        "num_expert_groups": groups,
+        "topk_expert_groups": d.randint(-(-chosen // size), groups),
+        "routed_scaling_factor": d.choice([1.0, 2.5]),
+        "shared_intermediate_size": d.choice([0, 0, 3, 24]),
+        "shared_gate": d.random() < 0.5,
+        "qk_norm": d.random() < 0.7,
+        "qk_norm_of": d.choice(["head", "width", "rotated"]),
+        "partial_rotary_factor": d.choice([1.0, 2 / sizes["head_dim"]]),
+        "rope_interleaved": d.random() < 0.3,
+    }
 
 
 def draw_settings(d, degrees, layers):
@@ -269,6 +291,9 @@ def run(drawn, words):
         g = torch.Generator().manual_seed(zlib.crc32(f"{name} {drawn.number}".encode()))
         value = std * torch.randn(shape, generator=g) + (len(shape) == 1)
         engine.fsdp.write(name, (), value)
+    for name, bias_E in engine.model.named_buffers():
+        g = torch.Generator().manual_seed(zlib.crc32(f"{name} {drawn.number}".encode()))
+        bias_E.copy_(0.2 * torch.randn(bias_E.shape, generator=g))
     numbers = []
     for step in range(STEPS):
         batches = make_batches(drawn, config, step, world.data_rank, world.dims.data_ranks)

@@ -149,6 +149,7 @@ class OwnRouted(nn.Module):
         super().__init__()
         built = RoutedExperts.build(part, kernels, moe)
         self.router, self.experts, self.dispatcher = built.router, built.experts, built.dispatcher
+        self.shared_experts = None
 
     forward = MoE.forward
 

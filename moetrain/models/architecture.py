@@ -169,16 +169,23 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+QKNormed = Literal["head", "width", "rotated"]
+"""What a norm of queries and keys takes together: ``head``: each head, before it is rotated;
+``width``: all heads, before; ``rotated``: each head, after."""
+RouterScore = Literal["softmax", "sigmoid"]
+
+
 class RopeScaling(BaseModel):
     """A variant of rotary embeddings, with Hugging Face's names and meanings.
 
     ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
-    ``llama3``: frequency-dependent scaling of Llama 3.1.
+    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
+    stretches, the same for every length, as HunYuan has it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "dynamic"] = "default"
     factor: _Positive = 1.0
     original_max_positions: _Size | None = None
     # yarn
@@ -191,6 +198,8 @@ class RopeScaling(BaseModel):
     # llama3
     low_freq_factor: _Positive = 1.0
     high_freq_factor: _Positive = 4.0
+    # dynamic
+    alpha: _Positive = 1.0
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScaling:
@@ -229,10 +238,15 @@ class Architecture(BaseModel):
     tie_embeddings: bool = False
     rope_theta: _Positive = 10000.0
     rope: RopeScaling = RopeScaling()
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """The part of a head, from its first number on, that rotates with the position."""
+    rope_interleaved: bool = False
+    """Whether neighbours rotate together, instead of numbers half the rotating width apart."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of: QKNormed = "head"
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
@@ -243,6 +257,22 @@ class Architecture(BaseModel):
     """Whether each layer is MoE; empty: all are if there are experts."""
     norm_topk_prob: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one."""
+    router_score: RouterScore = "softmax"
+    router_min_sum: _NonNegative = 0.0
+    """What renormalisation divides by at least."""
+    router_fp32: bool = False
+    """Whether the router's weight is used in fp32, instead of rounded to the compute dtype."""
+    selection_bias: bool = False
+    """Whether checkpoints hold a bias of each expert that steers the choice alone."""
+    num_expert_groups: _Size = 1
+    topk_expert_groups: _Size = 1
+    """How many of the equal groups of consecutive experts a token may choose from."""
+    routed_scaling_factor: _Positive = 1.0
+    """What the chosen experts' weights are multiplied by."""
+    shared_intermediate_size: _Count = 0
+    """Width of the experts together that every token uses; 0: there are none."""
+    shared_gate: bool = False
+    """Whether the shared experts' result is multiplied by a sigmoid of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
 
     @model_validator(mode="after")

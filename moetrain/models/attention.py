@@ -15,9 +15,9 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary
-from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload, linear
-from moetrain.models.layers import Context, Linear, RMSNorm, linears
-from moetrain.models.rules import COLWISE, NORM, ROWWISE
+from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
+from moetrain.models.layers import Context, Linear, RMSNorm, WideNorm, linears
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,10 @@ class GroupedQueryAttention(AttentionPart):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised, head by head, before they are rotated."""
+    """Whether queries and keys are normalised."""
+    qk_norm_of: QKNormed = "head"
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -42,6 +45,10 @@ class GroupedQueryAttention(AttentionPart):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        width = self.head_dim * self.partial_rotary_factor
+        if abs(width - self.rotary_dim) > 1e-6 or self.rotary_dim % 2:
+            problem = f"partial_rotary_factor {self.partial_rotary_factor} of head_dim"
+            raise ValueError(f"{problem} {self.head_dim} is {width:g}, which is not an even number")
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "Attention":
         return Attention(self, kernels)
@@ -53,7 +60,7 @@ class GroupedQueryAttention(AttentionPart):
 
     @property
     def rotary_dim(self) -> int:
-        return self.head_dim
+        return round(self.head_dim * self.partial_rotary_factor)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -63,8 +70,10 @@ class GroupedQueryAttention(AttentionPart):
             found |= linear(name, out_dim, dim, COLWISE, bias=self.qkv_bias)
         found |= linear("wo", dim, q_dim, ROWWISE, bias=self.out_bias)
         if self.qk_norm:
-            norm = Weight((self.head_dim,), NORM)
-            found |= {"q_norm.weight": norm, "k_norm.weight": norm}
+            is_wide = self.qk_norm_of == "width"
+            for name, width in zip(("q_norm", "k_norm"), (q_dim, kv_dim), strict=True):
+                norm = ((width,), WIDE_NORM) if is_wide else ((self.head_dim,), NORM)
+                found[f"{name}.weight"] = Weight(*norm)
         return found
 
     def products_per_token(self, seq_len: int) -> float:
@@ -127,30 +136,38 @@ class Attention(nn.Module):
         super().__init__()
         self.core, self.batch_invariant = core, kernels.batch_invariant
         self.backend: Backend = kernels.backend
-        self.head_dim = sizes.head_dim
+        self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
+        self.norm_of = sizes.qk_norm_of
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
         self.wq = Linear(dim, q_dim, kernels, bias=sizes.qkv_bias)
         self.wk = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
         self.wv = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
         self.wo = Linear(q_dim, dim, kernels, bias=sizes.out_bias)
-        self.q_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
-        self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if sizes.qk_norm:
+            kind, eps = WideNorm if sizes.qk_norm_of == "width" else RMSNorm, sizes.norm_eps
+            q_dim, kv_dim = sizes.widths if kind is WideNorm else [sizes.head_dim] * 2
+            self.q_norm, self.k_norm = kind(q_dim, eps, kernels), kind(kv_dim, eps, kernels)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
-        q_BSHd, k_BSGd, v_BSGd = (
-            x.unflatten(-1, (-1, self.head_dim))
-            for x in linears(x_BSD, (self.wq, self.wk, self.wv))
-        )
-        q_BSHd = self._turn(q_BSHd, self.q_norm, context)
-        k_BSGd = self._turn(k_BSGd, self.k_norm, context)
+        q, k, v = linears(x_BSD, (self.wq, self.wk, self.wv))
+        q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
+        v_BSGd = v.unflatten(-1, (-1, self.head_dim))
         return self.wo(self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
 
-    def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """Normalise queries or keys where there is a norm, and rotate them by their positions."""
-        cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in context.rotation)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        x_THd = x_BSHd.flatten(0, 1)
-        fusible = not self.batch_invariant
-        y_THd = rotary(x_THd, cos_Sd, sin_Sd, weight, eps, self.backend, fusible=fusible)
-        return y_THd.unflatten(0, x_BSHd.shape[:2])
+    def _turn(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+        """Normalise queries or keys ``x`` [B, S, H * d] where there is a norm, and rotate them by
+        their positions: [B, S, H, d]."""
+        if norm is not None and self.norm_of == "width":
+            x, norm = norm(x), None
+        weight, eps = None, 0.0
+        if norm is not None and self.norm_of == "head":
+            weight, eps = norm.weight, norm.eps
+        x_THd = x.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+        cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
+        how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
+        y_THd = rotary(x_THd, cos_Sp, sin_Sp, weight, eps, self.backend, **how)
+        if norm is not None and self.norm_of == "rotated":
+            y_THd = norm(y_THd)
+        return y_THd.unflatten(0, x.shape[:2])

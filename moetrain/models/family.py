@@ -4,8 +4,8 @@ A weight map is a sequence of operations, and an operation answers one question:
 tensors is this parameter made, and where does each of them lie in it? Loading copies every tensor
 to its place and saving reads every place, so the two cannot drift apart. The file side is the
 published format, with one tensor per expert. A map names every parameter that its family can have,
-and only those that the model at hand has are looked up. Buffers (the router's selection bias) have
-no counterpart in these formats.
+and only those that the model at hand has are looked up. The router's selection bias is a buffer,
+which a map names if the family's files hold it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
 
 
 class Piece(NamedTuple):
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
 
     hf_name: str
     parameter: str
-    place: tuple[int | slice, ...]
+    place: tuple[int | slice | None, ...]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,27 @@ class Rename:
     def modules(self) -> tuple[str, ...]:
         """The file's modules, with ``{layer}`` and ``{expert}``."""
         return (self.theirs,)
+
+
+@dataclass(frozen=True)
+class RenameTensor:
+    """Maps one tensor to another name; ``place`` is where the file's lies in ours."""
+
+    ours: str
+    theirs: str
+    place: tuple[int | slice | None, ...] = ()
+
+    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+        """Return the file tensor of ``parameter``; none if it is another one."""
+        fields = _match(self.ours, parameter)
+        if fields is None:
+            return []
+        return [Piece(self.theirs.format(**fields), parameter, self.place)]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The file's modules, with ``{layer}``."""
+        return (self.theirs.rpartition(".")[0],)
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,7 @@ class StackExperts:
         return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
 
 
-_WeightMap = tuple[Rename | StackExperts, ...]
+_WeightMap = tuple[Rename | RenameTensor | StackExperts, ...]
 
 
 def _match(template: str, name: str) -> dict[str, str] | None:
@@ -92,15 +114,35 @@ def _match(template: str, name: str) -> dict[str, str] | None:
     return None if found is None else found.groupdict()
 
 
-def moe_block(block: str, gate: str, up: str, down: str) -> _WeightMap:
+def moe_block(
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    *,
+    router: str = "gate.weight",
+    bias: str | None = None,
+    bias_place: tuple[None, ...] = (),
+    shared: str | None = None,
+) -> _WeightMap:
     """Map the router and experts of layers whose file tensors lie under ``block``.
 
-    ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices.
+    ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices. ``router``,
+    ``bias`` and ``shared`` are those of the router's weight, its selection bias, which has
+    ``bias_place`` in ours, and the module of shared experts; None: the files have none.
     """
     prefix = f"model.layers.{{layer}}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
+    others: _WeightMap = ()
+    if bias is not None:
+        others += (RenameTensor("layers.{layer}.moe.router.bias", f"{prefix}.{bias}", bias_place),)
+    if shared is not None:
+        for ours, theirs in {"w_gate": gate, "w_up": up, "w_down": down}.items():
+            name = f"layers.{{layer}}.moe.shared_experts.{ours}"
+            others += (Rename(name, f"{prefix}.{shared}.{theirs}"),)
     return (
-        Rename("layers.{layer}.moe.router", f"{prefix}.gate"),
+        RenameTensor("layers.{layer}.moe.router.weight", f"{prefix}.{router}"),
+        *others,
         StackExperts(
             "layers.{layer}.moe.experts.w_gate_up",
             (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
@@ -109,7 +151,7 @@ def moe_block(block: str, gate: str, up: str, down: str) -> _WeightMap:
     )
 
 
-DENSE: _WeightMap = (
+DENSE: tuple[Rename, ...] = (
     Rename("embed", "model.embed_tokens"),
     Rename("layers.{layer}.attn_norm", "model.layers.{layer}.input_layernorm"),
     Rename("layers.{layer}.attn.wq", "model.layers.{layer}.self_attn.q_proj"),
@@ -133,6 +175,16 @@ class DenseDecoder(Architecture):
     kinds = (GroupedQueryAttention, SwiGLU)
 
 
+class MoEDecoder(Architecture):
+    """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
+
+    kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
+
+    def feed_forward(self, layer: int) -> Part:
+        is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
+        return (RoutedExperts if is_routed else SwiGLU).of(self)
+
+
 _FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -145,6 +197,7 @@ _FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
     "qkv_bias": "attention_bias",
     "out_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
@@ -167,6 +220,38 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10000.0,
 }
 """Entries of ``Family.defaults``, which a family completes and overrides."""
+
+
+SIGMOID_ROUTER: Mapping[str, Any] = {
+    "router_score": "sigmoid",
+    "router_fp32": True,
+    "selection_bias": True,
+    # Files' models add it to the sum. In fp32 both give one number for sums above 1e-12.
+    "router_min_sum": 1e-20,
+}
+"""Entries of ``Family.fixed`` for DeepSeek-V3's router (arXiv 2412.19437), which many have."""
+DEEPSEEK_FIELDS: Mapping[str, str] = {
+    "num_experts": "n_routed_experts",
+    "num_expert_groups": "n_group",
+    "topk_expert_groups": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+}
+"""Entries of ``Family.fields`` for the names of DeepSeek's config.json."""
+
+
+def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read which layers are MoE, and the width of shared experts, as ``Family.read_layers``."""
+    layers, first = range(config["num_hidden_layers"]), config["first_k_dense_replace"]
+    width = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
+    return {"moe_layers": tuple(i >= first for i in layers), "shared_intermediate_size": width}
+
+
+def write_deepseek_layers(arch: Architecture) -> dict[str, Any]:
+    """Invert :func:`read_deepseek_layers`."""
+    return {
+        "first_k_dense_replace": min(arch.moe_layer_indices, default=arch.num_layers),
+        "n_shared_experts": arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
+    }
 
 
 @dataclass(frozen=True)
@@ -207,7 +292,8 @@ class Family:
     def keys(self) -> dict[str, str]:
         """Every architecture field that a key of ``config.json`` holds, with that key."""
         usual = {ours: key for ours, key in _FIELDS.items() if key in self.defaults}
-        return {**usual, **self.fields}
+        found = {**usual, **self.fields}
+        return {ours: key for ours, key in found.items() if ours not in self.fixed}
 
     def pieces(self, shapes: Mapping[str, Sequence[int]]) -> list[Piece]:
         """List every file tensor of a model whose parameters have ``shapes``, in their order.
@@ -222,6 +308,10 @@ class Family:
                 raise ValueError(f"{len(found)} weight map operations cover parameter {name!r}")
             pieces += found[0]
         return pieces
+
+    def holds(self, name: str) -> bool:
+        """Return whether the files have the buffer ``name``."""
+        return any(one.pieces(name, ()) for one in self.weight_map)
 
     def scope(self, hf_name: str) -> str | None:
         """Find the layer or module of the weight map that a file tensor lies in; None: outside.

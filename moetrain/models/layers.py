@@ -10,7 +10,7 @@ Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -65,7 +65,10 @@ def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float
     """Return each of the d/2 pairs' radians per token (fp32, CPU), and a factor on cos and sin."""
     rope = arch.rope
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    inv_freq = 1.0 / arch.rope_theta**exponents
+    theta = arch.rope_theta
+    if rope.kind == "dynamic":  # "NTK-aware": the slowest pair is slowed down by alpha
+        theta *= rope.alpha ** (dim / (dim - 2))
+    inv_freq = 1.0 / theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -204,6 +207,28 @@ class RMSNorm(nn.Module):
         if self.batch_invariant:
             return add_rms_norm(x, y, self.weight, self.eps, self.backend)
         return self.beside(x + y)
+
+
+class WideNorm(RMSNorm):
+    """An :class:`RMSNorm` of which ``x`` and the weight may be a part, with other devices' beside.
+
+    ``sum_squares`` is a plain attribute: tensor parallelism replaces it where the squares [..., 1]
+    here are a part of the sum; None: they are all.
+    """
+
+    sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
+        super().__init__(dim, eps, kernels)
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sum_squares is None:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.sum_squares(wide.square().sum(-1, keepdim=True))
+        normed = (wide * torch.rsqrt(squares / self.dim + self.eps)).to(x.dtype)
+        return normed * self.weight.to(x.dtype)
 
 
 class Linear(Adaptable):

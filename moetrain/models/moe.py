@@ -1,6 +1,6 @@
 """The Mixture-of-Experts layer: router, dispatcher, experts, and the balancing rules around them.
 
-    y_t = sum over the K chosen experts e of  w_te * expert_e(x_t)
+    y_t = sum over the K chosen experts e of  w_te * expert_e(x_t)  [+ g_t * shared experts(x_t)]
 
 The layer is single-device math. Where tokens travel to experts on other devices, a subclass of
 :class:`Dispatcher` does it. A layer returns its routing statistics instead of counting into
@@ -12,7 +12,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,15 +26,21 @@ from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.router import Routed, router_topk
-from moetrain.models.architecture import FP32, Part, Weight, Workload
-from moetrain.models.layers import Context
+from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
+from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import EXPERT, PartStyle, Rule
+
+_SHARED = Rule("replicate")
+"""Of shared experts, which every tensor parallel rank has whole, for its own tokens."""
+_ROUTER = replace(_SHARED, decay=False, gather=torch.float32)
+_GATE = replace(_SHARED, gather=torch.float32)  # a single row, which no product in fp8 takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(Part):
-    """Describes SwiGLU experts, of which a router chooses some for each token."""
+    """Describes SwiGLU experts, of which a router chooses some for each token, and others beside
+    them that every token uses."""
 
     name: ClassVar[str] = "moe"
     style: ClassVar[PartStyle] = "routed"
@@ -47,6 +53,15 @@ class RoutedExperts(Part):
     moe_intermediate_size: int
     norm_topk_prob: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one."""
+    router_score: RouterScore = "softmax"
+    router_min_sum: float = 0.0
+    router_fp32: bool = False
+    selection_bias: bool = False
+    num_expert_groups: int = 1
+    topk_expert_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
@@ -57,6 +72,19 @@ class RoutedExperts(Part):
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
+        groups, chosen = self.num_expert_groups, self.topk_expert_groups
+        if self.num_experts % groups or not chosen <= groups:
+            problem = f"topk_expert_groups {chosen} of num_expert_groups {groups} cannot be"
+            raise ValueError(f"{problem} with num_experts {self.num_experts}")
+        if self.num_experts // groups * chosen < self.num_experts_per_token:
+            problem = f"num_experts_per_token {self.num_experts_per_token} is more than the experts"
+            raise ValueError(f"{problem} in topk_expert_groups {chosen}")
+
+    @property
+    def shared(self) -> SwiGLU | None:
+        """The experts that every token uses, as one layer; None: there are none."""
+        width = self.shared_intermediate_size
+        return SwiGLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "MoE":
         return MoE(self, moe, kernels)
@@ -66,12 +94,18 @@ class RoutedExperts(Part):
         e = self.num_experts
         dim = self.hidden_size
         width = self.moe_intermediate_size
-        return {
+        found = {
             # Computed in fp32 whatever the dtype.
-            "router.weight": Weight((e, dim), Rule("replicate", decay=False, gather=torch.float32)),
+            "router.weight": Weight((e, dim), _ROUTER),
             "experts.w_gate_up": Weight((e, 2 * width, dim), EXPERT),
             "experts.w_down": Weight((e, dim, width), EXPERT),
         }
+        if self.shared is not None:
+            for leaf, weight in self.shared.weights.items():
+                found[f"shared_experts.{leaf}"] = Weight(weight.shape, _SHARED)
+            if self.shared_gate:
+                found["shared_expert_gate.weight"] = Weight((1, dim), _GATE)
+        return found
 
     def num_active_params(self) -> int:
         expert = 3 * self.hidden_size * self.moe_intermediate_size
@@ -81,20 +115,25 @@ class RoutedExperts(Part):
         return self.num_active_params()
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the received tokens, the rows' pre-activations, and the routing."""
-        return self.saved(share)["experts"] + self._received(share)
+        """Return the bytes of the received tokens, the rows' pre-activations, the routing, and what
+        shared experts keep."""
+        shared = 0.0 if self.shared is None else self.shared.activations(_own(share))
+        return self.saved(share)["experts"] + self._received(share) + shared
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
         return {
             "experts": share.own_tokens * (pre + self._routing()),
             "dispatch": self._received(share),
+            **({} if self.shared is None else self.shared.saved(_own(share))),
         }
 
     def working_set(self, share: Workload) -> float:
         row = share.width * (2 * self.hidden_size + 3 * self.moe_intermediate_size)
         rows = share.own_tokens * self.num_experts_per_token * row
-        return rows + 2 * self._received(share)
+        # Shared experts' gradients are made before or after those of the rows.
+        shared = 0.0 if self.shared is None else self.shared.working_set(_own(share))
+        return max(rows + 2 * self._received(share), shared)
 
     def _routing(self) -> int:
         """Return the bytes of a token's logits, ids, weights and indices."""
@@ -109,6 +148,11 @@ class RoutedExperts(Part):
             return 0.0
         reached = 1 - (1 - 1 / share.ep) ** self.num_experts_per_token
         return share.own_tokens * share.ep * reached * self.hidden_size * share.width
+
+
+def _own(share: Workload) -> Workload:
+    """Return the share of a layer that is whole on every rank, for the tokens of its own."""
+    return replace(share, tokens=share.own_tokens, tp=1)
 
 
 class RouterStats(NamedTuple):
@@ -212,23 +256,31 @@ class Dispatcher:
 class Router(Adaptable):
     """Chooses K experts for each token by fp32 logits, whatever the activations' dtype.
 
-    ``bias`` (fp32 buffer [E], only with ``moe.bias_update_rate`` > 0) is added to the scores for
-    the choice alone; :func:`update_router_bias` moves it between steps.
+    ``bias`` (fp32 buffer [E], with ``selection_bias`` or ``moe.bias_update_rate`` > 0) is added to
+    the scores for the choice alone; :func:`update_router_bias` moves it between steps. It is fp32
+    whatever the model is cast to.
     """
 
     bias: torch.Tensor | None
 
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
         super().__init__()
-        self.top_k, self.normalize = sizes.num_experts_per_token, sizes.norm_topk_prob
+        self.sizes, self.top_k = sizes, sizes.num_experts_per_token
         self.backend: Backend = backend
         self.balanced_stride = (
             _balanced_stride(sizes.num_experts, self.top_k) if moe.force_balanced else None
         )
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size))
-        self.register_buffer(
-            "bias", torch.zeros(sizes.num_experts) if moe.bias_update_rate > 0 else None
-        )
+        has_bias = sizes.selection_bias or moe.bias_update_rate > 0
+        zeros_E = torch.zeros(sizes.num_experts, dtype=torch.float32) if has_bias else None
+        self.register_buffer("bias", zeros_E)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
+        before_E = self.bias
+        super()._apply(fn, recurse)
+        if before_E is not None and self.bias is not None and self.bias.dtype != before_E.dtype:
+            self.bias = before_E.to(self.bias.device)
+        return self
 
     def forward(
         self,
@@ -242,13 +294,21 @@ class Router(Adaptable):
         """
         adapter = self.adapter("weight", self.weight.dtype)
         weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
+        sizes = self.sizes
+        if sizes.router_fp32:
+            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         logits_TE = router_logits(x_TD, weight_ED, self.backend)
         routed = router_topk(
             logits_TE,
             self.top_k,
-            normalize=self.normalize,
+            score=sizes.router_score,
+            normalize=sizes.norm_topk_prob,
             bias_E=self.bias,
             is_pad_T=is_pad_T,
+            num_groups=sizes.num_expert_groups,
+            topk_groups=sizes.topk_expert_groups,
+            scale=sizes.routed_scaling_factor,
+            min_sum=sizes.router_min_sum,
             backend=self.backend,
         )
         if self.balanced_stride is not None:
@@ -270,10 +330,14 @@ class Router(Adaptable):
         is_pad_T: torch.Tensor | None,
     ) -> Routed:
         """Replace the choice in ``routed`` by ``ids_TK``; the weights follow from the scores."""
-        at_TK = ids_TK.clamp(min=0).long()
-        weights_TK = logits_TE.softmax(-1).gather(1, at_TK)
-        if self.normalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        at_TK, sizes = ids_TK.clamp(min=0).long(), self.sizes
+        is_sigmoid = sizes.router_score == "sigmoid"
+        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+        weights_TK = scores_TE.gather(1, at_TK)
+        if sizes.norm_topk_prob:
+            sums_T1 = weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK / sums_T1.clamp(min=sizes.router_min_sum)
+        weights_TK = weights_TK * sizes.routed_scaling_factor
         ones_TK = torch.ones_like(at_TK, dtype=torch.int32)
         if is_pad_T is not None:
             ones_TK = ones_TK.masked_fill(is_pad_T[:, None], 0)
@@ -333,7 +397,7 @@ class _Experts(Adaptable):
 
 
 class MoE(nn.Module):
-    """Router, dispatcher and experts as one feed-forward layer.
+    """Router, dispatcher, routed and shared experts as one feed-forward layer.
 
     ``dispatcher`` is a plain attribute: expert parallelism replaces it.
     """
@@ -342,10 +406,14 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(sizes, moe, kernels.backend)
         self.experts = _Experts(sizes, kernels)
+        self.shared_experts = None if sizes.shared is None else sizes.shared.build(kernels, moe)
+        has_gate = sizes.shared is not None and sizes.shared_gate
+        self.shared_expert_gate = Linear(sizes.hidden_size, 1) if has_gate else None
         self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
-        """Return ``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and the routing statistics."""
+        """Return ``y_BSD`` in ``x_BSD``'s dtype, and the routing statistics. Pads use no expert but
+        the shared ones."""
         x_TD = x_BSD.flatten(0, 1)
         is_pad_BS = context.is_pad_BS
         routes_BSK = context.routes_BSK
@@ -357,6 +425,11 @@ class MoE(nn.Module):
         sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
         y_TD = self.dispatcher.combine(y_SD, sent.ctx)
+        if self.shared_experts is not None:
+            shared_TD, _ = self.shared_experts(x_TD, context)
+            if self.shared_expert_gate is not None:
+                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+            y_TD = y_TD + shared_TD
         stats = RouterStats(
             routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, sent.dropped
         )

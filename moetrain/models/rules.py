@@ -120,6 +120,8 @@ COLWISE = Rule("colwise")
 ROWWISE = Rule("rowwise")
 EXPERT = Rule("expert")
 NORM = Rule("replicate", init="ones", decay=False)
+WIDE_NORM = Rule("colwise", init="ones", decay=False)
+"""Of a norm over numbers that tensor parallel ranks divide."""
 
 ADAPTER = ("_lora_a", "_lora_b")
 """Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""

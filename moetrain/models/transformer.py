@@ -258,8 +258,10 @@ class Transformer(nn.Module):
 
     def pieces(self) -> list[Piece]:
         """List the tensors of Hugging Face's files that hold the model, and where each lies."""
+        family = FAMILIES[self.arch.family]
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
-        return FAMILIES[self.arch.family].pieces(shapes)
+        shapes |= {name: x.shape for name, x in self.named_buffers() if family.holds(name)}
+        return family.pieces(shapes)
 
     @torch.no_grad()
     def init_weights(self, std: float, seed: int) -> None:

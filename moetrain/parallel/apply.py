@@ -29,6 +29,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
+from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
@@ -65,7 +66,15 @@ def place_model(
         folder = resolve(
             config.model.path, is_downloader=world.is_first_on_machine, barrier=world.barrier
         )
-        load_weights(model, folder, fsdp.write)
+        buffers = dict(model.named_buffers())
+
+        def write(name: str, place: tuple[Any, ...], tensor: Any) -> None:
+            if name in buffers:
+                buffers[name][place].copy_(tensor[...])
+            else:
+                fsdp.write(name, place, tensor)
+
+        load_weights(model, folder, write)
     if config.lora.path is not None:
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
@@ -105,6 +114,9 @@ def _parallelize(
         parts = TokenParts(group)
         for name, style in styles.items():
             parts.share(model.get_submodule(name), style)
+        for module in model.modules():
+            if isinstance(module, WideNorm):
+                module.sum_squares = parts.sum
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")

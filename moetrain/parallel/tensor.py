@@ -75,6 +75,11 @@ class TokenParts:
         """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
         return self._exchanged(y_TD, gathers=False)
 
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up all ranks' ``x``, the same sum on every rank; the backward adds up its gradients,
+        since each rank uses the sum."""
+        return _RankSum.apply(x, self.ranks, self.group)
+
     def _exchanged(self, x_TD: torch.Tensor, gathers: bool) -> torch.Tensor:
         rows_TD = x_TD.flatten(0, -2).contiguous()
         return _Exchange.apply(rows_TD, gathers, self.ranks, self.group)[None]
@@ -132,6 +137,24 @@ def _exchange(x_TD: torch.Tensor, gathers: bool, ranks: int, group: str) -> torc
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
     # In fp32 in rank order, rounded once.
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
+
+
+class _RankSum(torch.autograd.Function):
+    """Every rank's sum, in rank order; so is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str):
+        ctx.how = ranks, group
+        return _sum(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        return _sum(gradients[0], *ctx.how), None, None
+
+
+def _sum(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    parts_W = functional.wait_tensor(_all_gather(x.flatten(), 0, group)).view(ranks, -1)
+    return parts_W.sum(0).view(x.shape)
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------

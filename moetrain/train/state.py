@@ -151,14 +151,15 @@ class ModelState:
         They are fp32, and frozen ones in the dtype that they are stored in.
 
         Args:
-            hf: use the names and pieces of Hugging Face's files, which hold no selection bias;
-                else ours, with buffers too.
+            hf: use the names and pieces of Hugging Face's files, without the buffers that these do
+                not hold; else ours, with all buffers.
             merged: merge adapters into their weights, in fp32, and leave them out themselves;
                 always so with ``hf``.
         """
         family, merged = FAMILIES[self.arch.family], merged or hf
         for name, entry in self.stages.table.items():
-            if (entry.rule is None and hf) or (merged and name.endswith(ADAPTER)):
+            is_left_out = hf and entry.rule is None and not family.holds(name)
+            if is_left_out or (merged and name.endswith(ADAPTER)):
                 continue
             whole = self._whole(name)
             if merged and (halves := self._adapter(name)) is not None:

@@ -94,14 +94,15 @@ _RMS_NORM_SPECS = (
 
 def _rotary_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     d = case["d"]
-    angles_Sd = 10 * normal(generator, case["S"], d // 2)
+    angles_Sp = 10 * normal(generator, case["S"], case.get("pairs", d // 2))
     weight_d = 1 + normal(generator, d) / 10 if case["norm"] else None
     return {
         "x_THd": normal(generator, case["T"], case["H"], d).to(dtype),
-        "cos_Sd": angles_Sd.cos(),
-        "sin_Sd": angles_Sd.sin(),
+        "cos_Sp": angles_Sp.cos(),
+        "sin_Sp": angles_Sp.sin(),
         "weight_d": None if weight_d is None else weight_d.to(dtype).float(),
         "eps": case.get("eps", 1e-6),
+        "interleaved": case.get("interleaved", False),
     }
 
 
@@ -123,6 +124,10 @@ def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> Ker
             {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
             {"T": 0, "H": 2, "d": 8, "S": 0, "norm": False},
             {"T": 6, "H": 9, "d": 6, "S": 2, "norm": True, "eps": 0.0},
+            {"T": 14, "H": 3, "d": 24, "S": 7, "norm": True, "pairs": 5},
+            {"T": 5, "H": 9, "d": 16, "S": 5, "norm": False, "pairs": 4},
+            {"T": 5, "H": 9, "d": 14, "S": 5, "norm": False, "interleaved": True},
+            {"T": 6, "H": 2, "d": 10, "S": 2, "norm": True, "pairs": 3, "interleaved": True},
         ),
         benches=(
             Bench({"T": 16384, "H": 32, "d": 128, "S": 16384, "norm": True}, targets),
@@ -134,10 +139,11 @@ def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> Ker
         ops=ops,
         bad_inputs={
             "S divides T": lambda i: i | {"x_THd": i["x_THd"][1:]},
-            r"sin torch.float32 \(7, 11\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:, 1:]},
+            "or fewer": lambda i: i | {"x_THd": i["x_THd"][..., :22]},
+            r"sin torch.float32 \(7, 11\)": lambda i: i | {"sin_Sp": i["sin_Sp"][:, 1:]},
             r"weight torch.float32 \(23,\)": lambda i: i | {"weight_d": i["weight_d"][1:]},
-            r"strides \(1, 7\)": lambda i: i | {"cos_Sd": i["cos_Sd"].T.contiguous().T},
-            r"strides \(0, 1\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:1].expand(7, -1)},
+            r"strides \(1, 7\)": lambda i: i | {"cos_Sp": i["cos_Sp"].T.contiguous().T},
+            r"strides \(0, 1\)": lambda i: i | {"sin_Sp": i["sin_Sp"][:1].expand(7, -1)},
             r"weight .* strides \(0,\)": lambda i: i | {"weight_d": i["weight_d"][:1].expand(24)},
         },
     )

@@ -1,7 +1,7 @@
 """The router: top-k, weights, and the statistics that the balancing losses need.
 
     p = softmax(logits)      s = p (or sigmoid(logits))      chosen = the K largest of s + bias
-    weight = scale * s[chosen], divided by the sum of s[chosen] if ``normalize``
+    weight = scale * s[chosen], divided by max(sum of s[chosen], min_sum) if ``normalize``
 
 ``bias`` moves the choice only, never the weights (auxiliary-loss-free balancing, arXiv 2408.15664).
 With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the ``topk_groups`` groups
@@ -61,6 +61,7 @@ def router_topk(
     num_groups: int = 1,
     topk_groups: int = 1,
     scale: float = 1.0,
+    min_sum: float = 0.0,
     backend: Backend = "auto",
 ) -> Routed:
     """Choose ``k`` experts for every token of ``logits_TE`` (fp32, contiguous rows).
@@ -70,6 +71,7 @@ def router_topk(
         is_pad_T: bool, which tokens are padding; None: none.
         num_groups: equal groups of consecutive experts; the choice is within ``topk_groups``.
         scale: multiplies the weights.
+        min_sum: what ``normalize`` divides by at least, for scores that are all but zero.
     """
     if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
         raise refusal("router_topk", "floating [T, E]", logits=logits_TE)
@@ -87,7 +89,8 @@ def router_topk(
         raise refusal("router_topk", "one number an expert", logits=logits_TE, bias=bias_E)
     if is_pad_T is not None and (is_pad_T.dtype != torch.bool or is_pad_T.shape != (tokens,)):
         raise refusal("router_topk", "bool, one a token", logits=logits_TE, is_pad=is_pad_T)
-    how = (bias_E, is_pad_T, k, score == "sigmoid", normalize, num_groups, topk_groups, scale)
+    groups = num_groups, topk_groups
+    how = (bias_E, is_pad_T, k, score == "sigmoid", normalize, *groups, scale, min_sum)
     if not use_fast(backend, logits_TE):
         return _reference(logits_TE, *how)
     _check_fast(logits_TE, k, bias_E)
@@ -115,6 +118,7 @@ def _reference(
     num_groups: int,
     topk_groups: int,
     scale: float,
+    min_sum: float,
 ) -> Routed:
     log_probs_TE = logits_TE.log_softmax(-1)
     probs_TE = log_probs_TE.exp()
@@ -130,7 +134,7 @@ def _reference(
     ids_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
     counted_T = logits_TE.new_ones(logits_TE.shape[0])
     if is_pad_T is not None:
         counted_T = counted_T.masked_fill(is_pad_T, 0)
@@ -164,6 +168,7 @@ def _router_topk(
     num_groups: int,
     topk_groups: int,
     scale: float,
+    min_sum: float,
 ) -> _Outputs:
     T, E = logits_TE.shape
     M = E // num_groups
@@ -179,7 +184,7 @@ def _router_topk(
     is_pad = None if is_pad_T is None else is_pad_T.contiguous().view(torch.uint8)
     _route_kernel[(num_programs,)](
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE, sums_PE,
-        T, logits_TE.stride(0), topk_groups, scale, K=k, E=E, G=num_groups, M=M,
+        T, logits_TE.stride(0), topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
         B=rows, GP=padded_groups, MP=padded_members, S=triton.next_power_of_2(k),
     )  # fmt: skip
@@ -200,6 +205,7 @@ def _router_topk_backward(
     sigmoid: bool,
     normalize: bool,
     scale: float,
+    min_sum: float,
 ) -> torch.Tensor:
     T, E = logits_TE.shape
     k = ids_TK.shape[1]
@@ -209,7 +215,7 @@ def _router_topk_backward(
         rows = max(1, _TILE_ELEMENTS // columns)
         _route_backward_kernel[(triton.cdiv(T, rows),)](
             logits_TE, ids_TK, grad_weights_TK.contiguous(), grad_prob_sum_E.contiguous(),
-            grad_z_sum, grad_logits_TE, T, logits_TE.stride(0), scale, K=k, E=E,
+            grad_z_sum, grad_logits_TE, T, logits_TE.stride(0), scale, min_sum, K=k, E=E,
             SIGMOID=sigmoid, NORMALIZE=normalize, B=rows, C=columns, S=triton.next_power_of_2(k),
         )  # fmt: skip
     return grad_logits_TE
@@ -228,25 +234,26 @@ def _empty_outputs(logits_TE: torch.Tensor, k: int) -> _Outputs:
 
 
 @_router_topk.register_fake
-def _(logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, scale):
+def _(logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, scale, min_sum):
     return _empty_outputs(logits_TE, k)
 
 
 @_router_topk_backward.register_fake
-def _(logits_TE, ids_TK, grad_weights, grad_prob_sum, grad_z_sum, sigmoid, normalize, scale):
+def _(logits_TE, ids_TK, grad_weights, grad_prob_sum, grad_z_sum, sigmoid, normalize, scale, low):
     return logits_TE.new_empty(logits_TE.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits_TE, _, _, _, ctx.sigmoid, ctx.normalize, _, _, ctx.scale = inputs
+    logits_TE, _, _, _, sigmoid, normalize, _, _, scale, min_sum = inputs
+    ctx.how = sigmoid, normalize, scale, min_sum
     _, _, _, entropy_sum, ids_TK, counts_E = output
     ctx.mark_non_differentiable(ids_TK, counts_E, entropy_sum)
     ctx.save_for_backward(logits_TE, ids_TK)
 
 
 def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
-    grads, how = (grad_weights, grad_prob_sum, grad_z_sum), (ctx.sigmoid, ctx.normalize, ctx.scale)
-    return _router_topk_backward(*ctx.saved_tensors, *grads, *how), *[None] * 8
+    grads = grad_weights, grad_prob_sum, grad_z_sum
+    return _router_topk_backward(*ctx.saved_tensors, *grads, *ctx.how), *[None] * 9
 
 
 _router_topk.register_autograd(_backward, setup_context=_save)
@@ -302,7 +309,7 @@ def _drop_groups(
 @triton.jit
 def _route_kernel(
     logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr,
-    T, row_stride, topk_groups, scale,
+    T, row_stride, topk_groups, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
     B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
@@ -351,7 +358,7 @@ def _route_kernel(
         if SIGMOID:
             weights = tl.sigmoid(picked)
         if NORMALIZE:
-            weights = weights / tl.sum(weights, axis=1)[:, None]
+            weights = weights / tl.maximum(tl.sum(weights, axis=1), min_sum)[:, None]
         is_counted = in_range
         if is_pad_ptr is not None:
             is_pad = tl.load(is_pad_ptr + row) != 0
@@ -407,7 +414,7 @@ def _sum_programs_kernel(
 @triton.jit
 def _route_backward_kernel(
     logits_ptr, ids_ptr, grad_weights_ptr, grad_prob_sum_ptr, grad_z_sum_ptr, grad_logits_ptr,
-    T, row_stride, scale,
+    T, row_stride, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -440,7 +447,9 @@ def _route_backward_kernel(
         scores = tl.sigmoid(picked)
     if NORMALIZE:
         sum_chosen = tl.sum(scores, axis=1)[:, None]
-        grad = (grad - tl.sum(grad * scores, axis=1)[:, None] / sum_chosen) / sum_chosen
+        divisor = tl.maximum(sum_chosen, min_sum)
+        through_sum = tl.sum(grad * scores, axis=1)[:, None] / divisor
+        grad = (grad - tl.where(sum_chosen >= min_sum, through_sum, 0.0)) / divisor
     if SIGMOID:
         grad = grad * scores * (1.0 - scores)
 

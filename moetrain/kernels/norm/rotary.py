@@ -3,12 +3,15 @@
     n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
 
 A head is rotated by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded
-once. It is one op so that its bits do not depend on what the compiler would fuse it with; where
-they may (``fusible``), the forward is the compiler's. One op makes all gradients, as in
+once. Fewer angles than pairs rotate the first numbers of a head, and the others stay: d above is
+then the rotating width. With ``interleaved`` n[2i] and n[2i + 1] are a pair, and keep their places.
+
+It is one op so that its bits do not depend on what the compiler would fuse it with; where they may
+(``fusible``), the forward is the compiler's. One op makes all gradients, as in
 :mod:`moetrain.kernels.norm.rms_norm`; ``dy`` rotated back is the upstream gradient of the norm.
 
-Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; N is T/S;
-P programs of the backward.
+Legend: T tokens, H heads, d head width, p pairs that rotate, at most d/2, S rows of angles: token t
+has those of row t % S; N is T/S; P programs of the backward.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -26,38 +29,39 @@ _HEADS = 8  # heads of one token that a program rotates
 
 def rotary(
     x_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
+    cos_Sp: torch.Tensor,
+    sin_Sp: torch.Tensor,
     weight_d: torch.Tensor | None = None,
     eps: float = 0.0,
     backend: Backend = "auto",
     *,
+    interleaved: bool = False,
     fusible: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate heads: [T, H, d], contiguous, in ``x``'s dtype.
 
     Args:
         x_THd: each token's numbers lie together; tokens may lie apart.
-        cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
+        cos_Sp, sin_Sp: fp32, contiguous; T is a multiple of S.
         weight_d: the norm's weight, contiguous; None: no norm.
+        interleaved: rotate neighbours together, instead of numbers p apart.
         fusible: run the forward in plain torch, which the compiler fuses with its neighbours.
     """
-    _check(x_THd, cos_Sd, sin_Sd, weight_d)
-    tensors = (x_THd, cos_Sd, sin_Sd, weight_d)
+    _check(x_THd, cos_Sp, sin_Sp, weight_d)
+    inputs = (x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved)
     if not use_fast(backend, x_THd):
-        return _turned(*tensors, eps).flatten(0, 1)
-    return _FusibleRotary.apply(*tensors, eps).flatten(0, 1) if fusible else _rotary(*tensors, eps)
+        return _turned(*inputs).flatten(0, 1)
+    return _FusibleRotary.apply(*inputs).flatten(0, 1) if fusible else _rotary(*inputs)
 
 
 def _check(
-    x_THd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor, weight_d: torch.Tensor | None
+    x_THd: torch.Tensor, cos_Sp: torch.Tensor, sin_Sp: torch.Tensor, weight_d: torch.Tensor | None
 ) -> None:
-    (T, _, d), half = x_THd.shape, (cos_Sd.shape[0], x_THd.shape[-1] // 2)
-    if d % 2 or T % max(1, half[0]) or cos_Sd.shape != half or sin_Sd.shape != half:
-        raise refusal(
-            "rotary", "[T, H, d] and [S, d/2], S divides T", x=x_THd, cos=cos_Sd, sin=sin_Sd
-        )
-    require_contiguous("rotary", cos=cos_Sd, sin=sin_Sd)
+    (T, _, d), (S, pairs) = x_THd.shape, cos_Sp.shape
+    if d % 2 or T % max(1, S) or pairs > d // 2 or sin_Sp.shape != cos_Sp.shape:
+        takes = "[T, H, d] and [S, d/2 or fewer], S divides T"
+        raise refusal("rotary", takes, x=x_THd, cos=cos_Sp, sin=sin_Sp)
+    require_contiguous("rotary", cos=cos_Sp, sin=sin_Sp)
     if weight_d is not None:
         if weight_d.shape != (d,):
             raise refusal("rotary", "a weight [d]", x=x_THd, weight=weight_d)
@@ -66,71 +70,89 @@ def _check(
 
 def _turned(
     x_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
+    cos_Sp: torch.Tensor,
+    sin_Sp: torch.Tensor,
     weight_d: torch.Tensor | None,
     eps: float,
+    interleaved: bool,
 ) -> torch.Tensor:
     """Return [N, S, H, d], a tensor without an alias (see :class:`_FusibleRotary`)."""
     n_THd = x_THd if weight_d is None else rms_norm(x_THd, weight_d, eps, "reference")
     wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
-    T, S = x_THd.shape[0], cos_Sd.shape[0]
-    x1, x2 = wide.unflatten(0, (T // max(1, S), S)).chunk(2, dim=-1)
-    cos = cos_Sd[:, None]
-    sin = sin_Sd[:, None]
+    T, (S, pairs) = x_THd.shape[0], cos_Sp.shape
+    wide = wide.unflatten(0, (T // max(1, S), S))
+    turning, staying = wide[..., : 2 * pairs], wide[..., 2 * pairs :]
+    x1, x2 = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    cos = cos_Sp[:, None]
+    sin = sin_Sp[:, None]
     halves = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    return torch.cat([half.to(x_THd.dtype) for half in halves], dim=-1)
+    turned = [torch.stack(halves, -1).flatten(-2)] if interleaved else halves
+    return torch.cat([part.to(x_THd.dtype) for part in (*turned, staying)], dim=-1)
 
 
 @torch.library.custom_op("moetrain::rotary", mutates_args=())
 def _rotary(
     x_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
+    cos_Sp: torch.Tensor,
+    sin_Sp: torch.Tensor,
     weight_d: torch.Tensor | None,
     eps: float,
+    interleaved: bool,
 ) -> torch.Tensor:
     (T, H, d), heads = x_THd.shape, min(_HEADS, triton.next_power_of_2(x_THd.shape[1]))
     x_THd = _with_whole_tokens(x_THd)
     out_THd = x_THd.new_empty(T, H, d)
     if T:
         _rotary_kernel[(T, triton.cdiv(H, heads))](
-            x_THd, cos_Sd, sin_Sd, weight_d, out_THd, x_THd.stride(0), cos_Sd.shape[0], eps,
-            H=H, HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=1,
+            x_THd, cos_Sp, sin_Sp, weight_d, out_THd, x_THd.stride(0), cos_Sp.shape[0], eps,
+            H=H, HALF=d // 2, PAIRS=cos_Sp.shape[1], INTERLEAVED=interleaved,
+            BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=1,
         )  # fmt: skip
     return out_THd
 
 
 @_rotary.register_fake
-def _(x_THd, cos_Sd, sin_Sd, weight_d, eps):
+def _(x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved):
     return x_THd.new_empty(x_THd.shape)
+
+
+@triton.jit
+def _places(column, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where a head's two numbers in each column lie: a pair that turns, or two that stay."""
+    first = 2 * column if INTERLEAVED else column
+    second = first + (1 if INTERLEAVED else PAIRS)
+    turns = column < PAIRS
+    return tl.where(turns, first, column + PAIRS), tl.where(turns, second, column + HALF)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _rotary_kernel(
     x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, stride, S, eps,
-    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK)
     mask = (head < H)[:, None] & (column < HALF)[None, :]
     dtype = out_ptr.dtype.element_ty
-    at = head[:, None] * (2 * HALF) + column[None, :]
-    x1 = tl.load(x_ptr + token * stride + at, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + token * stride + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    first, second = _places(column, HALF, PAIRS, INTERLEAVED)
+    at1 = head[:, None] * (2 * HALF) + first[None, :]
+    at2 = head[:, None] * (2 * HALF) + second[None, :]
+    x1 = tl.load(x_ptr + token * stride + at1, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + token * stride + at2, mask=mask, other=0.0).to(tl.float32)
     if w_ptr is not None:
         r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
-        w1 = tl.load(w_ptr + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
-        w2 = tl.load(w_ptr + HALF + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        w1 = tl.load(w_ptr + first, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        w2 = tl.load(w_ptr + second, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
         x1 = ((x1 * r).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
         x2 = ((x2 * r).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
-    turn = token % S * HALF + column
-    cos = tl.load(cos_ptr + turn, mask=column < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + turn, mask=column < HALF, other=0.0)[None, :]
-    out = out_ptr + token * H * 2 * HALF + at
-    tl.store(out, x1 * cos - x2 * sin, mask=mask)
-    tl.store(out + HALF, x2 * cos + x1 * sin, mask=mask)
+    turn = token % S * PAIRS + column
+    cos = tl.load(cos_ptr + turn, mask=column < PAIRS, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + turn, mask=column < PAIRS, other=0.0)[None, :]
+    out = out_ptr + token * H * 2 * HALF
+    tl.store(out + at1, x1 * cos - x2 * sin, mask=mask)
+    tl.store(out + at2, x2 * cos + x1 * sin, mask=mask)
 
 
 def _with_whole_tokens(x_THd: torch.Tensor) -> torch.Tensor:
@@ -145,11 +167,12 @@ _PROGRAMS = 1056
 @torch.library.custom_op("moetrain::rotary_gradients", mutates_args=())
 def _rotary_gradients(
     dy_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
+    cos_Sp: torch.Tensor,
+    sin_Sp: torch.Tensor,
     x_THd: torch.Tensor | None,
     weight_d: torch.Tensor | None,
     eps: float,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of ``x`` and of the weight (empty without one, when ``x`` may be None)."""
     (T, H, d), heads = dy_THd.shape, min(_HEADS, triton.next_power_of_2(dy_THd.shape[1]))
@@ -159,15 +182,16 @@ def _rotary_gradients(
     dw_Pd = dy_THd.new_empty(programs, 0 if weight_d is None else d, dtype=torch.float32)
     if T:
         _rotary_gradients_kernel[(programs,)](
-            dy_THd, x_THd, cos_Sd, sin_Sd, weight_d, dx_THd, dw_Pd, T, dy_THd.stride(0),
-            x_THd.stride(0), cos_Sd.shape[0], eps,
-            H=H, HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=2,
+            dy_THd, x_THd, cos_Sp, sin_Sp, weight_d, dx_THd, dw_Pd, T, dy_THd.stride(0),
+            x_THd.stride(0), cos_Sp.shape[0], eps,
+            H=H, HALF=d // 2, PAIRS=cos_Sp.shape[1], INTERLEAVED=interleaved,
+            BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=2,
         )  # fmt: skip
     return dx_THd, dw_Pd.sum(0)
 
 
 @_rotary_gradients.register_fake
-def _(dy_THd, cos_Sd, sin_Sd, x_THd, weight_d, eps):
+def _(dy_THd, cos_Sp, sin_Sp, x_THd, weight_d, eps, interleaved):
     width = 0 if weight_d is None else dy_THd.shape[2]
     return dy_THd.new_empty(dy_THd.shape), dy_THd.new_empty(width, dtype=torch.float32)
 
@@ -175,32 +199,35 @@ def _(dy_THd, cos_Sd, sin_Sd, x_THd, weight_d, eps):
 @triton.jit(do_not_specialize=["S", "T"])
 def _rotary_gradients_kernel(
     dy_ptr, x_ptr, cos_ptr, sin_ptr, w_ptr, dx_ptr, dw_ptr, T, dy_stride, x_stride, S, eps,
-    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     is_in = column < HALF
+    first, second = _places(column, HALF, PAIRS, INTERLEAVED)
     dtype = dx_ptr.dtype.element_ty
     dw1, dw2 = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if w_ptr is not None:
-        w1 = tl.load(w_ptr + column, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
-        w2 = tl.load(w_ptr + HALF + column, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
+        w1 = tl.load(w_ptr + first, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
+        w2 = tl.load(w_ptr + second, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
     for token in range(tl.program_id(0), T, tl.num_programs(0)):
-        turn = token % S * HALF + column
-        cos = tl.load(cos_ptr + turn, mask=is_in, other=0.0)[None, :]
-        sin = tl.load(sin_ptr + turn, mask=is_in, other=0.0)[None, :]
+        turn = token % S * PAIRS + column
+        cos = tl.load(cos_ptr + turn, mask=column < PAIRS, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + turn, mask=column < PAIRS, other=0.0)[None, :]
         wide = tl.cast(token, tl.int64)
-        for first in tl.static_range(0, H, HEADS):
-            head = first + tl.arange(0, HEADS)
+        for start in tl.static_range(0, H, HEADS):
+            head = start + tl.arange(0, HEADS)
             mask = (head < H)[:, None] & is_in[None, :]
-            at = head[:, None] * (2 * HALF) + column[None, :]
-            dy = dy_ptr + wide * dy_stride + at
-            dy1 = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
-            dy2 = tl.load(dy + HALF, mask=mask, other=0.0).to(tl.float32)
+            at1 = head[:, None] * (2 * HALF) + first[None, :]
+            at2 = head[:, None] * (2 * HALF) + second[None, :]
+            dy = dy_ptr + wide * dy_stride
+            dy1 = tl.load(dy + at1, mask=mask, other=0.0).to(tl.float32)
+            dy2 = tl.load(dy + at2, mask=mask, other=0.0).to(tl.float32)
             dx1, dx2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin  # back by the same angles
             if w_ptr is not None:
-                x = x_ptr + wide * x_stride + at
-                x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-                x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+                x = x_ptr + wide * x_stride
+                x1 = tl.load(x + at1, mask=mask, other=0.0).to(tl.float32)
+                x2 = tl.load(x + at2, mask=mask, other=0.0).to(tl.float32)
                 squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
                 r = tl.rsqrt(squares / (2 * HALF) + eps)
                 r = tl.where(head < H, r, 0.0)[:, None]  # infinite past the last head without eps
@@ -211,27 +238,28 @@ def _rotary_gradients_kernel(
                 products = tl.sum(dx1 * n1, 1) + tl.sum(dx2 * n2, 1)
                 mean = products[:, None] / (2 * HALF)
                 dx1, dx2 = r * (dx1 - n1 * mean), r * (dx2 - n2 * mean)
-            dx = dx_ptr + wide * (H * 2 * HALF) + at
-            tl.store(dx, dx1, mask=mask)
-            tl.store(dx + HALF, dx2, mask=mask)
+            dx = dx_ptr + wide * (H * 2 * HALF)
+            tl.store(dx + at1, dx1, mask=mask)
+            tl.store(dx + at2, dx2, mask=mask)
     if w_ptr is not None:
-        dw = dw_ptr + tl.program_id(0) * (2 * HALF) + column
-        tl.store(dw, dw1, mask=is_in)
-        tl.store(dw + HALF, dw2, mask=is_in)
+        dw = dw_ptr + tl.program_id(0) * (2 * HALF)
+        tl.store(dw + first, dw1, mask=is_in)
+        tl.store(dw + second, dw2, mask=is_in)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x_THd, cos_Sd, sin_Sd, weight_d, ctx.eps = inputs
+    x_THd, cos_Sp, sin_Sp, weight_d, ctx.eps, ctx.interleaved = inputs
     ctx.has_weight = weight_d is not None
     # A norm's backward needs its input and weight; without one the angles suffice.
-    ctx.save_for_backward(cos_Sd, sin_Sd, *((x_THd, weight_d) if ctx.has_weight else ()))
+    ctx.save_for_backward(cos_Sp, sin_Sp, *((x_THd, weight_d) if ctx.has_weight else ()))
 
 
 def _differentiate(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    cos_Sd, sin_Sd, *normed = ctx.saved_tensors
+    cos_Sp, sin_Sp, *normed = ctx.saved_tensors
     x_THd, weight_d = normed if ctx.has_weight else (None, None)
-    dx_THd, dw_d = _rotary_gradients(dy_THd, cos_Sd, sin_Sd, x_THd, weight_d, ctx.eps)
-    return dx_THd, None, None, None if weight_d is None else dw_d.to(weight_d.dtype), None
+    how = ctx.eps, ctx.interleaved
+    dx_THd, dw_d = _rotary_gradients(dy_THd, cos_Sp, sin_Sp, x_THd, weight_d, *how)
+    return dx_THd, None, None, None if weight_d is None else dw_d.to(weight_d.dtype), None, None
 
 
 _rotary.register_autograd(_differentiate, setup_context=_save)
@@ -248,13 +276,15 @@ class _FusibleRotary(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_THd: torch.Tensor,
-        cos_Sd: torch.Tensor,
-        sin_Sd: torch.Tensor,
+        cos_Sp: torch.Tensor,
+        sin_Sp: torch.Tensor,
         weight_d: torch.Tensor | None,
         eps: float,
+        interleaved: bool,
     ) -> torch.Tensor:
-        y_NSHd = _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps)
-        _save(ctx, (x_THd, cos_Sd, sin_Sd, weight_d, eps), y_NSHd)
+        inputs = x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved
+        y_NSHd = _turned(*inputs)
+        _save(ctx, inputs, y_NSHd)
         return y_NSHd
 
     @staticmethod

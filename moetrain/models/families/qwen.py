@@ -8,19 +8,17 @@ experts; layers may be kept dense.
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.models.architecture import Architecture, Part
-from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.architecture import Architecture
 from moetrain.models.family import (
     COMMON_DEFAULTS,
     DENSE,
     DenseDecoder,
     Family,
+    MoEDecoder,
     moe_block,
     register,
 )
 from moetrain.models.hf.files import error
-from moetrain.models.layers import SwiGLU
-from moetrain.models.moe import RoutedExperts
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
@@ -38,9 +36,9 @@ _DEFAULTS = {
 _NULLABLE = {"sliding_window": int, "layer_types": list}
 
 
-def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read windows from ``layer_types``, else use full attention below ``max_window_layers``."""
-    window = config["sliding_window"] if config["use_sliding_window"] else None
+    window = config["sliding_window"] if config.get("use_sliding_window", True) else None
     types = config["layer_types"]
     if types is None:
         first = config["max_window_layers"]
@@ -55,7 +53,8 @@ def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": tuple(window if kind == _SLIDING else None for kind in types)}
 
 
-def _write_windows(arch: Architecture) -> dict[str, Any]:
+def write_windows(arch: Architecture) -> dict[str, Any]:
+    """Invert :func:`read_windows`."""
     windows = [arch.window(i) for i in range(arch.num_layers)]
     window = next((w for w in windows if w is not None), None)
     return {
@@ -74,8 +73,8 @@ register(
         weight_map=DENSE,
         fixed={"qkv_bias": True},
         nullable=_NULLABLE,
-        read_layers=_read_windows,
-        write_layers=_write_windows,
+        read_layers=read_windows,
+        write_layers=write_windows,
     )
 )
 register(
@@ -87,8 +86,8 @@ register(
         weight_map=DENSE,
         fixed={"qk_norm": True},
         nullable=_NULLABLE,
-        read_layers=_read_windows,
-        write_layers=_write_windows,
+        read_layers=read_windows,
+        write_layers=write_windows,
         presets={
             "qwen3-0.6b": DenseDecoder(
                 family="qwen3",
@@ -107,16 +106,6 @@ register(
         },
     )
 )
-
-
-class _Qwen3Moe(Architecture):
-    """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
-
-    kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
-
-    def feed_forward(self, layer: int) -> Part:
-        is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
-        return (RoutedExperts if is_routed else SwiGLU).of(self)
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +134,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 register(
     Family(
         name="qwen3_moe",
-        architecture=_Qwen3Moe,
+        architecture=MoEDecoder,
         hf_class="Qwen3MoeForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -166,14 +155,14 @@ register(
             "router_aux_loss_coef": 0.001,
             "mlp_only_layers": None,
         },
-        weight_map=DENSE + moe_block("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        weight_map=DENSE + moe_block(),
         fixed={"qk_norm": True},
         nullable={"sliding_window": int, "mlp_only_layers": list},
         aliases={"num_local_experts": "num_experts"},
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={
-            "debug": _Qwen3Moe(
+            "debug": MoEDecoder(
                 family="qwen3_moe",
                 vocab_size=264,  # 256 bytes and a few special tokens, a multiple of 8
                 hidden_size=128,
@@ -188,7 +177,7 @@ register(
                 moe_intermediate_size=128,
                 router_aux_loss_coef=0.001,
             ),
-            "qwen3-30b-a3b": _Qwen3Moe(
+            "qwen3-30b-a3b": MoEDecoder(
                 family="qwen3_moe",
                 vocab_size=151_936,
                 hidden_size=2048,
@@ -205,7 +194,7 @@ register(
                 moe_intermediate_size=768,
                 router_aux_loss_coef=0.001,
             ),
-            "qwen3-235b-a22b": _Qwen3Moe(
+            "qwen3-235b-a22b": MoEDecoder(
                 family="qwen3_moe",
                 vocab_size=151_936,
                 hidden_size=4096,

@@ -51,11 +51,11 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         if given[key] is None:
             given[key] = value(given)
     try:
-        given["rope_theta"], rope = _read_rope(given)
+        given["rope_theta"], given["partial_rotary_factor"], rope = _read_rope(given, family)
         fields = {ours: given[theirs] for ours, theirs in family.keys.items()}
         fields |= {"family": family.name, "rope": rope, **family.fixed}
         family.architecture(**fields)  # sizes are sound before layers are counted by them
-        arch = family.architecture(**fields, **family.read_layers(given))
+        arch = family.architecture(**(fields | family.read_layers(given)))
     except ValidationError as error:
         raise _error(_first_problem(error, family)) from None
     return _canonical(arch)
@@ -164,15 +164,18 @@ _ROPE_FIELDS = {
         "truncate",
     ),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "dynamic": ("alpha", "factor"),
 }
 _ROPE_REQUIRED = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_FIELDS["llama3"]}
+_ROPE_REQUIRED |= {"dynamic": ("alpha",)}
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL}
 """The keys of files that describe rope, except for ``rope_theta``."""
 
 
-def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
-    """Read ``rope_theta`` and the scaling, from ``rope_scaling`` or newer ``rope_parameters``."""
+def _read_rope(config: Mapping[str, Any], family: Family) -> tuple[float, float, RopeScaling]:
+    """Read ``rope_theta``, the part that rotates and the scaling, from ``rope_scaling`` or newer
+    ``rope_parameters``."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise _error(f"rope_scaling is {rope!r}, expected an object")
@@ -182,8 +185,9 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
         raise _error(f"rope type {kind!r} is not supported; supported: {known}")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise _error("rope parameters that differ between layer types are not supported")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise _error("partial_rotary_factor other than 1 is not supported")
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if "partial_rotary_factor" not in family.defaults and partial not in (None, 1):
+        raise _error(f"partial_rotary_factor {partial!r:.80} of a {family.name} is not supported")
     values = {key: rope[key] for key in _ROPE_FIELDS[kind] if rope.get(key) is not None}
     missing = [key for key in _ROPE_REQUIRED.get(kind, ()) if key not in values]
     if missing:
@@ -192,7 +196,8 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
         original = config.get(_ORIGINAL) or rope.get(_ORIGINAL)
         values["original_max_positions"] = original or config["max_position_embeddings"]
     theta = rope.get("rope_theta", config["rope_theta"])
-    return theta, RopeScaling.model_validate({"kind": kind, **values})
+    scaling = RopeScaling.model_validate({"kind": kind, **values})
+    return theta, 1.0 if partial is None else partial, scaling
 
 
 def _write_rope(rope: RopeScaling) -> dict[str, Any] | None:

@@ -44,7 +44,7 @@ from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_Index = tuple[int | slice, ...]
+_Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
@@ -78,7 +78,8 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     num_extra_layers = _num_extra_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, own=pieces, extra=tuple(extra))
-    _check_headers(source, dict(model.named_parameters()), unexpected)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    _check_headers(source, tensors, unexpected)
     return source
 
 
@@ -91,15 +92,15 @@ def load_weights(
     writes the model's own parameters. ``tensor`` is read where it is indexed with slices
     (``tensor[...]`` is all of it), so that a shard reads only its part.
 
-    Buffers keep their values. A ``lm_head.weight`` beside tied embeddings is taken if it equals
-    the embedding, and refused if it differs, because the file then contradicts itself. What else
-    the checkpoint holds is noted in ``model.source``.
+    Buffers that the files do not hold keep their values. A ``lm_head.weight`` beside tied
+    embeddings is taken if it equals the embedding, and refused if it differs, because the file then
+    contradicts itself. What else the checkpoint holds is noted in ``model.source``.
 
     Raises:
         ConfigError: as :func:`check_checkpoint`.
     """
     source = check_checkpoint(folder, model.arch)
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
 
     def write_whole(name: str, place: _Index, tensor: Any) -> None:
         parameters[name][place].copy_(tensor[...])  # converts dtype and device
@@ -254,6 +255,9 @@ def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -
             "model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
+    for name in ("sliding_windows", "moe_layers"):
+        if (each := getattr(preset, name)) and (count := overrides.get("num_layers")):
+            overrides[name] = (each + each[-1:] * count)[:count]
     kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
     foreign = _fields_of(kinds) - _fields_of(preset.kinds)
     for field in overrides:

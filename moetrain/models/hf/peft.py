@@ -59,7 +59,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 """Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
 setting must be off: null or false."""
 
-_Index = tuple[int | slice, ...]
+_Index = tuple[int | slice | None, ...]
 _Matches = Callable[[str], bool]
 """Decides whether a name is selected."""
 

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from moetrain.config import ConfigError
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.files import (
     CONFIG,
@@ -56,8 +57,9 @@ _logger = logging.getLogger(__name__)
 
 
 def warn_about_router_bias(model: Transformer) -> None:
-    """Warn of a selection bias, which steers routing and has no place in the files."""
-    lost = [n for n, b in model.named_buffers() if n.endswith("router.bias") and b.any()]
+    """Warn of a selection bias, which steers routing, where the files have no place for it."""
+    holds = FAMILIES[model.arch.family].holds
+    lost = [n for n, b in model.named_buffers() if not holds(n) and b.any()]
     if lost:
         _logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
@@ -108,11 +110,14 @@ class Export:
         self.rank = rank
         self.ranks = ranks
         self.wait = wait
-        source, parameters = model.source, dict(model.named_parameters())
+        source, buffers = model.source, dict(model.named_buffers())
+        parameters = dict(model.named_parameters()) | buffers
         self._pieces, self._own = model.pieces(), []
         for name, parameter, place in self._pieces:
             part = parameters[parameter][place]
-            own = part.dtype if dtype == "auto" else getattr(torch, dtype)
+            # What is added to scores may be smaller than their rounding in a narrow dtype.
+            is_kept = dtype == "auto" or parameter in buffers
+            own = part.dtype if is_kept else getattr(torch, dtype)
             if dtype == "auto" and source is not None and name in source.own:
                 own = source.stored[name].dtype
             self._own.append(_Outgoing(name, own, part.numel() * own.itemsize, None))
@@ -235,7 +240,7 @@ def save_hf(
     export = Export(
         model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
     )
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     own = [(name, parameters[parameter][place]) for name, parameter, place in model.pieces()]
     for name, weight in own:
         if problem := _misfit(name, weight, export.dtypes[name]):

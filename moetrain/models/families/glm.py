@@ -1,0 +1,109 @@
+"""GLM-4.5, 4.6 and 4.7: attention of which half a head rotates, and DeepSeek-V3's router.
+
+The first layers are dense, and a shared expert is beside the routed ones. Layers behind the model's
+own, which predict further tokens, are carried on into an export.
+"""
+
+from typing import Any
+
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DEEPSEEK_FIELDS,
+    DENSE,
+    SIGMOID_ROUTER,
+    Family,
+    MoEDecoder,
+    moe_block,
+    read_deepseek_layers,
+    register,
+    write_deepseek_layers,
+)
+
+_FIXED = {**SIGMOID_ROUTER, "out_bias": False}
+# Sizes of presets are those of the published config.json, from memory; their totals of parameters
+# agree with what is published (tests/test_families.py).
+_COMMON: dict[str, Any] = {
+    "family": "glm4_moe",
+    "vocab_size": 151_552,
+    "num_heads": 96,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.5,
+    "qkv_bias": True,
+    "num_experts_per_token": 8,
+    **_FIXED,
+}
+
+
+def _glm_355b(max_positions: int) -> MoEDecoder:
+    return MoEDecoder(
+        **_COMMON,
+        hidden_size=5120,
+        num_layers=92,
+        intermediate_size=12_288,
+        max_positions=max_positions,
+        qk_norm=True,
+        num_experts=160,
+        moe_intermediate_size=1536,
+        shared_intermediate_size=1536,
+        moe_layers=(False,) * 3 + (True,) * 89,
+        routed_scaling_factor=2.5,
+    )
+
+
+register(
+    Family(
+        name="glm4_moe",
+        architecture=MoEDecoder,
+        hf_class="Glm4MoeForCausalLM",
+        defaults={
+            **COMMON_DEFAULTS,
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            # As every published file says; transformers' own, 42, has no even half.
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        weight_map=DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts"),
+        fields={**DEEPSEEK_FIELDS, "qk_norm": "use_qk_norm"},
+        fixed=_FIXED,
+        aliases={"num_local_experts": "n_routed_experts"},
+        read_layers=read_deepseek_layers,
+        write_layers=write_deepseek_layers,
+        presets={
+            "glm-4.5-air": MoEDecoder(
+                **_COMMON,
+                hidden_size=4096,
+                num_layers=46,
+                intermediate_size=10_944,
+                max_positions=131_072,
+                num_experts=128,
+                moe_intermediate_size=1408,
+                shared_intermediate_size=1408,
+                moe_layers=(False,) + (True,) * 45,
+            ),
+            "glm-4.5": _glm_355b(131_072),
+            "glm-4.6": _glm_355b(202_752),
+            "glm-4.7": _glm_355b(202_752),
+        },
+    )
+)

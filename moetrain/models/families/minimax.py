@@ -1,0 +1,98 @@
+"""MiniMax-M2: q/k norms over all heads together, a part of a head rotates, sigmoid routing.
+
+Files say which part by ``rotary_dim``, or by ``partial_rotary_factor``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetrain.models.architecture import Architecture
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DENSE,
+    Family,
+    MoEDecoder,
+    moe_block,
+    register,
+)
+
+_FIXED: dict[str, Any] = {
+    "qk_norm": True,
+    "qk_norm_of": "width",
+    "norm_topk_prob": True,
+    "router_score": "sigmoid",
+    "selection_bias": True,
+}
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    width = config["rotary_dim"]
+    return {} if width is None else {"partial_rotary_factor": width / config["head_dim"]}
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    return {"rotary_dim": arch.attention(0).rotary_dim}
+
+
+register(
+    Family(
+        name="minimax_m2",
+        architecture=MoEDecoder,
+        hf_class="MiniMaxM2ForCausalLM",
+        defaults={
+            **COMMON_DEFAULTS,
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 1.0,
+            "rotary_dim": None,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+            "router_aux_loss_coef": 0.001,
+        },
+        weight_map=DENSE
+        + moe_block(
+            "block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+            bias="e_score_correction_bias",
+        ),
+        fields={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        fixed=_FIXED,
+        aliases={"num_experts": "num_local_experts"},
+        nullable={"rotary_dim": int},
+        read_layers=_read_layers,
+        write_layers=_write_layers,
+        presets={
+            # The sizes are from memory; the total is the published 229 billion.
+            "minimax-m2": MoEDecoder(
+                family="minimax_m2",
+                vocab_size=200_064,
+                hidden_size=3072,
+                num_layers=62,
+                num_heads=48,
+                num_kv_heads=8,
+                head_dim=128,
+                intermediate_size=1536,
+                max_positions=196_608,
+                rope_theta=5e6,
+                partial_rotary_factor=0.5,
+                num_experts=256,
+                num_experts_per_token=8,
+                moe_intermediate_size=1536,
+                router_aux_loss_coef=0.001,
+                **_FIXED,
+            )
+        },
+    )
+)

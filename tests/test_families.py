@@ -1,0 +1,535 @@
+"""Every family of mixtures of experts against transformers, in odd geometries, and on every mesh.
+
+Logits, loss and gradients; packed rows; files there and back bit for bit; greedy generation;
+adapters against PEFT. What all families share is tested by itself in the other files.
+"""
+
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from distributed import spawn
+from safetensors.torch import load_file, save_file
+from test_everything import Drawn, describe, differences, is_refused, run_all
+from test_models import gradients_as_checkpoint, relative_error
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft, save_peft
+from moetrain.models.hf.save import save_hf
+from moetrain.models.lora import adaptable, add_adapters
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
+from moetrain.parallel import apply
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
+from moetrain.train.setup import check_widths
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 57
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,  # whose embedding would get no gradient
+}
+GLM = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": 0.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+DOTS = {
+    "head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
+WINDOW = {"sliding_window": 5}
+ERNIE = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
+HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
+NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
+MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
+# The family, and what is odd about this one.
+CASES = {
+    "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe groups": {**GLM, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "glm4_moe one kv head": {**GLM, "num_key_value_heads": 1, "head_dim": 4, "use_qk_norm": True},
+    "glm4_moe two dense layers": {**GLM, "first_k_dense_replace": 2, "routed_scaling_factor": 1.0},
+    "glm4_moe no dense layer": {**GLM, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "glm4_moe not normalised": {**GLM, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    # Normalised, one expert's weight would be 1, and its gradient rounding.
+    "glm4_moe top-1": {**GLM, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "glm4_moe every expert": {**GLM, "num_experts_per_tok": 6, "use_qk_norm": True},
+    "glm4_moe quarter": {**GLM, "head_dim": 8, "partial_rotary_factor": 0.25},
+    "glm4_moe whole heads": {**GLM, "head_dim": 10, "partial_rotary_factor": 1.0},
+    "glm4_moe yarn": {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    "glm4_moe as many kv heads": {**GLM, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    "dots1": DOTS,
+    "dots1 groups": {**DOTS, "n_group": 3, "topk_group": 1, "n_shared_experts": 3},
+    "dots1 windows": {**DOTS, **WINDOW, "max_window_layers": 1},
+    "dots1 every window": {**DOTS, **WINDOW, "max_window_layers": 0, "attention_bias": True},
+    "dots1 layer types": {
+        **DOTS,
+        **WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "dots1 not normalised": {**DOTS, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "dots1 no dense layer": {**DOTS, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "dots1 two dense layers": {**DOTS, "first_k_dense_replace": 2, "num_key_value_heads": 4},
+    "dots1 one kv head": {**DOTS, "num_key_value_heads": 1, "head_dim": 16},
+    "dots1 many experts": {**DOTS, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "dots1 every expert": {**DOTS, "num_experts_per_tok": 6},
+    "dots1 yarn": {**DOTS, "rope_parameters": YARN},
+    "ernie4_5_moe": {**ERNIE, "moe_num_shared_experts": 1},
+    "ernie4_5_moe no shared expert": {**ERNIE, "moe_num_shared_experts": 0},
+    "ernie4_5_moe untied": {**ERNIE, "tie_word_embeddings": False},
+    "ernie4_5_moe interval": {**ERNIE, "moe_layer_interval": 2, "num_hidden_layers": 5},
+    "ernie4_5_moe in the middle": {**ERNIE, "moe_layer_end_index": 1, "num_hidden_layers": 4},
+    "ernie4_5_moe from the start": {**ERNIE, "moe_layer_start_index": 0, "moe_k": 3},
+    "ernie4_5_moe least sum": {**ERNIE, "moe_norm_min": 0.6},
+    "ernie4_5_moe every expert": {**ERNIE, "moe_k": 6, "num_key_value_heads": 4},
+    "ernie4_5_moe many experts": {**ERNIE, "moe_num_experts": 31, "moe_k": 8},
+    "ernie4_5_moe one kv head": {**ERNIE, "num_key_value_heads": 1, "head_dim": 4},
+    "ernie4_5_moe three shared experts": {**ERNIE, "moe_num_shared_experts": 3, "head_dim": 6},
+    "ernie4_5_moe two layers": {**ERNIE, "num_hidden_layers": 2, "moe_intermediate_size": 8},
+    "hunyuan_v1_moe": {**HUNYUAN, "rope_parameters": NTK},
+    "hunyuan_v1_moe plain": HUNYUAN,
+    "hunyuan_v1_moe by layer": {**HUNYUAN, "moe_topk": [3, 3, 3]},
+    "hunyuan_v1_moe biases": {**HUNYUAN, "attention_bias": True, "rope_parameters": NTK},
+    "hunyuan_v1_moe tied": {**HUNYUAN, "tie_word_embeddings": True, "moe_topk": 4},
+    "hunyuan_v1_moe one kv head": {**HUNYUAN, "num_key_value_heads": 1, "head_dim": 6},
+    "hunyuan_v1_moe as many kv heads": {**HUNYUAN, "num_key_value_heads": 4},
+    "hunyuan_v1_moe every expert": {**HUNYUAN, "moe_topk": 6},
+    "hunyuan_v1_moe many experts": {**HUNYUAN, "num_experts": 33, "moe_topk": 9},
+    "hunyuan_v1_moe little alpha": {**HUNYUAN, "rope_parameters": {**NTK, "alpha": 1.5}},
+    "hunyuan_v1_moe linear": {
+        **HUNYUAN,
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    },
+    "hunyuan_v1_moe one layer": {**HUNYUAN, "num_hidden_layers": 1, "intermediate_size": 8},
+    "olmoe": OLMOE,
+    "olmoe normalised": {**OLMOE, "norm_topk_prob": True},
+    "olmoe as many kv heads": {**OLMOE, "num_key_value_heads": 4},
+    "olmoe one kv head": {**OLMOE, "num_key_value_heads": 1},
+    "olmoe biases": {**OLMOE, "attention_bias": True},
+    "olmoe tied": {**OLMOE, "tie_word_embeddings": True},
+    "olmoe top-1": {**OLMOE, "num_experts_per_tok": 1},
+    "olmoe every expert": {**OLMOE, "num_experts_per_tok": 6},
+    "olmoe many experts": {**OLMOE, "num_experts": 37, "num_experts_per_tok": 8},
+    "olmoe yarn": {**OLMOE, "rope_parameters": YARN},
+    "olmoe two heads": {**OLMOE, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "olmoe one layer": {**OLMOE, "num_hidden_layers": 1, "intermediate_size": 8},
+    "minimax_m2": MINIMAX,
+    "minimax_m2 factor": {**MINIMAX, "rotary_dim": None, "partial_rotary_factor": 0.5},
+    "minimax_m2 two numbers": {**MINIMAX, "rotary_dim": 2},
+    "minimax_m2 whole heads": {**MINIMAX, "rotary_dim": 12},
+    "minimax_m2 one kv head": {**MINIMAX, "num_key_value_heads": 1},
+    "minimax_m2 as many kv heads": {**MINIMAX, "num_key_value_heads": 4},
+    "minimax_m2 tied": {**MINIMAX, "tie_word_embeddings": True},
+    "minimax_m2 every expert": {**MINIMAX, "num_experts_per_tok": 6},
+    "minimax_m2 many experts": {**MINIMAX, "num_local_experts": 35, "num_experts_per_tok": 8},
+    "minimax_m2 two experts": {**MINIMAX, "num_local_experts": 2},
+    "minimax_m2 wide heads": {**MINIMAX, "head_dim": 20, "rotary_dim": 10},
+    "minimax_m2 one layer": {**MINIMAX, "num_hidden_layers": 1, "intermediate_size": 8},
+}
+FAMILY_CASES = [case for case in CASES if " " not in case]
+"""One case of each family."""
+EXTRA = {
+    "glm4_moe": "model.layers.{}.eh_proj.weight",
+    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
+    "minimax_m2": "model.mtp.0.fc.weight",
+}
+"""Tensors that predict further tokens, in the names of families' files."""
+SPREAD = {"gate.weight": 0.5, "wg.weight": 0.5, "correction_bias": 0.3, "bias": 0.2}
+
+
+def random_reference(case):
+    """transformers' own model of ``case``, none of whose choices are near a tie."""
+    torch.manual_seed(len(case))
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
+    return model
+
+
+def save_reference(case, folder):
+    """Write the model's files into ``folder``, with a tensor of further heads."""
+    model = random_reference(case)
+    model.save_pretrained(folder)
+    name = EXTRA.get(case.split()[0])
+    if name is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name.format(model.config.num_hidden_layers)] = torch.randn(5, 3).bfloat16()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["num_nextn_predict_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def tokens(*shape):
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))
+
+
+def gradients(case, tmp_path):
+    """Logits, the loss and every gradient are those of transformers."""
+    theirs = random_reference(case)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours = load_hf(tmp_path / "weights")
+    tokens_BS = tokens(2, 23)
+    reference = theirs(tokens_BS, labels=tokens_BS)
+    logits_BSV = ours(tokens_BS)
+    loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+    assert relative_error(logits_BSV, reference.logits) < 1e-5
+    assert relative_error(loss, reference.loss) < 1e-5
+
+    for model, total in ((ours, loss), (theirs, reference.loss)):
+        for parameter in model.parameters():  # an expert that nobody chose has none
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        total.backward()
+    fixed = {name for name, p in theirs.named_parameters() if not p.requires_grad}
+    for name in fixed:
+        theirs.get_parameter(name).grad = theirs.get_parameter(name).detach().clone()
+    want = gradients_as_checkpoint(theirs, theirs.save_pretrained, tmp_path / "theirs")
+    got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
+    assert got.keys() == want.keys()
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
+
+
+@torch.no_grad()
+def files(case, tmp_path):
+    """Files there and back are the same bits, further heads too; transformers reads them."""
+    save_reference(case, tmp_path / "in")
+    model = load_hf(tmp_path / "in")
+    save_hf(model, tmp_path / "out")
+    want, got = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert tensor.dtype == got[name].dtype, name
+        assert torch.equal(tensor, got[name]), name
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    # Without the source everything is written anew, and means the same.
+    model.source = None
+    save_hf(model, tmp_path / "bare")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", attn_implementation="eager")
+    tokens_BS = tokens(1, 9)
+    assert relative_error(model(tokens_BS), again(tokens_BS).logits) < 1e-5
+
+
+@torch.no_grad()
+def packing(case, tmp_path):
+    """Documents in one row do not see each other."""
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    first, second = tokens(2, 20).split([7, 13], dim=1)
+    positions_BS = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    alone = torch.cat((model(first), model(second)), dim=1)
+    together = model(torch.cat((first, second), dim=1), positions_BS)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
+def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path, dtype=torch.bfloat16)
+    biases = dict(model.named_buffers())
+    assert len(biases) == len(model.arch.moe_layer_indices)
+    stored = load_file(tmp_path / "model.safetensors")
+    for piece in model.pieces():
+        if piece.parameter in biases:
+            bias_E = biases[piece.parameter]
+            assert bias_E.dtype == torch.float32
+            assert torch.equal(bias_E[piece.place], stored[piece.hf_name])
+    model.double()
+    assert {bias.dtype for bias in dict(model.named_buffers()).values()} == {torch.float32}
+
+
+@torch.no_grad()
+def generation(case, tmp_path):
+    """Greedy tokens are those of transformers."""
+    theirs = random_reference(case).eval()
+    for parameter in theirs.parameters():  # so that texts do not repeat one token
+        parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    theirs.save_pretrained(tmp_path)
+    generator = Generator(load_hf(tmp_path), num_pages=20, page_size=4, max_tokens=7)
+    requests, expected = [], []
+    for i, length in enumerate((1, 5, 12)):
+        prompt = tokens(1, length)
+        how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        expected.append(made[0, length:].tolist())
+        params = SamplingParams(max_tokens=12, temperature=0)
+        requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
+    found = [completions[0].tokens for completions in generator.generate(requests)]
+    assert found == expected
+    assert len({token for text in found for token in text}) > 3
+
+
+def formulas(case, tmp_path):
+    """Parts know the parameters, rules and products of their modules."""
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]}).to_dict()
+    arch, seq_len = architecture_from_hf(config), 16
+    for part in arch.parts():
+        module = part.build(KernelsSection(), MoeSection())
+        want = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        assert {name: weight.shape for name, weight in part.weights.items()} == want
+    model = Transformer(arch, kernels=KernelsSection(attention="reference"))
+    rules, styles = arch.plan().rules(model), arch.plan().styles(model)
+    assert set(rules) == {name for name, _ in model.named_parameters()}
+    assert {style for name, style in styles.items() if name.endswith(".moe")} == {"routed"}
+    unused = arch.num_experts - arch.num_experts_per_token
+    idle = sum(
+        unused * p[0].numel() for n, p in model.named_parameters() if n.split(".")[-2] == "experts"
+    )
+    assert arch.num_params() - arch.num_active_params() == idle
+    model.init_weights(std=0.02, seed=0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, seq_len, dtype=torch.long))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm")  # all S x S pairs; a window or the causal half is useful
+    routed = len(arch.moe_layer_indices) * arch.num_experts_per_token  # opaque to the counter
+    experts = 6 * routed * arch.hidden_size * arch.moe_intermediate_size * seq_len
+    no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
+    pairs = 4 * arch.num_layers * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
+    found = no_pairs.flops_per_token(seq_len) / 3 - pairs
+    assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
+    assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+
+
+CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_every_family(case, check, tmp_path):
+    CHECKS[check](case, tmp_path)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_odd_geometries(family, check, tmp_path):
+    odd = [case for case in CASES if case.startswith(f"{family} ")]
+    assert len(odd) > 10
+    for case in odd:
+        CHECKS[check](case, tmp_path / case)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    router = model.layers[-1].moe.router
+    x_TD = torch.randn(9, model.arch.hidden_size)
+    routed = router(x_TD)
+    again = router(x_TD, None, routed.ids_TK)
+    assert torch.equal(again.ids_TK, routed.ids_TK)
+    assert torch.equal(again.counts_E, routed.counts_E)
+    torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_adapters_are_those_of_peft(case, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    plain = model(tokens_BS)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    add_adapters(model.layers, lora)
+    adapters = []
+    for name, parameter in model.named_parameters():
+        if name.endswith(ADAPTER):
+            parameter.normal_(0.0, 0.3)
+    for name, module in adaptable(model.layers):
+        for leaf in module.weights if module.lora_scale is not None else ():
+            adapter = module.adapter(leaf, torch.float32)
+            adapters.append((f"{name}.{leaf}", module.get_parameter(leaf).shape, adapter))
+    want = model(tokens_BS)
+    assert (want - plain).abs().max() > 0.05
+    save_peft(tmp_path / "adapter", model.arch, lora, adapters, None)
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(theirs(tokens_BS).logits, want) < 1e-5
+    folders = ["adapter"]
+    if layout == "fused":  # else PEFT writes another rank, as it has stacked experts
+        theirs.save_pretrained(tmp_path / "theirs")
+        folders.append("theirs")
+    for folder in folders:
+        again = load_hf(tmp_path / "base")
+        attach_peft(again, tmp_path / folder)
+        assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+# On several ranks.
+MESHES = {
+    2: {
+        "dp": {"dp_shard": 2},
+        "tp": {"tp": 2},
+        "ep": {"dp_shard": 2, "ep": 2},
+        "tp+ep": {"tp": 2, "ep": 2},
+        "pp": {"pp": 2},
+    },
+    4: {
+        "hsdp+ep": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        "dp+tp+ep": {"dp_shard": 2, "tp": 2, "ep": 4},
+        "pp+tp": {"pp": 2, "tp": 2},
+    },
+}
+
+
+def drawn(number, world, case, degrees, policy):
+    """A configuration for the machinery of random ones: a family's model on a mesh."""
+    config = {**SIZES, **CASES[case], "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(case.split()[0], **config).to_dict()
+    sizes = architecture_from_hf(config).model_copy(update={"num_experts": 8}).model_dump()
+    rows = 4
+    own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    words = {
+        "data.seq_len": 11,
+        "train.global_batch_size": rows,
+        "activation.policy": policy,
+        "moe.aux_loss_coef": 0.1,
+        "moe.aux_loss_scope": "global_batch",
+        "moe.bias_update_rate": 0.01,
+    }
+    axes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep"), 1) | degrees
+    micro = 2 if "pp" in degrees else rows // own
+    return Drawn(
+        number=number,
+        world=world,
+        sizes=sizes,
+        words=[f"{key}={value}" for key, value in words.items()],
+        mesh=[f"train.micro_batch_size={micro}", *(f"parallel.{k}={n}" for k, n in axes.items())],
+        alone=[f"train.micro_batch_size={rows}"],
+        rows=rows,
+        without_targets=(0,),
+        is_packed=True,
+        has_pads=bool(number % 2),
+    )
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
+    policies = itertools.cycle(["none", "full", "selective"])
+    meshes = itertools.product(FAMILY_CASES, MESHES[world].values())
+    runs = [drawn(i, world, *mesh, next(policies)) for i, mesh in enumerate(meshes)]
+    assert not any(map(is_refused, runs))
+    answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+def run_compiled(runs, note):
+    apply.compile_blocks = partial(apply.compile_blocks, backend="aot_eager")
+    return run_all(runs, note)
+
+
+def test_compiled_blocks_on_two_ranks(tmp_path):
+    """The norm over all heads has a collective inside the block."""
+    runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(FAMILY_CASES)]
+    compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
+    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [x for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_gate_of_one_row_is_no_product_in_fp8():
+    words = ["kernels.precision=fp8", "train.device=cpu", "data.source=synthetic"]
+    config = Config.load(None, ["model.preset=qwen3-30b-a3b", *words], environ={})
+    gated = {"shared_intermediate_size": 256, "shared_gate": True}
+    check_widths(config, PRESETS["qwen3-30b-a3b"].model_copy(update=gated))
+    odd = PRESETS["qwen3-30b-a3b"].model_copy(update={"shared_intermediate_size": 100})
+    with pytest.raises(ConfigError, match=r"shared_experts\.w_gate"):
+        check_widths(config, odd)
+
+
+# Totals that are published, in billions, with the heads for further tokens where files have them.
+# The figures are those that the hub shows for each checkpoint, from memory.
+PUBLISHED = {
+    "glm-4.5-air": 110,
+    "glm-4.5": 358,
+    "dots.llm1": 143,
+    "ernie-4.5-21b-a3b": 21.8,
+    "ernie-4.5-300b-a47b": 300,
+    "hunyuan-a13b": 80.4,
+    "olmoe-1b-7b": 6.92,
+    "minimax-m2": 229,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_sizes(preset):
+    arch = PRESETS[preset]
+    total = arch.num_params()
+    if arch.family == "glm4_moe":  # one more block with an embedding, a head and a projection
+        width = arch.hidden_size
+        block = sum(part.num_params() for part in arch.layers()[-1])
+        total += block + 2 * arch.vocab_size * width + 2 * width * width
+    assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 .* even number"),
+        ("glm4_moe", {"n_group": 4}, "n_group 4 .* n_routed_experts 6"),
+        ("glm4_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "glm4_moe",
+            {"n_group": 3, "num_experts_per_tok": 3},
+            "num_experts_per_tok 3 .* topk_group 1",
+        ),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias true is not supported; use"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; use"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1]}, "moe_topk is .* one number for all layers"),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs alpha"),
+        ("minimax_m2", {"rotary_dim": 5}, "which is not an even number"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(family, change, problem, tmp_path):
+    own = next((CASES[case] for case in CASES if case.split()[0] == family), {})
+    config = {**FAMILIES[family].defaults, "model_type": family, **SIZES, **own, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_hf(tmp_path)
+    assert "\n" not in str(caught.value)
