@@ -79,6 +79,22 @@ HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
 NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
+LINEAR = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+NEXT = {
+    **LINEAR,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+STATES = ["linear_attention", "full_attention"]
 # The family, and what is odd about this one.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -161,6 +177,42 @@ CASES = {
     "minimax_m2 two experts": {**MINIMAX, "num_local_experts": 2},
     "minimax_m2 wide heads": {**MINIMAX, "head_dim": 20, "rotary_dim": 10},
     "minimax_m2 one layer": {**MINIMAX, "num_hidden_layers": 1, "intermediate_size": 8},
+    "qwen3_next": NEXT,
+    "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_next as many key heads": {**NEXT, "linear_num_key_heads": 4},
+    "qwen3_next eight to one": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 8},
+    "qwen3_next two taps": {**NEXT, "linear_conv_kernel_dim": 2},
+    "qwen3_next narrow values": {**NEXT, "linear_value_head_dim": 2},
+    "qwen3_next first layers dense": {**NEXT, "mlp_only_layers": [0, 1]},
+    "qwen3_next every other": {**NEXT, "decoder_sparse_step": 2, "layer_types": STATES * 2},
+    "qwen3_next no attention": {**NEXT, "layer_types": STATES[:1] * 2, "num_hidden_layers": 2},
+    "qwen3_next no states": {**NEXT, "layer_types": STATES[1:] * 2, "num_hidden_layers": 2},
+    "qwen3_next half rotary": {**NEXT, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "qwen3_next not normalised": {**NEXT, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "qwen3_5_moe_text": NEXT,
+    "qwen3_5_moe_text tied": {**NEXT, "tie_word_embeddings": True},
+    "qwen3_5_moe_text one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_5_moe_text as many key heads": {**NEXT, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text two taps": {**NEXT, "linear_conv_kernel_dim": 2},
+    "qwen3_5_moe_text wide keys": {**NEXT, "linear_key_head_dim": 20},
+    "qwen3_5_moe_text no states": {**NEXT, "layer_types": STATES[1:] * 4},
+    "qwen3_5_moe_text turned about": {**NEXT, "layer_types": STATES[::-1] * 2},
+    "qwen3_5_moe_text every expert": {**NEXT, "num_experts_per_tok": 6},
+    "qwen3_5_moe_text many experts": {**NEXT, "num_experts": 37, "num_experts_per_tok": 8},
+    "qwen3_5_moe_text wide shared expert": {**NEXT, "shared_expert_intermediate_size": 56},
+    "qwen3_5_moe_text one layer": {**NEXT, "layer_types": STATES[:1], "num_hidden_layers": 1},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_text tied": {**LINEAR, "tie_word_embeddings": True},
+    "qwen3_5_text one head": {**LINEAR, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_5_text as many key heads": {**LINEAR, "linear_num_key_heads": 4},
+    "qwen3_5_text three taps": {**LINEAR, "linear_conv_kernel_dim": 3},
+    "qwen3_5_text wide keys": {**LINEAR, "linear_key_head_dim": 20},
+    "qwen3_5_text no states": {**LINEAR, "layer_types": STATES[1:] * 4},
+    "qwen3_5_text turned about": {**LINEAR, "layer_types": STATES[::-1] * 2},
+    "qwen3_5_text biases": {**LINEAR, "attention_bias": True},
+    "qwen3_5_text one kv head": {**LINEAR, "num_key_value_heads": 1},
+    "qwen3_5_text narrow heads": {**LINEAR, "head_dim": 8},
+    "qwen3_5_text one layer": {**LINEAR, "layer_types": STATES[:1], "num_hidden_layers": 1},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -209,7 +261,7 @@ def gradients(case, tmp_path):
     theirs.save_pretrained(tmp_path / "weights")
     ours = load_hf(tmp_path / "weights")
     tokens_BS = tokens(2, 23)
-    reference = theirs(tokens_BS, labels=tokens_BS)
+    reference = theirs(tokens_BS, labels=tokens_BS, use_cache=False)
     logits_BSV = ours(tokens_BS)
     loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
     assert relative_error(logits_BSV, reference.logits) < 1e-5
@@ -247,7 +299,7 @@ def files(case, tmp_path):
     save_hf(model, tmp_path / "bare")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", attn_implementation="eager")
     tokens_BS = tokens(1, 9)
-    assert relative_error(model(tokens_BS), again(tokens_BS).logits) < 1e-5
+    assert relative_error(model(tokens_BS), again(tokens_BS, use_cache=False).logits) < 1e-5
 
 
 @torch.no_grad()

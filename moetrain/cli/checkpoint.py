@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
-from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.load import check_checkpoint, opened, rows_of
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
@@ -179,7 +180,7 @@ def _export_hf(words: argparse.Namespace) -> int:
 
         tokenizer = load_tokenizer(data["tokenizer"]).export()
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
-    weights = ((name, whole(parameter)[place]) for name, parameter, place in model.pieces())
+    weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in model.pieces())
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
     print(f"{words.other}: the weights of {found.folder}")
     return 0
@@ -222,9 +223,9 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
     with opened(source, arch) as find:
         for parts in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            for name, (_, parameter, place) in source.own.items():
+            for name, parameter, place, rows in chain.from_iterable(source.own.values()):
                 if parameter in whole:
-                    whole[parameter][place].copy_(find(name)[...])
+                    whole[parameter][place].copy_(rows_of(find(name), rows)[...])
             yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
 
 

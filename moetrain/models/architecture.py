@@ -22,7 +22,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.models.rules import COLWISE, NORM, PartStyle, Rule, ShardingPlan
+from moetrain.models.rules import COLWISE, NORM, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
 """Bytes of an fp32 number."""
@@ -150,6 +150,9 @@ class AttentionPart(Part):
 
     name = "attn"
 
+    carries_state: ClassVar[bool] = False
+    """Whether it carries a state from token to token, and so needs ``Context.documents``."""
+
     window: int | None = None
     """How many tokens a token sees, itself included; None: all before it."""
 
@@ -247,6 +250,10 @@ class Architecture(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_of: QKNormed = "head"
+    output_gate: bool = False
+    """Whether attention's results are multiplied by a sigmoid of the token."""
+    zero_centred_norms: bool = False
+    """Whether norms' weights are what is added to 1."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
@@ -255,6 +262,13 @@ class Architecture(BaseModel):
     moe_intermediate_size: _Count = 0
     moe_layers: tuple[bool, ...] = ()
     """Whether each layer is MoE; empty: all are if there are experts."""
+    linear_layers: tuple[bool, ...] = ()
+    """Whether each layer has linear attention in place of attention; empty: none has."""
+    linear_num_key_heads: _Count = 0
+    linear_num_value_heads: _Count = 0
+    linear_key_head_dim: _Count = 0
+    linear_value_head_dim: _Count = 0
+    linear_conv_kernel_dim: _Count = 0
     norm_topk_prob: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one."""
     router_score: RouterScore = "softmax"
@@ -277,7 +291,7 @@ class Architecture(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
-        for name in ("sliding_windows", "moe_layers"):
+        for name in ("sliding_windows", "moe_layers", "linear_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
                 raise ValueError(
@@ -310,8 +324,9 @@ class Architecture(BaseModel):
         Raises:
             ValueError: parts of one name disagree about a parameter's rule or about their style.
         """
-        rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": NORM}
-        rules |= {"layers.*.attn_norm.weight": NORM, "layers.*.mlp_norm.weight": NORM}
+        norm = ZERO_NORM if self.zero_centred_norms else NORM
+        rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
+        rules |= {"layers.*.attn_norm.weight": norm, "layers.*.mlp_norm.weight": norm}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:

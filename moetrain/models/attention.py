@@ -17,7 +17,7 @@ from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear, RMSNorm, WideNorm, linears
-from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM, ZERO_NORM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,10 @@ class GroupedQueryAttention(AttentionPart):
     qk_norm_of: QKNormed = "head"
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
+    output_gate: bool = False
+    """Whether each head's result is multiplied by a sigmoid of the token; ``wq`` then has, head by
+    head, the rows of the query and those of its gate."""
+    zero_centred_norms: bool = False
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -59,6 +63,11 @@ class GroupedQueryAttention(AttentionPart):
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
+    def query_width(self) -> int:
+        """Width of ``wq``'s result: that of all query heads, and of their gates."""
+        return self.widths[0] * (2 if self.output_gate else 1)
+
+    @property
     def rotary_dim(self) -> int:
         return round(self.head_dim * self.partial_rotary_factor)
 
@@ -66,13 +75,14 @@ class GroupedQueryAttention(AttentionPart):
     def weights(self) -> Mapping[str, Weight]:
         dim, (q_dim, kv_dim) = self.hidden_size, self.widths
         found: dict[str, Weight] = {}
-        for name, out_dim in {"wq": q_dim, "wk": kv_dim, "wv": kv_dim}.items():
+        for name, out_dim in {"wq": self.query_width, "wk": kv_dim, "wv": kv_dim}.items():
             found |= linear(name, out_dim, dim, COLWISE, bias=self.qkv_bias)
         found |= linear("wo", dim, q_dim, ROWWISE, bias=self.out_bias)
         if self.qk_norm:
             is_wide = self.qk_norm_of == "width"
             for name, width in zip(("q_norm", "k_norm"), (q_dim, kv_dim), strict=True):
-                norm = ((width,), WIDE_NORM) if is_wide else ((self.head_dim,), NORM)
+                rule = ZERO_NORM if self.zero_centred_norms else NORM
+                norm = ((width,), WIDE_NORM) if is_wide else ((self.head_dim,), rule)
                 found[f"{name}.weight"] = Weight(*norm)
         return found
 
@@ -93,6 +103,8 @@ class GroupedQueryAttention(AttentionPart):
         values = 2 * w * numbers  # the result and the values; queries and keys, as taken
         if self.qk_norm:
             values += (w if share.is_compiled else FP32 + w) * numbers
+        if self.output_gate:  # the gates, and the gated result
+            values += 2 * w * self.widths[0]
         return share.tokens * (values + FP32 * self.num_heads) / share.tp
 
     def cached_numbers(self) -> int:
@@ -100,7 +112,7 @@ class GroupedQueryAttention(AttentionPart):
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         w, (q_dim, kv_dim) = share.width, self.widths
-        products = share.tokens * w * (q_dim + 2 * kv_dim) / share.tp
+        products = share.tokens * w * (self.query_width + 2 * kv_dim) / share.tp
         return {
             "attention": share.tokens * (w * q_dim + FP32 * self.num_heads) / share.tp,
             "linear": products + share.own_tokens * w * self.hidden_size,
@@ -137,9 +149,9 @@ class Attention(nn.Module):
         self.core, self.batch_invariant = core, kernels.batch_invariant
         self.backend: Backend = kernels.backend
         self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
-        self.norm_of = sizes.qk_norm_of
+        self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
-        self.wq = Linear(dim, q_dim, kernels, bias=sizes.qkv_bias)
+        self.wq = Linear(dim, sizes.query_width, kernels, bias=sizes.qkv_bias)
         self.wk = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
         self.wv = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
         self.wo = Linear(q_dim, dim, kernels, bias=sizes.out_bias)
@@ -147,14 +159,21 @@ class Attention(nn.Module):
         if sizes.qk_norm:
             kind, eps = WideNorm if sizes.qk_norm_of == "width" else RMSNorm, sizes.norm_eps
             q_dim, kv_dim = sizes.widths if kind is WideNorm else [sizes.head_dim] * 2
-            self.q_norm, self.k_norm = kind(q_dim, eps, kernels), kind(kv_dim, eps, kernels)
+            how = {} if kind is WideNorm else {"zero_centred": sizes.zero_centred_norms}
+            self.q_norm = kind(q_dim, eps, kernels, **how)
+            self.k_norm = kind(kv_dim, eps, kernels, **how)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
         q, k, v = linears(x_BSD, (self.wq, self.wk, self.wv))
+        gate = None
+        if self.output_gate:
+            both = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            q, gate = (half.flatten(-2) for half in both)
         q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
         v_BSGd = v.unflatten(-1, (-1, self.head_dim))
-        return self.wo(self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
+        y = self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
+        return self.wo(y if gate is None else y * gate.sigmoid())
 
     def _turn(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """Normalise queries or keys ``x`` [B, S, H * d] where there is a norm, and rotate them by
@@ -162,9 +181,12 @@ class Attention(nn.Module):
         if norm is not None and self.norm_of == "width":
             x, norm = norm(x), None
         weight, eps = None, 0.0
-        if norm is not None and self.norm_of == "head":
-            weight, eps = norm.weight, norm.eps
         x_THd = x.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.norm_of == "head":
+            if norm.zero_centred:  # the op's own norm rounds before the weight
+                x_THd = norm(x_THd)
+            else:
+                weight, eps = norm.weight, norm.eps
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
         how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
         y_THd = rotary(x_THd, cos_Sp, sin_Sp, weight, eps, self.backend, **how)

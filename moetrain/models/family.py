@@ -22,11 +22,14 @@ from moetrain.models.moe import RoutedExperts
 
 
 class Piece(NamedTuple):
-    """A file tensor and where it lies: ``parameter[place]`` is that tensor."""
+    """A file tensor, or some rows of one, and where it lies: ``parameter[place]`` is that."""
 
     hf_name: str
     parameter: str
     place: tuple[int | slice | None, ...]
+    rows: slice | None = None
+    """The rows of the file tensor; None: all of it. Pieces of one tensor lie next to each other in
+    :meth:`Family.pieces`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Rename:
     ours: str
     theirs: str
 
-    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the file tensor of ``parameter``; none if it is not of this module."""
         module, _, leaf = parameter.rpartition(".")
         fields = _match(self.ours, module)
@@ -58,7 +61,7 @@ class RenameTensor:
     theirs: str
     place: tuple[int | slice | None, ...] = ()
 
-    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the file tensor of ``parameter``; none if it is another one."""
         fields = _match(self.ours, parameter)
         if fields is None:
@@ -82,7 +85,7 @@ class StackExperts:
     ours: str
     theirs: tuple[str, ...]
 
-    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
         fields = _match(self.ours, parameter)
         if fields is None:
@@ -104,7 +107,44 @@ class StackExperts:
         return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
 
 
-_WeightMap = tuple[Rename | RenameTensor | StackExperts, ...]
+@dataclass(frozen=True)
+class TakeRows:
+    """Divides the rows of one file tensor among several parameters.
+
+    The tensor consists of groups, and each of them has some rows of every one of ``ours``, in
+    their order. For ours = (q, k), two rows of q and one of k in a group, and two groups, the
+    tensor ``[6, D]`` is ``[q_0; q_1; k_0; q_2; q_3; k_1]``.
+    """
+
+    ours: tuple[str, ...]
+    theirs: str
+    rows: Callable[[Any], tuple[int, ...]]
+    """Computes, from the architecture, the rows that each of ``ours`` has in a group."""
+
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+        """Return the rows that are those of ``parameter``, or none, as ``Rename``."""
+        for i, ours in enumerate(self.ours):
+            if (fields := _match(ours, parameter)) is not None:
+                each = self.rows(arch)
+                own, before, group = each[i], sum(each[:i]), sum(each)
+                return [
+                    Piece(
+                        self.theirs.format(**fields),
+                        parameter,
+                        (slice(g * own, (g + 1) * own),),
+                        slice(g * group + before, g * group + before + own),
+                    )
+                    for g in range(shape[0] // own)
+                ]
+        return []
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The file's modules, with ``{layer}``."""
+        return (self.theirs.rpartition(".")[0],)
+
+
+_WeightMap = tuple[Rename | RenameTensor | StackExperts | TakeRows, ...]
 
 
 def _match(template: str, name: str) -> dict[str, str] | None:
@@ -278,6 +318,9 @@ class Family:
     """Keys of ``defaults`` that may be null, and the types of their values otherwise."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
+    section: tuple[str, str] | None = None
+    """The key of ``config.json`` under which the model's own keys lie, and the ``model_type`` that
+    is said there; None: they lie at the top."""
     activation: str = "silu"
     """The one value of ``hidden_act`` that is supported."""
     read_layers: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
@@ -295,7 +338,7 @@ class Family:
         found = {**usual, **self.fields}
         return {ours: key for ours, key in found.items() if ours not in self.fixed}
 
-    def pieces(self, shapes: Mapping[str, Sequence[int]]) -> list[Piece]:
+    def pieces(self, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> list[Piece]:
         """List every file tensor of a model whose parameters have ``shapes``, in their order.
 
         Raises:
@@ -303,7 +346,7 @@ class Family:
         """
         pieces: list[Piece] = []
         for name, shape in shapes.items():
-            found = [own for one in self.weight_map if (own := one.pieces(name, shape))]
+            found = [own for one in self.weight_map if (own := one.pieces(name, shape, arch))]
             if len(found) != 1:
                 raise ValueError(f"{len(found)} weight map operations cover parameter {name!r}")
             pieces += found[0]
@@ -311,7 +354,7 @@ class Family:
 
     def holds(self, name: str) -> bool:
         """Return whether the files have the buffer ``name``."""
-        return any(one.pieces(name, ()) for one in self.weight_map)
+        return any(one.pieces(name, (), None) for one in self.weight_map)
 
     def scope(self, hf_name: str) -> str | None:
         """Find the layer or module of the weight map that a file tensor lies in; None: outside.

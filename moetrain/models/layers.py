@@ -24,6 +24,7 @@ from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.loss.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,
@@ -178,15 +179,24 @@ _KERNELS = KernelsSection()
 class RMSNorm(nn.Module):
     """Computes ``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), in fp32.
 
-    The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does.
+    The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does. With
+    ``zero_centred`` the weight is what is added to 1, and rounding comes last.
 
     ``batch_invariant`` (here and elsewhere a plain attribute, which generation sets) runs it as an
     op, which the compiler fuses with nothing, so that its bits are the same in every graph.
     """
 
-    def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        kernels: KernelsSection = _KERNELS,
+        *,
+        zero_centred: bool = False,
+    ) -> None:
         super().__init__()
         self.eps, self.batch_invariant = eps, kernels.batch_invariant
+        self.zero_centred = zero_centred
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
 
@@ -198,15 +208,22 @@ class RMSNorm(nn.Module):
 
         Using this ``x`` adds the stream's gradient where the norm's is computed.
         """
+        how = self._how()
         if self.batch_invariant:
-            return x, rms_norm(x, self.weight, self.eps, self.backend)
-        return fusible_rms_norm(x, self.weight, self.eps, self.backend)
+            return x, rms_norm(x, *how, late=self.zero_centred)
+        return fusible_rms_norm(x, *how, late=self.zero_centred)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``x + y`` and its norm."""
         if self.batch_invariant:
-            return add_rms_norm(x, y, self.weight, self.eps, self.backend)
+            return add_rms_norm(x, y, *self._how(), late=self.zero_centred)
         return self.beside(x + y)
+
+    def _how(self) -> tuple[torch.Tensor, float, Backend]:
+        weight = self.weight
+        if self.zero_centred:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return weight, self.eps, self.backend
 
 
 class WideNorm(RMSNorm):
@@ -311,6 +328,10 @@ class Context(NamedTuple):
     routes_BSK: torch.Tensor | None = None
     """int32: the experts of this layer to use again (-1: the router chooses); None: the router
     chooses for all tokens."""
+    documents: Documents | None = None
+    """The documents over the B * S tokens, and below each token's position in its own, [B * S];
+    None where no layer carries a state from token to token."""
+    position_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,9 +48,10 @@ class Rule:
     """How one parameter is cut, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
-    init: Literal["normal", "ones", "zeros", "kaiming", "gaussian"] = "normal"
+    init: Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates"] = "normal"
     """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
-    [..., rank, in], by ``lora.init``."""
+    [..., rank, in], by ``lora.init``. filter: U(-1, 1) over the root of a convolution's taps.
+    rates: the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752)."""
     decay: bool = True
     """Whether weight decay applies."""
     gather: torch.dtype | None = None
@@ -105,8 +106,10 @@ class Rule:
             block = f".{start // per_block}" if start else ""
             generator.manual_seed(zlib.crc32(f"{seed}.{name}{block}".encode()))
             values = torch.empty(size, *shape[1:], device=out.device)
-            if self.init == "kaiming":
+            if self.init in ("kaiming", "filter"):
                 values.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
+            elif self.init == "rates":
+                values.uniform_(1e-3, 16.0, generator=generator).log_()
             else:
                 width = 1 / shape[-2] if self.init == "gaussian" else std
                 values.normal_(0.0, width, generator=generator)
@@ -120,6 +123,8 @@ COLWISE = Rule("colwise")
 ROWWISE = Rule("rowwise")
 EXPERT = Rule("expert")
 NORM = Rule("replicate", init="ones", decay=False)
+ZERO_NORM = replace(NORM, init="zeros")
+"""Of a norm whose weight is what is added to 1."""
 WIDE_NORM = Rule("colwise", init="ones", decay=False)
 """Of a norm over numbers that tensor parallel ranks divide."""
 

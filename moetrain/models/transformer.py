@@ -28,6 +28,7 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
+from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
@@ -60,9 +61,10 @@ class Block(nn.Module):
         super().__init__()
         attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
         self.parts = (attention.name, feed_forward.name)
-        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
+        how = {"zero_centred": arch.zero_centred_norms}
+        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.add_module(attention.name, attention.build(kernels, moe))
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.add_module(feed_forward.name, feed_forward.build(kernels, moe))
 
     def forward(
@@ -168,9 +170,12 @@ class Transformer(nn.Module):
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [arch.attention(i) for i in range(arch.num_layers)]
         self.windows = [mixer.window for mixer in mixers]
+        self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
+        self.norm = RMSNorm(
+            arch.hidden_size, arch.norm_eps, kernels, zero_centred=arch.zero_centred_norms
+        )
         self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
 
     @property
@@ -220,10 +225,18 @@ class Transformer(nn.Module):
             )
             for window in dict.fromkeys(self.windows)
         }
+        documents = position_T = None
+        if self.carries_state:
+            documents = _documents(positions_BS, cu_seqlens, batch, seq_len, tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
-        rotation = self.rope(positions_BS)
-        contexts = {w: Context(rotation, mask, cu_seqlens, is_pad_BS) for w, mask in masks.items()}
+        if self.carries_state:
+            position_T = positions_BS.expand(batch, -1).flatten()
+        rotation, own = self.rope(positions_BS), (documents, position_T)
+        contexts = {
+            window: Context(rotation, mask, cu_seqlens, is_pad_BS, None, *own)
+            for window, mask in masks.items()
+        }
         return Rows(batch, seq_len, contexts, routes_BSLK)
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -261,7 +274,7 @@ class Transformer(nn.Module):
         family = FAMILIES[self.arch.family]
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         shapes |= {name: x.shape for name, x in self.named_buffers() if family.holds(name)}
-        return family.pieces(shapes)
+        return family.pieces(shapes, self.arch)
 
     @torch.no_grad()
     def init_weights(self, std: float, seed: int) -> None:
@@ -297,6 +310,26 @@ class Transformer(nn.Module):
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """Stack the statistics of all MoE layers; None: there are none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
+
+
+def _documents(
+    positions_BS: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+) -> Documents:
+    """Return the documents over all tokens; the other arguments are those of :class:`Inputs`."""
+    if positions_BS is None:
+        bounds_N = torch.arange(0, (batch + 1) * seq_len, max(1, seq_len), device=device)
+    elif cu_seqlens is not None:
+        bounds_N = cu_seqlens
+    else:  # their number is the tokens' to say, so the host waits for the device
+        is_first_BS = positions_BS == 0
+        is_first_BS[:, 0] = True
+        starts_N = is_first_BS.flatten().nonzero()[:, 0]
+        bounds_N = torch.cat((starts_N, starts_N.new_tensor([batch * seq_len])))
+    return Documents.of(bounds_N.int(), batch * seq_len)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

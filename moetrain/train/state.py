@@ -165,7 +165,7 @@ class ModelState:
             if merged and (halves := self._adapter(name)) is not None:
                 whole = halves.merged(whole.float())
             if hf:
-                for piece in family.pieces({name: whole.shape}):
+                for piece in family.pieces({name: whole.shape}, self.arch):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole

@@ -20,7 +20,9 @@ from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 def _rms_norm_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     x = normal(generator, case["N"], case["D"]).to(dtype)
     weight_D = 1 + normal(generator, case["D"]) / 10
-    return {"x": x, "weight_D": weight_D.to(dtype).to(torch.float32), "eps": 1e-6}
+    late = case.get("late", False)
+    weight_D = weight_D if late else weight_D.to(dtype).to(torch.float32)
+    return {"x": x, "weight_D": weight_D, "eps": 1e-6, "late": late}
 
 
 def _make_sum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -36,7 +38,13 @@ def _rms_norm_cost(tensors: int) -> Any:
     return cost
 
 
-_CASES = ({"N": 7, "D": 40}, {"N": 1, "D": 5}, {"N": 33, "D": 128}, {"N": 0, "D": 8})
+_CASES = (
+    {"N": 7, "D": 40},
+    {"N": 1, "D": 5},
+    {"N": 33, "D": 128},
+    {"N": 0, "D": 8},
+    {"N": 9, "D": 24, "late": True},
+)
 _BENCHES = (Bench({"N": 16384, "D": 2048}, {"forward_fraction": 0.8}),)
 # The backward rounds once where autograd through the formula would three times.
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

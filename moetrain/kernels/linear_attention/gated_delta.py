@@ -34,7 +34,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, refusal, require_contiguous, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    use_fast,
+    worth_saving,
+)
 from moetrain.kernels.linear_attention.delta_kernels import (
     input_gradients_kernel,
     inverse_gradients_kernel,
@@ -227,6 +233,9 @@ def _gated_delta(
 def _(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, starts_C, sizes_C, firsts_N, scale):
     inverse_CHII = k_TQK.new_empty(starts_C.shape[0], v_THV.shape[1], CHUNK, CHUNK)
     return torch.empty_like(v_THV), inverse_CHII, torch.empty_like(g_TH)
+
+
+worth_saving("attention", torch.ops.moetrain.gated_delta.default)
 
 
 def _states(

@@ -8,6 +8,9 @@ rounds where the formula says, so a row has the same bits in training and in gen
 :func:`add_rms_norm` is ``s = round(x + y)`` and the norm of ``s`` in one pass.
 :func:`fusible_rms_norm` leaves the forward to the compiler, where bits may differ.
 
+With ``late`` the weight is applied in fp32, and only the result is rounded: ``round`` of n above is
+then left out.
+
 One op makes the gradients of all. ``dw`` is a sum over rows, where ``dx`` needs sums over columns:
 each of P programs takes every P-th row and adds up its ``dw`` in registers.
 
@@ -24,30 +27,51 @@ from moetrain.kernels.backend import Backend, refusal, require_contiguous, tl, t
 
 
 def rms_norm(
-    x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    backend: Backend = "auto",
+    *,
+    late: bool = False,
 ) -> torch.Tensor:
-    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it."""
+    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it.
+
+    With ``late`` it is rounded after the product with ``weight``, which is used in fp32.
+    """
     _check("rms_norm", x, x, weight_D)
     if use_fast(backend, x):
-        return _rms_norm(x.contiguous(), weight_D, eps)
+        return _rms_norm(x.contiguous(), weight_D, eps, late)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if late:
+        return (weight_D.to(wide.dtype) * wide).to(x.dtype)
     return weight_D.to(x.dtype) * wide.to(x.dtype)
 
 
 def add_rms_norm(
-    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    backend: Backend = "auto",
+    *,
+    late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``s = x + y``, of one shape and dtype, and :func:`rms_norm` of ``s``."""
     _check("add_rms_norm", x, y, weight_D)
     if use_fast(backend, x):
-        return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps)
+        return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps, late)
     s = x + y
-    return s, rms_norm(s, weight_D, eps, "reference")
+    return s, rms_norm(s, weight_D, eps, "reference", late=late)
 
 
 def fusible_rms_norm(
-    x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    backend: Backend = "auto",
+    *,
+    late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` and its :func:`rms_norm` in plain torch, which the compiler fuses.
 
@@ -55,8 +79,8 @@ def fusible_rms_norm(
     """
     _check("fusible_rms_norm", x, x, weight_D)
     if use_fast(backend, x):
-        return _FusibleNorm.apply(x, weight_D, eps)
-    return x, rms_norm(x, weight_D, eps, "reference")
+        return _FusibleNorm.apply(x, weight_D, eps, late)
+    return x, rms_norm(x, weight_D, eps, "reference", late=late)
 
 
 def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
@@ -67,29 +91,29 @@ def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
     out = torch.empty_like(x)
-    _launch(x, None, weight_D, None, out, eps)
+    _launch(x, None, weight_D, None, out, eps, late)
     return out
 
 
 @torch.library.custom_op("moetrain::add_rms_norm", mutates_args=())
 def _add_rms_norm(
-    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     s = torch.empty_like(x)
     out = torch.empty_like(x)
-    _launch(x, y, weight_D, s, out, eps)
+    _launch(x, y, weight_D, s, out, eps, late)
     return s, out
 
 
 @_rms_norm.register_fake
-def _(x, weight_D, eps):
+def _(x, weight_D, eps, late):
     return torch.empty_like(x)
 
 
 @_add_rms_norm.register_fake
-def _(x, y, weight_D, eps):
+def _(x, y, weight_D, eps, late):
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -100,17 +124,23 @@ def _launch(
     s: torch.Tensor | None,
     out: torch.Tensor,
     eps: float,
+    late: bool,
 ) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
     if rows:
         warps = min(8, max(1, block // 512))
-        _norm_kernel[(rows,)](x, y, weight_D, s, out, eps, D=width, BLOCK=block, num_warps=warps)
+        _norm_kernel[(rows,)](
+            x, y, weight_D, s, out, eps, D=width, LATE=late, BLOCK=block, num_warps=warps
+        )
 
 
 @triton.jit
-def _norm_kernel(x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps,
+    D: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     mask = column < D
     at = tl.program_id(0).to(tl.int64) * D + column
@@ -121,8 +151,12 @@ def _norm_kernel(x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps, D: tl.constexpr, BLOC
         tl.store(s_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
     n = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    w = tl.load(w_ptr + column, mask=mask, other=0.0).to(dtype).to(tl.float32)
-    tl.store(out_ptr + at, w * n.to(dtype).to(tl.float32), mask=mask)
+    w = tl.load(w_ptr + column, mask=mask, other=0.0)
+    if LATE:
+        tl.store(out_ptr + at, w.to(tl.float32) * n, mask=mask)
+    else:
+        w = w.to(dtype).to(tl.float32)
+        tl.store(out_ptr + at, w * n.to(dtype).to(tl.float32), mask=mask)
 
 
 def _gradients(
@@ -130,11 +164,12 @@ def _gradients(
     x: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
+    late: bool,
     ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x``, with ``ds`` from its other uses, and of ``weight``."""
     beside = None if ds is None else ds.contiguous()
-    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
+    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, late, beside)
 
 
 _PROGRAMS = 528
@@ -147,6 +182,7 @@ def _norm_gradients(
     x: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
+    late: bool,
     ds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = torch.empty_like(x)
@@ -158,24 +194,27 @@ def _norm_gradients(
     if rows:
         warps = min(8, max(1, block // 256))
         _norm_gradients_kernel[(programs,)](
-            dy, x, weight_D, ds, dx, dw_PD, rows, eps, D=width, BLOCK=block, num_warps=warps
-        )
+            dy, x, weight_D, ds, dx, dw_PD, rows, eps,
+            D=width, LATE=late, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return dx, dw_PD.sum(0).to(weight_D.dtype)
 
 
 @_norm_gradients.register_fake
-def _(dy, x, weight_D, eps, ds):
+def _(dy, x, weight_D, eps, late, ds):
     return torch.empty_like(x), torch.empty_like(weight_D)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gradients_kernel(
-    dy_ptr, x_ptr, w_ptr, ds_ptr, dx_ptr, dw_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr, x_ptr, w_ptr, ds_ptr, dx_ptr, dw_ptr, rows, eps,
+    D: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     mask = column < D
     dtype = dx_ptr.dtype.element_ty
-    w = tl.load(w_ptr + column, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    w = tl.load(w_ptr + column, mask=mask, other=0.0)
+    w = w.to(tl.float32) if LATE else w.to(dtype).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = tl.cast(row, tl.int64) * D + column
@@ -187,7 +226,7 @@ def _norm_gradients_kernel(
         if ds_ptr is not None:
             dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=mask)
-        dw += dy * n.to(dtype).to(tl.float32)
+        dw += dy * (n if LATE else n.to(dtype).to(tl.float32))
     tl.store(dw_ptr + tl.program_id(0) * D + column, dw, mask=mask)
 
 
@@ -196,34 +235,34 @@ class _FusibleNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # x may have no other use
-        ctx.eps = eps
-        return x.view_as(x), rms_norm(x, weight_D, eps, "reference")
+        ctx.how = eps, late
+        return x.view_as(x), rms_norm(x, weight_D, eps, "reference", late=late)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ds, dy = grads
         x, weight_D = ctx.saved_tensors
         if dy is None:
-            return ds, None, None
-        return *_gradients(dy, x, weight_D, ctx.eps, ds), None
+            return ds, None, None, None
+        return *_gradients(dy, x, weight_D, *ctx.how, ds), None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight_D, ctx.eps = inputs
+    x, weight_D, *ctx.how = inputs
     ctx.save_for_backward(x, weight_D)
 
 
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight_D = ctx.saved_tensors
-    return *_gradients(dy, x, weight_D, ctx.eps), None
+    return *_gradients(dy, x, weight_D, *ctx.how), None, None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *_, weight_D, ctx.eps = inputs
+    _, _, weight_D, *ctx.how = inputs
     ctx.save_for_backward(output[0], weight_D)
 
 
@@ -231,8 +270,8 @@ def _differentiate_sum(
     ctx: Any, ds: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     s, weight_D = ctx.saved_tensors
-    d_sum, dw = _gradients(dy, s, weight_D, ctx.eps, ds)
-    return d_sum, d_sum, dw, None
+    d_sum, dw = _gradients(dy, s, weight_D, *ctx.how, ds)
+    return d_sum, d_sum, dw, None, None
 
 
 _rms_norm.register_autograd(_differentiate, setup_context=_save)

@@ -25,6 +25,7 @@ from moetrain.models.family import Family
 from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")
+_TIED = "tie_word_embeddings"
 _DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
@@ -40,12 +41,13 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
             of the wrong type.
     """
     family = _family_of(config.get("model_type"))
-    given: dict[str, Any] = {**family.defaults, **_rename(config, family)}
+    own = _own_keys(config, family)
+    given: dict[str, Any] = {**family.defaults, **_rename(own, family)}
     _check_types(given, family)
     if given["hidden_act"] != family.activation:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
         raise _error(problem)
-    if given.get("quantization_config") is not None:
+    if (config.get("quantization_config") or given.get("quantization_config")) is not None:
         raise _error("the weights are quantized (quantization_config); use an unquantized one")
     for key, value in _DERIVED.items():
         if given[key] is None:
@@ -59,6 +61,19 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     except ValidationError as error:
         raise _error(_first_problem(error, family)) from None
     return _canonical(arch)
+
+
+def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the keys of ``config`` that describe the model, from ``Family.section`` if it has one.
+
+    Whether embeddings are tied is said outside of that.
+    """
+    if family.section is None:
+        return config
+    own = config.get(family.section[0])
+    if not isinstance(own, Mapping):
+        raise _error(f"{family.section[0]} is {own!r:.80}, expected an object")
+    return {**own, **{key: config[key] for key in (_TIED,) if key in config}}
 
 
 def _rename(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -83,14 +98,18 @@ def _first_problem(error: ValidationError, family: Family) -> str:
 
 def _to_hf(arch: Architecture) -> dict[str, Any]:
     family = _family_of(arch.family)
-    config = {
-        "architectures": [family.hf_class],
-        "model_type": arch.family,
+    config: dict[str, Any] = {
         "hidden_act": family.activation,
         **{theirs: getattr(arch, ours) for ours, theirs in family.keys.items()},
         "rope_scaling": _write_rope(arch.rope),
         **family.write_layers(arch),
     }
+    head = {"architectures": [family.hf_class], "model_type": arch.family}
+    if family.section is not None:
+        key, model_type = family.section
+        head |= {_TIED: arch.tie_embeddings, key: {"model_type": model_type, **config}}
+        config = {}
+    config = head | config
     wanted, got = _canonical(arch).model_dump(), architecture_from_hf(config).model_dump()
     lost = [f"{key} {wanted[key]!r}" for key in wanted if wanted[key] != got[key]]
     if lost:
@@ -113,8 +132,15 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
         return dict(source)
     own = _to_hf(arch)
     family = _family_of(arch.family)
-    spelled = {*own, *family.defaults, *family.aliases, *_ROPE_KEYS}
-    return {key: value for key, value in source.items() if key not in spelled} | own
+    spelled = {*family.defaults, *family.aliases, *_ROPE_KEYS}
+    if family.section is not None:
+        key = family.section[0]
+        own[key] = _carried(source[key], spelled) | own[key]
+    return _carried(source, {*own, *spelled}) | own
+
+
+def _carried(source: Mapping[str, Any], spelled: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in source.items() if key not in spelled}
 
 
 def _family_of(model_type: object) -> Family:
@@ -146,6 +172,7 @@ def _canonical(arch: Architecture) -> Architecture:
         update={
             "sliding_windows": arch.sliding_windows if any(arch.sliding_windows) else (),
             "moe_layers": () if all(arch.moe_layers) else arch.moe_layers,
+            "linear_layers": arch.linear_layers if any(arch.linear_layers) else (),
         }
     )
 

@@ -63,7 +63,7 @@ class HFSource:
     """Every tensor of the files, in their order."""
     files: tuple[str, ...]
     """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
-    own: Mapping[str, Piece] = field(default_factory=dict)
+    own: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     """Where each of the model's tensors goes, by its name in the files."""
     extra: tuple[str, ...] = ()
     """Tensors that the model does not have; an export carries them on bit for bit."""

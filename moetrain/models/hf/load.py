@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -29,6 +29,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
     CONFIG,
@@ -71,7 +72,9 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
         raise error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
     with torch.device("meta"):
         model = Transformer(arch)
-    pieces = {piece.hf_name: piece for piece in model.pieces()}
+    pieces: dict[str, list[Piece]] = {}
+    for piece in model.pieces():
+        pieces.setdefault(piece.hf_name, []).append(piece)
     extra = [name for name in stored if name not in pieces]
     if arch.tie_embeddings and _HEAD in extra:
         extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
@@ -108,9 +111,8 @@ def load_weights(
     write = write or write_whole
     with opened(source, model.arch) as find, torch.no_grad():
         for name in source.stored:
-            if name in source.own:
-                _, parameter, place = source.own[name]
-                write(parameter, place, find(name))
+            for piece in source.own.get(name, ()):
+                write(piece.parameter, piece.place, rows_of(find(name), piece.rows))
     if source.extra:
         _logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
@@ -138,6 +140,24 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
         if arch.tie_embeddings and _HEAD in source.stored:
             _check_tied(source.folder, find(_HEAD), find(_EMBED))
         yield find
+
+
+def rows_of(tensor: Any, rows: slice | None) -> Any:
+    """Return ``rows`` of a tensor of a file, read where it is indexed with slices; None: all."""
+    return tensor if rows is None else _Rows(tensor, rows)
+
+
+class _Rows(NamedTuple):
+    tensor: Any
+    rows: slice
+
+    def __getitem__(self, index: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if index is Ellipsis:
+            return self.tensor[self.rows]
+        first, *others = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = first.indices(self.rows.stop - self.rows.start)
+        begin = self.rows.start
+        return self.tensor[(slice(begin + start, begin + stop), *others)]
 
 
 def _check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
@@ -179,7 +199,7 @@ def _count_tensors(arch: Architecture) -> int:
     family, total = FAMILIES[arch.family], 0
     for part, count in Counter(part for layer in arch.layers() for part in layer).items():
         shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
-        total += count * len(family.pieces(shapes))
+        total += count * len({piece.hf_name for piece in family.pieces(shapes, arch)})
     return total
 
 
@@ -188,10 +208,13 @@ def _check_headers(
 ) -> None:
     stored, pieces = source.stored, source.own
     misshapen, untrainable = [], []
-    for name, piece in pieces.items():
+    for name, own in pieces.items():
         if name not in stored:
             continue
-        got, want = stored[name].shape, tuple(parameters[piece.parameter][piece.place].shape)
+        shapes = [tuple(parameters[piece.parameter][piece.place].shape) for piece in own]
+        got, want = stored[name].shape, shapes[0]
+        if own[0].rows is not None:
+            want = (sum(shape[0] for shape in shapes), *want[1:])
         if got != want:
             misshapen.append(f"{name} {list(got)}, not {list(want)}")
         if stored[name].dtype not in _TRAINABLE:
@@ -255,7 +278,7 @@ def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -
             "model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
-    for name in ("sliding_windows", "moe_layers"):
+    for name in ("sliding_windows", "moe_layers", "linear_layers"):
         if (each := getattr(preset, name)) and (count := overrides.get("num_layers")):
             overrides[name] = (each + each[-1:] * count)[:count]
     kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}

@@ -29,7 +29,6 @@ from moetrain.config import ConfigError, LoraSection
 from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
-from moetrain.models.family import Family
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
 from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
@@ -76,12 +75,12 @@ class _Site(NamedTuple):
     """How many experts its matrices hold; None: they are of one."""
 
     @classmethod
-    def of(cls, family: Family, name: str, shape: torch.Size) -> list[_Site]:
-        """List the modules that hold the adapter of the weight ``name``, one expert a module."""
-        pieces = [
-            (p.hf_name.removesuffix(".weight"), p.place) for p in family.pieces({name: shape})
-        ]
-        return [cls(_PREFIX + key, place[:1], place, key) for key, place in pieces]
+    def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
+        """List the modules that hold the adapter of the weight ``name``, one expert a module; none
+        where it is a part of a module's weight."""
+        pieces = FAMILIES[arch.family].pieces({name: shape}, arch)
+        whole = [(p.hf_name.removesuffix(".weight"), p.place) for p in pieces if p.rows is None]
+        return [cls(_PREFIX + key, place[:1], place, key) for key, place in whole]
 
     @property
     def tensors(self) -> list[str]:
@@ -117,8 +116,7 @@ def save_peft(
     ``base`` is the path or hub id of the model that they adapt.
     """
     folder = Path(folder)
-    family = FAMILIES[arch.family]
-    layout = family.lora_layout if lora.layout == "auto" else lora.layout
+    layout = FAMILIES[arch.family].lora_layout if lora.layout == "auto" else lora.layout
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -131,7 +129,7 @@ def save_peft(
             parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
-        for site in _Site.of(family, name, shape):
+        for site in _Site.of(arch, name, shape):
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
     settings = {
@@ -176,7 +174,7 @@ def load_peft(
         ConfigError: the files hold other adapters or other shapes, or settings that are not
             supported.
     """
-    files = _AdapterFiles(folder, FAMILIES[arch.family])
+    files = _AdapterFiles(folder, arch)
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
     files.check_names(sites, "of no lora.targets", is_partial=False)
     for name, shape in shapes.items():
@@ -196,7 +194,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
-    files = _AdapterFiles(folder, FAMILIES[model.arch.family])
+    files = _AdapterFiles(folder, model.arch)
     modules = dict(adaptable(model.layers))
     shapes = {
         f"{name}.{leaf}": module.get_parameter(leaf).shape
@@ -231,8 +229,8 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 class _AdapterFiles:
     """The two files of an adapter, opened and checked."""
 
-    def __init__(self, folder: str | os.PathLike[str], family: Family) -> None:
-        self.folder, self.family = Path(folder).expanduser(), family
+    def __init__(self, folder: str | os.PathLike[str], arch: Architecture) -> None:
+        self.folder, self.arch = Path(folder).expanduser(), arch
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
 
@@ -246,7 +244,7 @@ class _AdapterFiles:
                 module = _fused_module(name) if len(targeted) == 2 else outer
                 return [_Site(module, (), (), key, shape[0])]
         sites = []
-        for site in _Site.of(self.family, name, shape):
+        for site in _Site.of(self.arch, name, shape):
             if self.settings.is_parameter(weight := f"{site.key}.weight"):
                 sites.append(site._replace(key=weight))
             elif self.settings.is_module(site.key):

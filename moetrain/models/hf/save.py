@@ -9,6 +9,7 @@ tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import mode
 from typing import Any, Literal, NamedTuple
@@ -70,8 +72,10 @@ class _Outgoing(NamedTuple):
     name: str
     dtype: torch.dtype
     num_bytes: int
-    read: Callable[[], torch.Tensor] | None
+    read: Callable[[], torch.Tensor] | None = None
     """Reads the tensor; None: it is the model's own, and arrives with the stream."""
+    rows: Sequence[slice | None] = (None,)
+    """The rows that arrive, one after the other; None: all of them."""
 
 
 class Export:
@@ -113,14 +117,18 @@ class Export:
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
         self._pieces, self._own = model.pieces(), []
-        for name, parameter, place in self._pieces:
-            part = parameters[parameter][place]
+        for name, group in itertools.groupby(self._pieces, attrgetter("hf_name")):
+            pieces = [*group]
+            parts = [parameters[piece.parameter][piece.place] for piece in pieces]
+            part, parameter = parts[0], pieces[0].parameter
             # What is added to scores may be smaller than their rounding in a narrow dtype.
             is_kept = dtype == "auto" or parameter in buffers
             own = part.dtype if is_kept else getattr(torch, dtype)
             if dtype == "auto" and source is not None and name in source.own:
                 own = source.stored[name].dtype
-            self._own.append(_Outgoing(name, own, part.numel() * own.itemsize, None))
+            num_bytes = sum(part.numel() for part in parts) * own.itemsize
+            rows = [piece.rows for piece in pieces]
+            self._own.append(_Outgoing(name, own, num_bytes, rows=rows))
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
@@ -128,7 +136,7 @@ class Export:
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
         # One of each parameter's pieces, and dtypes, speaks for all.
-        speakers = {(p, self.dtypes[name]): name for name, p, _ in self._pieces}
+        speakers = {(p, self.dtypes[name]): name for name, p, *_ in self._pieces}
         for (parameter, dtype), name in speakers.items():
             if parameter in here and (problem := _misfit(name, here[parameter](), dtype)):
                 return problem
@@ -193,17 +201,22 @@ class Export:
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
-        for name, dtype, _, read in shard:
+        for name, dtype, _, read, rows in shard:
             if read is not None:
                 values |= {name: read()} if is_mine else {}
                 continue
-            came, tensor = next(coming)
-            assert came == name  # both walk the same table
+            parts = {}
+            for own in rows:
+                came, tensor = next(coming)
+                assert came == name  # both walk the same table
+                if is_mine:
+                    # In memory of its own where the stream will reuse the tensor's.
+                    is_borrowed = (self.ranks > 1 or len(rows) > 1) and tensor.dtype == dtype
+                    tensor = tensor.detach().contiguous().to(dtype)
+                    parts[0 if own is None else own.start] = tensor.to("cpu", copy=is_borrowed)
             if is_mine:
-                # In memory of its own where the stream will reuse the tensor's.
-                is_borrowed = self.ranks > 1 and tensor.dtype == dtype
-                tensor = tensor.detach().contiguous().to(dtype)
-                values[name] = tensor.to("cpu", copy=is_borrowed)
+                ordered = [parts[start] for start in sorted(parts)]
+                values[name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
         return values
 
 
@@ -241,7 +254,7 @@ def save_hf(
         model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
     )
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    own = [(name, parameters[parameter][place]) for name, parameter, place in model.pieces()]
+    own = [(piece.hf_name, parameters[piece.parameter][piece.place]) for piece in model.pieces()]
     for name, weight in own:
         if problem := _misfit(name, weight, export.dtypes[name]):
             raise ConfigError("checkpoint.hf_dtype", problem)

@@ -1,0 +1,327 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
+
+Norms' weights are what is added to 1, a quarter of a head rotates, and a gated shared expert is
+beside the routed ones. Qwen3.5 (and Qwen3.6, which has its classes) is also dense. Its published
+files hold a vision tower beside the language model, whose tensors are carried on into an export;
+those of a ``_text`` family hold the language model alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetrain.models.architecture import Architecture, AttentionPart
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DENSE,
+    Family,
+    MoEDecoder,
+    Rename,
+    RenameTensor,
+    TakeRows,
+    moe_block,
+    register,
+)
+from moetrain.models.hf.files import error
+from moetrain.models.layers import SwiGLU
+from moetrain.models.linear_attention import GatedDeltaNet
+from moetrain.models.moe import RoutedExperts
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+class _QwenNext(MoEDecoder):
+    """A gated delta net where ``linear_layers`` says so, else attention; then as MoEDecoder."""
+
+    kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU, GatedDeltaNet)
+
+    def attention(self, layer: int) -> AttentionPart:
+        is_linear = self.linear_layers and self.linear_layers[layer]
+        return GatedDeltaNet.of(self, window=None) if is_linear else super().attention(layer)
+
+
+_FIXED = {"qk_norm": True, "output_gate": True, "zero_centred_norms": True}
+_FIELDS = {
+    name: name
+    for name in (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+}
+_EXPERTS_FIXED = {**_FIXED, "shared_gate": True}
+_EXPERTS_FIELDS = {**_FIELDS, "shared_intermediate_size": "shared_expert_intermediate_size"}
+_DEFAULTS: Mapping[str, Any] = {
+    **COMMON_DEFAULTS,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
+_EXPERTS_DEFAULTS: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "hidden_size": 2048,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "router_aux_loss_coef": 0.001,
+}
+_NULLABLE = {"layer_types": list}
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read which layers are linear, from ``layer_types``, else by ``full_attention_interval``."""
+    types, interval = config["layer_types"], config["full_attention_interval"]
+    if types is None:
+        if interval < 1:
+            problem = f"full_attention_interval is {interval}, expected 1 or more"
+            raise error("config.json", problem)
+        layers = range(config["num_hidden_layers"])
+        types = [_LINEAR if (i + 1) % interval else _FULL for i in layers]
+    unknown = sorted({str(kind) for kind in types} - {_LINEAR, _FULL})
+    if unknown:
+        raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
+    return {"linear_layers": tuple(kind == _LINEAR for kind in types)}
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    kinds = arch.linear_layers or (False,) * arch.num_layers
+    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds]}
+
+
+def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read as :func:`_read_layers`, and which layers are MoE."""
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    if step < 1:
+        raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
+    layers = range(config["num_hidden_layers"])
+    routed = tuple((i + 1) % step == 0 and i not in dense for i in layers)
+    return {**_read_layers(config), "moe_layers": routed}
+
+
+def _write_next_layers(arch: Architecture) -> dict[str, Any]:
+    dense = [i for i in range(arch.num_layers) if i not in arch.moe_layer_indices]
+    return {**_write_layers(arch), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+def _of_key_heads(arch: Architecture) -> tuple[int, int, int]:
+    """Return the rows of queries (as many are of keys), of values, and value heads, a key head."""
+    heads = arch.linear_num_value_heads // arch.linear_num_key_heads
+    return arch.linear_key_head_dim, heads * arch.linear_value_head_dim, heads
+
+
+def _all_rows(arch: Architecture) -> tuple[int, int, int]:
+    """Return the rows of all queries, keys and values."""
+    keys, values, _ = _of_key_heads(arch)
+    return tuple(arch.linear_num_key_heads * n for n in (keys, keys, values))
+
+
+def _each_head(arch: Architecture) -> tuple[int, ...]:
+    keys, values, _ = _of_key_heads(arch)
+    return keys, keys, values, values
+
+
+def _each_gate(arch: Architecture) -> tuple[int, ...]:
+    return (_of_key_heads(arch)[2],) * 2
+
+
+_OURS, _THEIRS = "layers.{layer}.linear_attn", "model.layers.{layer}.linear_attn"
+
+
+def _weights(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_OURS}.{name}.weight" for name in names)
+
+
+_LINEAR_MAP = (
+    TakeRows(tuple(f"{_OURS}.conv_{x}" for x in "qkv"), f"{_THEIRS}.conv1d.weight", _all_rows),
+    RenameTensor(f"{_OURS}.a_log", f"{_THEIRS}.A_log"),
+    RenameTensor(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
+    Rename(f"{_OURS}.norm", f"{_THEIRS}.norm"),
+    Rename(f"{_OURS}.wo", f"{_THEIRS}.out_proj"),
+)
+_NEXT_LINEAR_MAP = (
+    *_LINEAR_MAP,
+    TakeRows(_weights("wq", "wk", "wv", "wz"), f"{_THEIRS}.in_proj_qkvz.weight", _each_head),
+    TakeRows(_weights("wb", "wa"), f"{_THEIRS}.in_proj_ba.weight", _each_gate),
+)
+_SPLIT_LINEAR_MAP = (
+    *_LINEAR_MAP,
+    TakeRows(_weights("wq", "wk", "wv"), f"{_THEIRS}.in_proj_qkv.weight", _all_rows),
+    *(Rename(f"{_OURS}.w{x}", f"{_THEIRS}.in_proj_{x}") for x in "zba"),
+)
+_GATE = Rename(
+    "layers.{layer}.moe.shared_expert_gate", "model.layers.{layer}.mlp.shared_expert_gate"
+)
+_EXPERTS = moe_block(shared="shared_expert")
+_PACKED = (
+    *(one for one in _EXPERTS if isinstance(one, (Rename, RenameTensor))),
+    RenameTensor(
+        "layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"
+    ),
+    RenameTensor("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
+)
+
+
+def _beside_vision(weight_map: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the map where the language model lies beside a vision tower."""
+    nested = "model.language_model."
+    return tuple(
+        type(one)(one.ours, one.theirs.replace("model.", nested, 1), *_others(one))
+        for one in weight_map
+    )
+
+
+def _others(one: Any) -> tuple[Any, ...]:
+    if isinstance(one, TakeRows):
+        return (one.rows,)
+    return (one.place,) if isinstance(one, RenameTensor) else ()
+
+
+# ---- families ----------------------------------------------------------------------------------
+
+_COMMON: dict[str, Any] = {
+    "num_heads": 16,
+    "num_kv_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "max_positions": 262_144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_intermediate_size": 512,
+    "router_aux_loss_coef": 0.001,
+    **_EXPERTS_FIXED,
+}
+_INTERVAL = (True, True, True, False)
+
+register(
+    Family(
+        name="qwen3_next",
+        architecture=_QwenNext,
+        hf_class="Qwen3NextForCausalLM",
+        defaults={
+            **_EXPERTS_DEFAULTS,
+            "vocab_size": 151936,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        weight_map=(*DENSE, *_NEXT_LINEAR_MAP, *_EXPERTS, _GATE),
+        fields=_EXPERTS_FIELDS,
+        fixed=_EXPERTS_FIXED,
+        nullable={**_NULLABLE, "mlp_only_layers": list},
+        read_layers=_read_next_layers,
+        write_layers=_write_next_layers,
+        presets={
+            "qwen3-next-80b-a3b": _QwenNext(
+                family="qwen3_next",
+                vocab_size=151_936,
+                num_layers=48,
+                intermediate_size=5120,
+                num_experts=512,
+                num_experts_per_token=10,
+                linear_layers=_INTERVAL * 12,
+                **_COMMON,
+            )
+        },
+    )
+)
+
+_QWEN35_PRESET = _QwenNext(
+    family="qwen3_5_moe_text",
+    vocab_size=248_320,
+    num_layers=40,
+    intermediate_size=512,
+    num_experts=256,
+    num_experts_per_token=8,
+    linear_layers=_INTERVAL * 10,
+    **_COMMON,
+)
+
+
+def _register_qwen35(
+    name: str,
+    hf_class: str,
+    beside_vision: tuple[Any, ...],
+    alone: tuple[Any, ...],
+    **how: Any,
+) -> None:
+    """Register a family beside a vision tower, and the one of its language model alone."""
+    nested = _beside_vision(beside_vision)
+    families = (
+        (name, f"{hf_class}ForConditionalGeneration", nested, f"{name}_text"),
+        (f"{name}_text", f"{hf_class}ForCausalLM", alone, None),
+    )
+    presets = how.pop("presets")
+    for own, own_class, own_map, text in families:
+        register(
+            Family(
+                name=own,
+                architecture=_QwenNext,
+                hf_class=own_class,
+                weight_map=own_map,
+                section=None if text is None else ("text_config", text),
+                nullable=_NULLABLE,
+                read_layers=_read_layers,
+                write_layers=_write_layers,
+                presets=presets if text is None else {},
+                **how,
+            )
+        )
+
+
+_register_qwen35(
+    "qwen3_5_moe",
+    "Qwen3_5Moe",
+    (*DENSE, *_SPLIT_LINEAR_MAP, *_PACKED, _GATE),
+    (*DENSE, *_SPLIT_LINEAR_MAP, *_EXPERTS, _GATE),
+    defaults={
+        **_EXPERTS_DEFAULTS,
+        "vocab_size": 248320,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    fields={**_EXPERTS_FIELDS, "intermediate_size": "shared_expert_intermediate_size"},
+    fixed={**_EXPERTS_FIXED, "norm_topk_prob": True},
+    lora_layout="fused",
+    presets={"qwen3.5-35b-a3b": _QWEN35_PRESET, "qwen3.6-35b-a3b": _QWEN35_PRESET},
+)
+_register_qwen35(
+    "qwen3_5",
+    "Qwen3_5",
+    *[(*DENSE, *_SPLIT_LINEAR_MAP)] * 2,
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    fields=_FIELDS,
+    fixed=_FIXED,
+    presets={},
+)

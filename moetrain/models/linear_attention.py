@@ -1,0 +1,180 @@
+"""Gated delta nets: linear attention that carries a state through a document (arXiv 2412.06464).
+
+    q, k, v = silu(convolution of W x)      g = -exp(a) softplus(W x + b)      beta = sigmoid(W x)
+    y = W (norm(o) * silu(W x)),    o by :mod:`moetrain.kernels.linear_attention.gated_delta`
+
+Convolutions are causal and begin anew with each document, as the state does. Queries and keys have
+norm 1. A query or key head serves several heads of values.
+
+Left out on purpose: generation, for which states would have to be kept beside pages of keys.
+
+Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
+widths of a key and a value, C channels, J taps of a convolution.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
+from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
+
+_NARROW = replace(COLWISE, gather=torch.float32)
+"""Of gates, a number a head, which no product in fp8 takes."""
+_FILTER = Rule("colwise", init="filter", decay=False)
+_RATES = Rule("colwise", init="rates", decay=False, gather=torch.float32)
+_BIAS = Rule("colwise", init="ones", decay=False, gather=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet(AttentionPart):
+    """Describes a gated delta net."""
+
+    name: ClassVar[str] = "linear_attn"
+    carries_state: ClassVar[bool] = True
+    divided: ClassVar[Mapping[str, str]] = {
+        "linear_num_key_heads": "tp",
+        "linear_num_value_heads": "tp",
+    }
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+            if getattr(self, f"linear_{name}") == 0:
+                raise ValueError(f"linear_{name} is 0, and a layer has linear attention")
+        heads, keys = self.linear_num_value_heads, self.linear_num_key_heads
+        if heads == 0 or heads % keys:
+            problem = f"linear_num_value_heads {heads} is not a multiple of"
+            raise ValueError(f"{problem} linear_num_key_heads {keys}")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "LinearAttention":
+        return LinearAttention(self, kernels)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Width of all key heads together, and of all value heads."""
+        return (
+            self.linear_num_key_heads * self.linear_key_head_dim,
+            self.linear_num_value_heads * self.linear_value_head_dim,
+        )
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        dim, (k_dim, v_dim), heads = self.hidden_size, self.widths, self.linear_num_value_heads
+        found = {f"w{x}.weight": Weight((n, dim), COLWISE) for x, n in self._inputs()}
+        found |= {f"w{x}.weight": Weight((heads, dim), _NARROW) for x in "ba"}
+        for x, channels in {"q": k_dim, "k": k_dim, "v": v_dim}.items():
+            found[f"conv_{x}"] = Weight((channels, 1, self.linear_conv_kernel_dim), _FILTER)
+        found |= {"a_log": Weight((heads,), _RATES), "dt_bias": Weight((heads,), _BIAS)}
+        found["norm.weight"] = Weight((self.linear_value_head_dim,), NORM)
+        return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
+
+    def _inputs(self) -> list[tuple[str, int]]:
+        """Return the wide results of products with the input, and their widths."""
+        k_dim, v_dim = self.widths
+        return [("q", k_dim), ("k", k_dim), ("v", v_dim), ("z", v_dim)]
+
+    def products_per_token(self, seq_len: int) -> float:
+        """Count the products with weights, and three with each head's state: what it holds for the
+        key, what is written, and what the query reads."""
+        k_dim, v_dim = self.widths
+        gates = 2 * self.linear_num_value_heads
+        weights = self.hidden_size * (2 * k_dim + 3 * v_dim + gates)
+        return weights + 3 * v_dim * self.linear_key_head_dim
+
+    def activations(self, share: Workload) -> float:
+        """Return the bytes of the products' results, of what the convolutions make of them, of the
+        rule's result before and after its gate, and of what the rule keeps of its chunks."""
+        (k_dim, v_dim), w = self.widths, share.width
+        numbers = (2 * k_dim + 2 * v_dim) + (2 * k_dim + v_dim) + 2 * v_dim
+        if not share.is_compiled:  # convolutions and norms in fp32
+            numbers += 2 * (2 * k_dim + 2 * v_dim) * FP32 / w
+        heads = self.linear_num_value_heads * (CHUNK * w + 5 * FP32)
+        return share.tokens * (numbers * w + heads) / share.tp
+
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
+        (k_dim, v_dim), w = self.widths, share.width
+        products = share.tokens * w * (2 * k_dim + 2 * v_dim) / share.tp
+        rule = v_dim * w + self.linear_num_value_heads * (CHUNK * w + FP32)
+        return {
+            "attention": share.tokens * rule / share.tp,
+            "linear": products + share.own_tokens * w * self.hidden_size,
+        }
+
+
+class LinearAttention(nn.Module):
+    """The module of :class:`GatedDeltaNet`."""
+
+    def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
+        super().__init__()
+        self.backend: Backend = kernels.backend
+        self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+        dim, v_dim, heads = sizes.hidden_size, sizes.widths[1], sizes.linear_num_value_heads
+        self.wq, self.wk, self.wv, self.wz = (
+            Linear(dim, width, kernels) for _, width in sizes._inputs()
+        )
+        self.wb, self.wa = Linear(dim, heads), Linear(dim, heads)
+        filters = (sizes.weights[f"conv_{x}"].shape for x in "qkv")
+        self.conv_q, self.conv_k, self.conv_v = (nn.Parameter(torch.empty(x)) for x in filters)
+        self.a_log, self.dt_bias = (nn.Parameter(torch.empty(heads)) for _ in "ab")
+        self.norm = RMSNorm(self.value_dim, sizes.norm_eps, kernels)
+        self.wo = Linear(v_dim, dim, kernels)
+
+    def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
+        """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
+        assert context.documents is not None  # the architecture has this part
+        assert context.position_T is not None
+        x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
+        q_TQK, k_TQK, v_THV = (
+            _convolved(y, filters, context.position_T, wide).unflatten(-1, (-1, width))
+            for y, filters, width in (
+                (q, self.conv_q, self.key_dim),
+                (k, self.conv_k, self.key_dim),
+                (v, self.conv_v, self.value_dim),
+            )
+        )
+        q_TQK, k_TQK = (y * torch.rsqrt(y.square().sum(-1, True) + 1e-6) for y in (q_TQK, k_TQK))
+        a_TH = self.wa(x_TD).to(wide) + self.dt_bias
+        o_THV = gated_delta(
+            q_TQK.to(dtype),
+            k_TQK.to(dtype),
+            v_THV.to(dtype),
+            -self.a_log.to(wide).exp() * F.softplus(a_TH),
+            self.wb(x_TD).sigmoid(),
+            context.documents,
+            self.key_dim**-0.5,
+            self.backend,
+        )
+        y_THV = self.norm(o_THV).to(wide) * F.silu(z.unflatten(-1, (-1, self.value_dim)).to(wide))
+        return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)
+
+
+def _convolved(
+    x_TC: torch.Tensor, filters_C1J: torch.Tensor, position_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return silu of each channel's causal convolution within documents, [T, C] in ``dtype``."""
+    tokens, taps = len(x_TC), filters_C1J.shape[-1]
+    filters_JC, x_TC = filters_C1J[:, 0].t().to(dtype), x_TC.to(dtype)
+    y_TC = x_TC * filters_JC[-1]
+    for back in range(1, taps):
+        before_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
+        is_own = (position_T >= back)[:, None]
+        y_TC = y_TC + before_TC.where(is_own, 0.0) * filters_JC[taps - 1 - back]
+    return F.silu(y_TC)
