@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from checkpoints import tensors_of
 from distributed import spawn
 from safetensors.torch import load_file, save_file
 from test_everything import Drawn, describe, differences, is_refused, run_all
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moetrain.cli.checkpoint import main
 from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf
@@ -32,11 +34,12 @@ from moetrain.parallel import apply
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.setup import check_widths
+from moetrain.train.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-VOCAB = 57
+VOCAB = 259
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -454,6 +457,45 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
+
+
+def fit(words):
+    Trainer(Config.load(None, words, environ={})).fit()
+
+
+def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
+    save_reference("glm4_moe", tmp_path / "in")
+    words = {
+        "model.path": tmp_path / "in",
+        "data.source": "synthetic",
+        "data.seq_len": 16,
+        "train.steps": 2,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 2,
+        "train.device": "cpu",
+        "train.sample_tokens": 0,
+        "parallel.pp": 2,
+        "compile.enabled": "no",
+        "moe.bias_update_rate": 0.25,
+        "checkpoint.save_hf": "yes",
+        "output_dir": tmp_path / "run",
+    }
+    spawn(2, fit, [f"{key}={value}" for key, value in words.items()])
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
+    began = tensors_of(tmp_path / "began" / "step-00000000")["model"]
+    folders = [tmp_path / "in", tmp_path / "run" / "hf", tmp_path / "again"]
+    before, after, again = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys() == again.keys()
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    name = EXTRA["glm4_moe"].format(3)
+    assert torch.equal(before[name], after[name])
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        steps_E = (after[name] - before[name]) / 0.25
+        assert steps_E.abs().max() > 0.5
+        torch.testing.assert_close(steps_E, steps_E.round(), rtol=0, atol=1e-5)
+        assert torch.equal(began[f"layers.{layer}.moe.router.bias"], before[name])
 
 
 def run_compiled(runs, note):
