@@ -21,10 +21,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.cli.checkpoint import main
-from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.config import (
+    Config,
+    ConfigError,
+    KernelsSection,
+    LoraSection,
+    ModelSection,
+    MoeSection,
+)
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.lora import adaptable, add_adapters
@@ -545,6 +552,14 @@ def test_presets_have_the_published_sizes(preset):
         block = sum(part.num_params() for part in arch.layers()[-1])
         total += block + 2 * arch.vocab_size * width + 2 * width * width
     assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+def test_fewer_or_more_layers_of_a_preset():
+    for count, routed in ((2, (False, False)), (5, (False,) * 3 + (True,) * 2)):
+        arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=count))
+        assert arch.moe_layers == routed
+    arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=100))
+    assert arch.moe_layers == (False,) * 3 + (True,) * 97
 
 
 @pytest.mark.parametrize(
