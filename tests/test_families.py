@@ -284,6 +284,12 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
             bias_E = biases[piece.parameter]
             assert bias_E.dtype == torch.float32
             assert torch.equal(bias_E[piece.place], stored[piece.hf_name])
+    save_hf(model, tmp_path / "narrow", dtype="bfloat16")
+    written = load_file(tmp_path / "narrow" / "model.safetensors")
+    for name, tensor in written.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(tensor, stored[name])
     model.double()
     assert {bias.dtype for bias in dict(model.named_buffers()).values()} == {torch.float32}
 
@@ -372,15 +378,9 @@ def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
     torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
-@pytest.mark.parametrize("case", FAMILY_CASES)
-@torch.no_grad()
-def test_adapters_are_those_of_peft(case, layout, tmp_path):
-    peft = pytest.importorskip("peft")
-    random_reference(case).save_pretrained(tmp_path / "base")
-    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+def save_adapters(model, lora, folder, tokens_BS):
+    """Write random adapters of ``model`` in PEFT's form; return its logits with them."""
     plain = model(tokens_BS)
-    lora = LoraSection(rank=8, alpha=4, layout=layout)
     add_adapters(model.layers, lora)
     adapters = []
     for name, parameter in model.named_parameters():
@@ -390,10 +390,21 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         for leaf in module.weights if module.lora_scale is not None else ():
             adapter = module.adapter(leaf, torch.float32)
             adapters.append((f"{name}.{leaf}", module.get_parameter(leaf).shape, adapter))
+    save_peft(folder, model.arch, lora, adapters, None)
     want = model(tokens_BS)
     assert (want - plain).abs().max() > 0.05
-    save_peft(tmp_path / "adapter", model.arch, lora, adapters, None)
+    return want
 
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_adapters_are_those_of_peft(case, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(theirs(tokens_BS).logits, want) < 1e-5
@@ -405,6 +416,18 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         again = load_hf(tmp_path / "base")
         attach_peft(again, tmp_path / folder)
         assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+@torch.no_grad()
+def test_adapters_of_shared_experts_are_read_and_named(tmp_path, caplog):
+    random_reference("glm4_moe").save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, targets=("*.attn.*", "*.shared_experts.*", "*.moe.experts"))
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    assert "layers.1.mlp.shared_experts.gate_proj" in caplog.text
+    again = load_hf(tmp_path / "base")
+    attach_peft(again, tmp_path / "adapter")
+    assert relative_error(again(tokens_BS), want) < 1e-5
 
 
 # On several ranks.
