@@ -11,11 +11,14 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from architectures import make_architecture
 from checkpoints import tensors_of
 from distributed import spawn
 from safetensors.torch import load_file, save_file
+from test_engine import make_engine
 from test_everything import Drawn, describe, differences, is_refused, run_all
 from test_models import gradients_as_checkpoint, relative_error
+from test_weights import UGLY, follow, rows_of
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,8 +41,10 @@ from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply
+from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.train.engine import Engine
 from moetrain.train.setup import check_widths
 from moetrain.train.trainer import Trainer
 
@@ -487,6 +492,18 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
+
+
+def follow_families(archs):
+    for arch in archs:
+        for words in (["parallel.tp=2", "parallel.ep=2"], ["parallel.pp=2"]):
+            config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
+            follow(Engine(config, arch, join_world(config, arch)))
+
+
+def test_a_generator_follows_a_trainer_of_every_family():
+    archs = [make_architecture(**drawn(0, 2, case, {}, "none").sizes) for case in FAMILY_CASES]
+    spawn(2, follow_families, archs, timeout=200)
 
 
 def fit(words):
