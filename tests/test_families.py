@@ -11,32 +11,47 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from architectures import make_architecture
+from checkpoints import tensors_of
 from distributed import spawn
 from safetensors.torch import load_file, save_file
+from test_engine import make_engine
 from test_everything import Drawn, describe, differences, is_refused, run_all
 from test_models import gradients_as_checkpoint, relative_error
+from test_weights import UGLY, follow, rows_of
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetrain.config import Config, ConfigError, KernelsSection, LoraSection, MoeSection
+from moetrain.cli.checkpoint import main
+from moetrain.config import (
+    Config,
+    ConfigError,
+    KernelsSection,
+    LoraSection,
+    ModelSection,
+    MoeSection,
+)
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply
+from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.train.engine import Engine
 from moetrain.train.setup import check_widths
+from moetrain.train.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-VOCAB = 57
+VOCAB = 259
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -326,6 +341,12 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
             bias_E = biases[piece.parameter]
             assert bias_E.dtype == torch.float32
             assert torch.equal(bias_E[piece.place], stored[piece.hf_name])
+    save_hf(model, tmp_path / "narrow", dtype="bfloat16")
+    written = load_file(tmp_path / "narrow" / "model.safetensors")
+    for name, tensor in written.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(tensor, stored[name])
     model.double()
     assert {bias.dtype for bias in dict(model.named_buffers()).values()} == {torch.float32}
 
@@ -414,15 +435,9 @@ def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
     torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
-@pytest.mark.parametrize("case", FAMILY_CASES)
-@torch.no_grad()
-def test_adapters_are_those_of_peft(case, layout, tmp_path):
-    peft = pytest.importorskip("peft")
-    random_reference(case).save_pretrained(tmp_path / "base")
-    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+def save_adapters(model, lora, folder, tokens_BS):
+    """Write random adapters of ``model`` in PEFT's form; return its logits with them."""
     plain = model(tokens_BS)
-    lora = LoraSection(rank=8, alpha=4, layout=layout)
     add_adapters(model.layers, lora)
     adapters = []
     for name, parameter in model.named_parameters():
@@ -432,10 +447,21 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         for leaf in module.weights if module.lora_scale is not None else ():
             adapter = module.adapter(leaf, torch.float32)
             adapters.append((f"{name}.{leaf}", module.get_parameter(leaf).shape, adapter))
+    save_peft(folder, model.arch, lora, adapters, None)
     want = model(tokens_BS)
     assert (want - plain).abs().max() > 0.05
-    save_peft(tmp_path / "adapter", model.arch, lora, adapters, None)
+    return want
 
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_adapters_are_those_of_peft(case, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(theirs(tokens_BS).logits, want) < 1e-5
@@ -447,6 +473,18 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         again = load_hf(tmp_path / "base")
         attach_peft(again, tmp_path / folder)
         assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+@torch.no_grad()
+def test_adapters_of_shared_experts_are_read_and_named(tmp_path, caplog):
+    random_reference("glm4_moe").save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, targets=("*.attn.*", "*.shared_experts.*", "*.moe.experts"))
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    assert "layers.1.mlp.shared_experts.gate_proj" in caplog.text
+    again = load_hf(tmp_path / "base")
+    attach_peft(again, tmp_path / "adapter")
+    assert relative_error(again(tokens_BS), want) < 1e-5
 
 
 # On several ranks.
@@ -508,6 +546,57 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
+def follow_families(archs):
+    for arch in archs:
+        for words in (["parallel.tp=2", "parallel.ep=2"], ["parallel.pp=2"]):
+            config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
+            follow(Engine(config, arch, join_world(config, arch)))
+
+
+def test_a_generator_follows_a_trainer_of_every_family():
+    archs = [make_architecture(**drawn(0, 2, case, {}, "none").sizes) for case in FAMILY_CASES]
+    spawn(2, follow_families, archs, timeout=200)
+
+
+def fit(words):
+    Trainer(Config.load(None, words, environ={})).fit()
+
+
+def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
+    save_reference("glm4_moe", tmp_path / "in")
+    words = {
+        "model.path": tmp_path / "in",
+        "data.source": "synthetic",
+        "data.seq_len": 16,
+        "train.steps": 2,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 2,
+        "train.device": "cpu",
+        "train.sample_tokens": 0,
+        "parallel.pp": 2,
+        "compile.enabled": "no",
+        "moe.bias_update_rate": 0.25,
+        "checkpoint.save_hf": "yes",
+        "output_dir": tmp_path / "run",
+    }
+    spawn(2, fit, [f"{key}={value}" for key, value in words.items()])
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
+    began = tensors_of(tmp_path / "began" / "step-00000000")["model"]
+    folders = [tmp_path / "in", tmp_path / "run" / "hf", tmp_path / "again"]
+    before, after, again = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys() == again.keys()
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    name = EXTRA["glm4_moe"].format(3)
+    assert torch.equal(before[name], after[name])
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        steps_E = (after[name] - before[name]) / 0.25
+        assert steps_E.abs().max() > 0.5
+        torch.testing.assert_close(steps_E, steps_E.round(), rtol=0, atol=1e-5)
+        assert torch.equal(began[f"layers.{layer}.moe.router.bias"], before[name])
+
+
 def run_compiled(runs, note):
     apply.compile_blocks = partial(apply.compile_blocks, backend="aot_eager")
     return run_all(runs, note)
@@ -555,6 +644,14 @@ def test_presets_have_the_published_sizes(preset):
         block = sum(part.num_params() for part in arch.layers()[-1])
         total += block + 2 * arch.vocab_size * width + 2 * width * width
     assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+def test_fewer_or_more_layers_of_a_preset():
+    for count, routed in ((2, (False, False)), (5, (False,) * 3 + (True,) * 2)):
+        arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=count))
+        assert arch.moe_layers == routed
+    arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=100))
+    assert arch.moe_layers == (False,) * 3 + (True,) * 97
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,9 @@ def _export_hf(words: argparse.Namespace) -> int:
     arch = _architecture(found)
     with torch.device("meta"):
         model = Transformer(arch)
-    stored = found.group("model")
-    if absent := [name for name, _ in model.named_parameters() if name not in stored]:
+    stored, pieces = found.group("model"), model.pieces()
+    needed = dict.fromkeys(piece.parameter for piece in pieces)
+    if absent := [name for name in needed if name not in stored]:
         raise ConfigError(
             "checkpoint",
             f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)}); resume "
@@ -180,7 +181,7 @@ def _export_hf(words: argparse.Namespace) -> int:
 
         tokenizer = load_tokenizer(data["tokenizer"]).export()
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
-    weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in model.pieces())
+    weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
     print(f"{words.other}: the weights of {found.folder}")
     return 0
@@ -211,7 +212,7 @@ def _import_hf(words: argparse.Namespace) -> int:
 
 
 def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
-    """Yield the parameters of a Hugging Face checkpoint, those of one of our files at a time."""
+    """Yield the tensors of a Hugging Face checkpoint, those of one of our files at a time."""
     source = check_checkpoint(folder, arch)
     with torch.device("meta"):
         model = Transformer(arch)
@@ -220,6 +221,7 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
         name: TensorSlice.all_of(parameter.detach().to(rules[name].storage))
         for name, parameter in model.named_parameters()
     }
+    empty |= {name: TensorSlice.all_of(buffer) for name, buffer in model.named_buffers()}
     with opened(source, arch) as find:
         for parts in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}

@@ -117,8 +117,12 @@ class RoutedExperts(Part):
     def activations(self, share: Workload) -> float:
         """Return the bytes of the received tokens, the rows' pre-activations, the routing, and what
         shared experts keep."""
-        shared = 0.0 if self.shared is None else self.shared.activations(_own(share))
-        return self.saved(share)["experts"] + self._received(share) + shared
+        kept = self.saved(share)["experts"] + self._received(share)
+        if (
+            self.router_fp32 and not share.is_compiled
+        ):  # its input, else the compiler casts it again
+            kept += share.own_tokens * self.hidden_size * FP32
+        return kept if self.shared is None else kept + self.shared.activations(_own(share))
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size

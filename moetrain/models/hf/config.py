@@ -47,8 +47,10 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     if given["hidden_act"] != family.activation:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
         raise _error(problem)
-    if (config.get("quantization_config") or given.get("quantization_config")) is not None:
-        raise _error("the weights are quantized (quantization_config); use an unquantized one")
+    quantized = config.get("quantization_config") or given.get("quantization_config")
+    if quantized is not None:
+        problem = f"quantization_config {quantized!r:.80}: quantized weights cannot be trained"
+        raise _error(f"{problem}; use a checkpoint in bf16")
     for key, value in _DERIVED.items():
         if given[key] is None:
             given[key] = value(given)

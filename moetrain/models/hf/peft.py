@@ -15,6 +15,7 @@ weights (biases, DoRA, PiSSA, ...). An unknown setting is refused too, unless it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
 """For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -58,6 +60,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 """Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
 setting must be off: null or false."""
 
+_logger = logging.getLogger(__name__)
 _Index = tuple[int | slice | None, ...]
 _Matches = Callable[[str], bool]
 """Decides whether a name is selected."""
@@ -120,6 +123,7 @@ def save_peft(
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
+    unread: list[str] = []
     for name, shape, adapter in adapters:
         a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
@@ -132,6 +136,12 @@ def save_peft(
         for site in _Site.of(arch, name, shape):
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
+            if len(shape) == 2 and arch.num_experts and site.kind in _TAKEN_FOR_EXPERTS:
+                unread.append(site.key)
+    if unread:
+        problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
+        advice = "moetrain reads them, or export the merged model"
+        _logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
