@@ -33,13 +33,13 @@ from moetrain.config import (
     MoeSection,
 )
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
@@ -95,6 +95,7 @@ NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
+    "rms_norm_eps": 0.01,
     "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -231,6 +232,21 @@ CASES = {
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
+LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith("qwen3_")]
+"""Families with gated delta nets, for which there is no generation."""
+ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
+GENERATING_CASES = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
+
+
+def limits(case):
+    """Relative errors that logits and gradients may have.
+
+    Random gated delta nets are ill-conditioned: against the same model in fp64, gradients in fp32
+    are off by up to 6e-4 in transformers and by up to 4e-4 here.
+    """
+    return (1e-5, 3e-4) if case.split()[0] in LINEAR_CASES else (1e-5, 1e-5)
+
+
 EXTRA = {
     "glm4_moe": "model.layers.{}.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
@@ -279,7 +295,8 @@ def gradients(case, tmp_path):
     reference = theirs(tokens_BS, labels=tokens_BS, use_cache=False)
     logits_BSV = ours(tokens_BS)
     loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
-    assert relative_error(logits_BSV, reference.logits) < 1e-5
+    for_logits, for_gradients = limits(case)
+    assert relative_error(logits_BSV, reference.logits) < for_logits
     assert relative_error(loss, reference.loss) < 1e-5
 
     for model, total in ((ours, loss), (theirs, reference.loss)):
@@ -293,7 +310,7 @@ def gradients(case, tmp_path):
     got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
     assert got.keys() == want.keys()
     errors = {name: relative_error(got[name], want[name]) for name in want}
-    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
+    assert {name: error for name, error in errors.items() if not error < for_gradients} == {}
 
 
 @torch.no_grad()
@@ -314,19 +331,21 @@ def files(case, tmp_path):
     save_hf(model, tmp_path / "bare")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", attn_implementation="eager")
     tokens_BS = tokens(1, 9)
-    assert relative_error(model(tokens_BS), again(tokens_BS, use_cache=False).logits) < 1e-5
+    logits_BSV = again(tokens_BS, use_cache=False).logits
+    assert relative_error(model(tokens_BS), logits_BSV) < limits(case)[0]
 
 
 @torch.no_grad()
 def packing(case, tmp_path):
     """Documents in one row do not see each other."""
     random_reference(case).save_pretrained(tmp_path)
-    model = load_hf(tmp_path)
+    model = load_hf(tmp_path, dtype=torch.float64)
     first, second = tokens(2, 20).split([7, 13], dim=1)
     positions_BS = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
     alone = torch.cat((model(first), model(second)), dim=1)
     together = model(torch.cat((first, second), dim=1), positions_BS)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    # Angles of positions are fp32 in any case.
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
@@ -355,6 +374,14 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 def generation(case, tmp_path):
     """Greedy tokens are those of transformers."""
     theirs = random_reference(case).eval()
+    if "linear_attention" in (getattr(theirs.config, "layer_types", None) or ()):
+        theirs.save_pretrained(tmp_path)
+        model, tokens_BS = load_hf(tmp_path), tokens(1, 5)
+        want = model(tokens_BS)
+        with pytest.raises(ValueError, match="has layers that have no cache here"):
+            Generator(model)
+        assert torch.equal(model(tokens_BS), want)  # what was refused has changed nothing
+        return
     for parameter in theirs.parameters():  # so that texts do not repeat one token
         parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     theirs.save_pretrained(tmp_path)
@@ -383,7 +410,8 @@ def formulas(case, tmp_path):
     model = Transformer(arch, kernels=KernelsSection(attention="reference"))
     rules, styles = arch.plan().rules(model), arch.plan().styles(model)
     assert set(rules) == {name for name, _ in model.named_parameters()}
-    assert {style for name, style in styles.items() if name.endswith(".moe")} == {"routed"}
+    routed = {style for name, style in styles.items() if name.endswith(".moe")}
+    assert routed == ({"routed"} if arch.num_experts else set())
     unused = arch.num_experts - arch.num_experts_per_token
     idle = sum(
         unused * p[0].numel() for n, p in model.named_parameters() if n.split(".")[-2] == "experts"
@@ -393,14 +421,18 @@ def formulas(case, tmp_path):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, seq_len, dtype=torch.long))
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-    attention = counts.pop("aten.bmm")  # all S x S pairs; a window or the causal half is useful
+    attention = counts.pop("aten.bmm", 0)  # all S x S pairs; a window or the causal half is useful
     routed = len(arch.moe_layer_indices) * arch.num_experts_per_token  # opaque to the counter
     experts = 6 * routed * arch.hidden_size * arch.moe_intermediate_size * seq_len
     no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
-    pairs = 4 * arch.num_layers * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
-    found = no_pairs.flops_per_token(seq_len) / 3 - pairs
+    linear = sum(arch.linear_layers)
+    full = arch.num_layers - linear
+    pairs = 4 * full * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
+    state = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
+    found = no_pairs.flops_per_token(seq_len) / 3 - pairs - 6 * linear * state
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
-    assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+    if not linear:  # whose states are products of the same kind
+        assert attention == full * 4 * seq_len**2 * arch.num_heads * arch.head_dim
 
 
 CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
@@ -421,7 +453,7 @@ def test_odd_geometries(family, check, tmp_path):
         CHECKS[check](case, tmp_path / case)
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES)
+@pytest.mark.parametrize("case", ROUTED_CASES)
 @torch.no_grad()
 def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
@@ -458,13 +490,15 @@ def save_adapters(model, lora, folder, tokens_BS):
 @torch.no_grad()
 def test_adapters_are_those_of_peft(case, layout, tmp_path):
     peft = pytest.importorskip("peft")
+    if case == "qwen3_5_moe_text" and layout == "per_expert":
+        pytest.skip("PEFT gives such adapters no effect; the family's layout is fused")
     random_reference(case).save_pretrained(tmp_path / "base")
     model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
     lora = LoraSection(rank=8, alpha=4, layout=layout)
     want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-    assert relative_error(theirs(tokens_BS).logits, want) < 1e-5
+    assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
     folders = ["adapter"]
     if layout == "fused":  # else PEFT writes another rank, as it has stacked experts
         theirs.save_pretrained(tmp_path / "theirs")
@@ -473,6 +507,17 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         again = load_hf(tmp_path / "base")
         attach_peft(again, tmp_path / folder)
         assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+@pytest.mark.parametrize("target", ["*.linear_attn.wq", "*.conv_q"])
+def test_adapters_of_some_rows_of_a_file_tensor_are_refused(target):
+    words = ["model.preset=qwen3.5-35b-a3b", "model.num_layers=2", "data.source=synthetic"]
+    words += ["lora.rank=8", f"lora.targets={target}"]
+    config = Config.load(None, words, environ={})
+    arch = resolve_architecture(config.model)
+    problem = "in_proj_qkv.weight" if target.endswith("wq") else "matches no module"
+    with pytest.raises(ConfigError, match=problem):
+        plan_model(config, arch, torch.float32)
 
 
 @torch.no_grad()
@@ -508,18 +553,20 @@ def drawn(number, world, case, degrees, policy):
     """A configuration for the machinery of random ones: a family's model on a mesh."""
     config = {**SIZES, **CASES[case], "num_experts_per_tok": 2}
     config = AutoConfig.for_model(case.split()[0], **config).to_dict()
-    sizes = architecture_from_hf(config).model_copy(update={"num_experts": 8}).model_dump()
-    rows = 4
+    is_routed, rows = case in ROUTED_CASES, 4
+    more = {"num_experts": 8} if is_routed else {}
+    sizes = architecture_from_hf(config).model_copy(update=more).model_dump()
     own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     words = {
         "data.seq_len": 11,
         "train.global_batch_size": rows,
         "activation.policy": policy,
-        "moe.aux_loss_coef": 0.1,
-        "moe.aux_loss_scope": "global_batch",
-        "moe.bias_update_rate": 0.01,
     }
+    if is_routed:
+        words |= {"moe.aux_loss_coef": 0.1, "moe.aux_loss_scope": "global_batch"}
+        words |= {"moe.bias_update_rate": 0.01}
     axes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep"), 1) | degrees
+    axes["ep"] = axes["ep"] if is_routed else 1
     micro = 2 if "pp" in degrees else rows // own
     return Drawn(
         number=number,
@@ -554,8 +601,56 @@ def follow_families(archs):
 
 
 def test_a_generator_follows_a_trainer_of_every_family():
-    archs = [make_architecture(**drawn(0, 2, case, {}, "none").sizes) for case in FAMILY_CASES]
+    drawn_cases = (drawn(0, 2, case, {}, "none") for case in GENERATING_CASES)
+    archs = [make_architecture(**one.sizes) for one in drawn_cases]
     spawn(2, follow_families, archs, timeout=200)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "is_packed"), [("Qwen3_5", False), ("Qwen3_5Moe", False), ("Qwen3_5Moe", True)]
+)
+def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
+    """Of a model of text and pictures the language model is trained, and all else kept."""
+    torch.manual_seed(1)
+    text = {**SIZES, **(NEXT if kind.endswith("Moe") else LINEAR), "pad_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    for tensor in theirs.state_dict().values():
+        tensor.normal_(0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    stored["mtp.fc.weight"] = torch.randn(4, 8)
+    if is_packed:
+        for name in [name for name in stored if ".experts.0.gate_proj." in name]:
+            prefix = name.removesuffix("0.gate_proj.weight")
+            found = {
+                leaf: [stored.pop(f"{prefix}{e}.{leaf}_proj.weight") for e in range(6)]
+                for leaf in ("gate", "up", "down")
+            }
+            pairs = zip(found["gate"], found["up"], strict=True)
+            stored[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+            stored[f"{prefix}down_proj"] = torch.stack(found["down"])
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+
+    model, tokens_BS = load_hf(tmp_path / "in"), tokens(2, 9)
+    reference = theirs(tokens_BS, use_cache=False).logits
+    assert relative_error(model(tokens_BS), reference) < limits("qwen3_next")[0]
+    save_hf(model, tmp_path / "out")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert any(name.startswith("model.visual.") for name in got)
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    # A change of the architecture is written where it was read, and all else stays.
+    changed = model.arch.model_copy(update={"max_positions": 99})
+    written = exported_config(changed, configs[0])
+    assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["vision_config"] == configs[0]["vision_config"]
+    assert architecture_from_hf(written) == changed
 
 
 def fit(words):
@@ -632,6 +727,8 @@ PUBLISHED = {
     "hunyuan-a13b": 80.4,
     "olmoe-1b-7b": 6.92,
     "minimax-m2": 229,
+    "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
+    "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
 }
 
 

@@ -144,7 +144,7 @@ class TakeRows:
         return (self.theirs.rpartition(".")[0],)
 
 
-_WeightMap = tuple[Rename | RenameTensor | StackExperts | TakeRows, ...]
+WeightMap = tuple[Rename | RenameTensor | StackExperts | TakeRows, ...]
 
 
 def _match(template: str, name: str) -> dict[str, str] | None:
@@ -164,7 +164,7 @@ def moe_block(
     bias: str | None = None,
     bias_place: tuple[None, ...] = (),
     shared: str | None = None,
-) -> _WeightMap:
+) -> WeightMap:
     """Map the router and experts of layers whose file tensors lie under ``block``.
 
     ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices. ``router``,
@@ -173,7 +173,7 @@ def moe_block(
     """
     prefix = f"model.layers.{{layer}}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
-    others: _WeightMap = ()
+    others: WeightMap = ()
     if bias is not None:
         others += (RenameTensor("layers.{layer}.moe.router.bias", f"{prefix}.{bias}", bias_place),)
     if shared is not None:
@@ -307,7 +307,9 @@ class Family:
     defaults: Mapping[str, Any]
     """All keys that describe a model, with the values of the ``transformers`` config class, which
     a file may omit."""
-    weight_map: _WeightMap
+    weight_map: WeightMap
+    other_maps: tuple[WeightMap, ...] = ()
+    """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Architecture fields, and the keys that hold them, where these are not the usual ones."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -338,15 +340,23 @@ class Family:
         found = {**usual, **self.fields}
         return {ours: key for ours, key in found.items() if ours not in self.fixed}
 
-    def pieces(self, shapes: Mapping[str, Sequence[int]], arch: Architecture) -> list[Piece]:
+    def pieces(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        arch: Architecture,
+        weight_map: WeightMap | None = None,
+    ) -> list[Piece]:
         """List every file tensor of a model whose parameters have ``shapes``, in their order.
+
+        ``weight_map`` is one of the family's; None: the usual one.
 
         Raises:
             ValueError: no operation covers a parameter, or more than one does.
         """
         pieces: list[Piece] = []
         for name, shape in shapes.items():
-            found = [own for one in self.weight_map if (own := one.pieces(name, shape, arch))]
+            operations = self.weight_map if weight_map is None else weight_map
+            found = [own for one in operations if (own := one.pieces(name, shape, arch))]
             if len(found) != 1:
                 raise ValueError(f"{len(found)} weight map operations cover parameter {name!r}")
             pieces += found[0]

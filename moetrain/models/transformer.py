@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
+from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
@@ -42,7 +42,7 @@ from moetrain.models.layers import (
 )
 from moetrain.models.lora import add_adapters
 from moetrain.models.moe import RouterStats, RoutingStats
-from moetrain.models.rules import Rule
+from moetrain.models.rules import ADAPTER, Rule
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
@@ -274,7 +274,8 @@ class Transformer(nn.Module):
         family = FAMILIES[self.arch.family]
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         shapes |= {name: x.shape for name, x in self.named_buffers() if family.holds(name)}
-        return family.pieces(shapes, self.arch)
+        weight_map = None if self.source is None else self.source.weight_map
+        return family.pieces(shapes, self.arch, weight_map)
 
     @torch.no_grad()
     def init_weights(self, std: float, seed: int) -> None:
@@ -354,7 +355,20 @@ def plan_model(
         model = Transformer(arch, kernels=config.kernels, moe=config.moe)
     if config.lora.rank:
         add_adapters(model.layers, config.lora)
+        _check_adapters(model)
     return model, arch.plan().rules_of_run(model, config, dtype)
+
+
+def _check_adapters(model: Transformer) -> None:
+    """Raise ConfigError for an adapter that PEFT's files have no place for."""
+    weights = [name for name, _ in model.named_parameters() if name.endswith(ADAPTER[0])]
+    weights = [name.removesuffix(ADAPTER[0]) for name in weights]
+    family = FAMILIES[model.arch.family]
+    for name in weights:
+        piece = family.pieces({name: model.get_parameter(name).shape}, model.arch)[0]
+        if piece.rows is not None:
+            problem = f"of {piece.hf_name} {name} has some rows, whose adapter PEFT cannot express"
+            raise ConfigError("lora.targets", f"{problem}; leave it out")
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

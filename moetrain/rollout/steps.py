@@ -143,11 +143,13 @@ class Steps:
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[PagedAttention] = []
-        for window, block in zip(model.windows, model.layers, strict=True):
-            attention = getattr(block, "attn", None)
+        attentions = [getattr(block, "attn", None) for block in model.layers]
+        for attention in attentions:
             core = getattr(attention, "core", None)
             if core is not masked_attention and not isinstance(core, PagedAttention):
-                raise ValueError(f"{model.arch.family} attends in a way that has no cache here")
+                problem = "has layers that have no cache here, so it cannot generate"
+                raise ValueError(f"{model.arch.family} {problem}")
+        for window, attention in zip(model.windows, attentions, strict=True):
             assert isinstance(attention, Attention)
             attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
             self.caches.append(attention.core)

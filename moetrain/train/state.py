@@ -157,6 +157,8 @@ class ModelState:
                 always so with ``hf``.
         """
         family, merged = FAMILIES[self.arch.family], merged or hf
+        source = self.model.source
+        how = self.arch, None if source is None else source.weight_map
         for name, entry in self.stages.table.items():
             is_left_out = hf and entry.rule is None and not family.holds(name)
             if is_left_out or (merged and name.endswith(ADAPTER)):
@@ -165,7 +167,7 @@ class ModelState:
             if merged and (halves := self._adapter(name)) is not None:
                 whole = halves.merged(whole.float())
             if hf:
-                for piece in family.pieces({name: whole.shape}, self.arch):
+                for piece in family.pieces({name: whole.shape}, *how):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole

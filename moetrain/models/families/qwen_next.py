@@ -7,6 +7,7 @@ those of a ``_text`` family hold the language model alone.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
@@ -19,6 +20,7 @@ from moetrain.models.family import (
     Rename,
     RenameTensor,
     TakeRows,
+    WeightMap,
     moe_block,
     register,
 )
@@ -125,8 +127,8 @@ def _of_key_heads(arch: Architecture) -> tuple[int, int, int]:
 
 def _all_rows(arch: Architecture) -> tuple[int, int, int]:
     """Return the rows of all queries, keys and values."""
-    keys, values, _ = _of_key_heads(arch)
-    return tuple(arch.linear_num_key_heads * n for n in (keys, keys, values))
+    heads, (keys, values, _) = arch.linear_num_key_heads, _of_key_heads(arch)
+    return heads * keys, heads * keys, heads * values
 
 
 def _each_head(arch: Architecture) -> tuple[int, ...]:
@@ -175,19 +177,15 @@ _PACKED = (
 )
 
 
-def _beside_vision(weight_map: tuple[Any, ...]) -> tuple[Any, ...]:
+def _beside_vision(weight_map: WeightMap) -> WeightMap:
     """Return the map where the language model lies beside a vision tower."""
-    nested = "model.language_model."
-    return tuple(
-        type(one)(one.ours, one.theirs.replace("model.", nested, 1), *_others(one))
-        for one in weight_map
-    )
 
+    def nested(theirs: Any) -> Any:
+        if isinstance(theirs, tuple):
+            return tuple(map(nested, theirs))
+        return theirs.replace("model.", "model.language_model.", 1)
 
-def _others(one: Any) -> tuple[Any, ...]:
-    if isinstance(one, TakeRows):
-        return (one.rows,)
-    return (one.place,) if isinstance(one, RenameTensor) else ()
+    return tuple(replace(one, theirs=nested(one.theirs)) for one in weight_map)
 
 
 # ---- families ----------------------------------------------------------------------------------
@@ -261,27 +259,21 @@ _QWEN35_PRESET = _QwenNext(
 )
 
 
-def _register_qwen35(
-    name: str,
-    hf_class: str,
-    beside_vision: tuple[Any, ...],
-    alone: tuple[Any, ...],
-    **how: Any,
-) -> None:
+def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **how: Any) -> None:
     """Register a family beside a vision tower, and the one of its language model alone."""
-    nested = _beside_vision(beside_vision)
     families = (
-        (name, f"{hf_class}ForConditionalGeneration", nested, f"{name}_text"),
-        (f"{name}_text", f"{hf_class}ForCausalLM", alone, None),
+        (name, "ForConditionalGeneration", [_beside_vision(one) for one in maps], f"{name}_text"),
+        (f"{name}_text", "ForCausalLM", maps, None),
     )
     presets = how.pop("presets")
-    for own, own_class, own_map, text in families:
+    for own, head, (own_map, *others), text in families:
         register(
             Family(
                 name=own,
                 architecture=_QwenNext,
-                hf_class=own_class,
+                hf_class=f"{hf_class}{head}",
                 weight_map=own_map,
+                other_maps=tuple(others),
                 section=None if text is None else ("text_config", text),
                 nullable=_NULLABLE,
                 read_layers=_read_layers,
@@ -295,8 +287,8 @@ def _register_qwen35(
 _register_qwen35(
     "qwen3_5_moe",
     "Qwen3_5Moe",
-    (*DENSE, *_SPLIT_LINEAR_MAP, *_PACKED, _GATE),
     (*DENSE, *_SPLIT_LINEAR_MAP, *_EXPERTS, _GATE),
+    (*DENSE, *_SPLIT_LINEAR_MAP, *_PACKED, _GATE),
     defaults={
         **_EXPERTS_DEFAULTS,
         "vocab_size": 248320,
@@ -312,7 +304,7 @@ _register_qwen35(
 _register_qwen35(
     "qwen3_5",
     "Qwen3_5",
-    *[(*DENSE, *_SPLIT_LINEAR_MAP)] * 2,
+    (*DENSE, *_SPLIT_LINEAR_MAP),
     defaults={
         **_DEFAULTS,
         "vocab_size": 248320,

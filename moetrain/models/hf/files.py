@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
-from moetrain.models.family import Piece
+from moetrain.models.family import Piece, WeightMap
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class HFSource:
     """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
     own: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     """Where each of the model's tensors goes, by its name in the files."""
+    weight_map: WeightMap | None = None
+    """The layout of the model's tensors; None: the family's usual one."""
     extra: tuple[str, ...] = ()
     """Tensors that the model does not have; an export carries them on bit for bit."""
     _stamps: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)

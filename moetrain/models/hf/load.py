@@ -72,9 +72,15 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
         raise error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
     with torch.device("meta"):
         model = Transformer(arch)
-    pieces: dict[str, list[Piece]] = {}
-    for piece in model.pieces():
-        pieces.setdefault(piece.hf_name, []).append(piece)
+    layouts = []
+    for weight_map in (None, *FAMILIES[arch.family].other_maps):
+        model.source = replace(source, weight_map=weight_map)
+        found: dict[str, list[Piece]] = {}
+        for piece in model.pieces():
+            found.setdefault(piece.hf_name, []).append(piece)
+        layouts.append((model.source, found))
+    fitting = (layout for layout in layouts if layout[1].keys() <= stored.keys())
+    source, pieces = next(fitting, layouts[0])
     extra = [name for name in stored if name not in pieces]
     if arch.tie_embeddings and _HEAD in extra:
         extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
@@ -195,12 +201,15 @@ def load_hf(
 
 
 def _count_tensors(arch: Architecture) -> int:
-    """Count the file tensors of all blocks' parts."""
-    family, total = FAMILIES[arch.family], 0
+    """Count the file tensors of all blocks' parts, in the layout that has the fewest."""
+    family = FAMILIES[arch.family]
+    totals = dict.fromkeys((None, *family.other_maps), 0)
     for part, count in Counter(part for layer in arch.layers() for part in layer).items():
         shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
-        total += count * len({piece.hf_name for piece in family.pieces(shapes, arch)})
-    return total
+        for weight_map in totals:
+            pieces = family.pieces(shapes, arch, weight_map)
+            totals[weight_map] += count * len({piece.hf_name for piece in pieces})
+    return min(totals.values())
 
 
 def _check_headers(
