@@ -383,6 +383,22 @@ def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
     torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("is_fp32", [True, False])
+@torch.no_grad()
+def test_a_router_keeps_its_weight_in_fp32_where_the_family_does(is_fp32):
+    own = {"router_fp32": is_fp32, "num_experts": 16, "num_experts_per_token": 16}
+    sizes = drawn(0, 2, "hunyuan_v1_moe", {}, "none").sizes | own
+    (_, part), *_ = make_architecture(**sizes).layers()
+    router = part.build(KernelsSection(), MoeSection()).router
+    router.weight.normal_()
+    x_TD = torch.randn(33, part.hidden_size).bfloat16()
+    routed = router(x_TD)
+    weight_ED = router.weight if is_fp32 else router.weight.bfloat16().float()
+    want_TE = (x_TD.float() @ weight_ED.T).softmax(-1)
+    got_TE = torch.empty_like(want_TE).scatter(1, routed.ids_TK.long(), routed.weights_TK)
+    torch.testing.assert_close(got_TE, want_TE, rtol=1e-5, atol=0)
+
+
 def save_adapters(model, lora, folder, tokens_BS):
     """Write random adapters of ``model`` in PEFT's form; return its logits with them."""
     plain = model(tokens_BS)
