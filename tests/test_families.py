@@ -21,7 +21,8 @@ from test_models import gradients_as_checkpoint, relative_error
 from test_weights import UGLY, follow, rows_of
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import (
@@ -32,12 +33,15 @@ from moetrain.config import (
     ModelSection,
     MoeSection,
 )
+from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
+from moetrain.models.layers import Context
 from moetrain.models.lora import adaptable, add_adapters
+from moetrain.models.moe import RoutedExperts
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply
@@ -397,6 +401,43 @@ def test_a_router_keeps_its_weight_in_fp32_where_the_family_does(is_fp32):
     want_TE = (x_TD.float() @ weight_ED.T).softmax(-1)
     got_TE = torch.empty_like(want_TE).scatter(1, routed.ids_TK.long(), routed.weights_TK)
     torch.testing.assert_close(got_TE, want_TE, rtol=1e-5, atol=0)
+
+
+def test_gated_shared_experts_are_those_of_transformers():
+    """Output and every gradient of Qwen2-MoE's layer, which has the gate."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        hidden_size=32,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    theirs = Qwen2MoeSparseMoeBlock(config)
+    sizes = {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24}
+    part = RoutedExperts(hidden_size=32, **sizes, shared_intermediate_size=40, shared_gate=True)
+    ours = part.build(KernelsSection(), MoeSection())
+    names = {
+        "router.weight": "gate.weight",
+        "experts.w_gate_up": "experts.gate_up_proj",
+        "experts.w_down": "experts.down_proj",
+        "shared_experts.w_gate.weight": "shared_expert.gate_proj.weight",
+        "shared_experts.w_up.weight": "shared_expert.up_proj.weight",
+        "shared_experts.w_down.weight": "shared_expert.down_proj.weight",
+        "shared_expert_gate.weight": "shared_expert_gate.weight",
+    }
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(theirs.get_parameter(names[name]).normal_(0.0, 0.4))
+    x_BSD = torch.randn(2, 7, 32)
+    context = Context((x_BSD, x_BSD), AttentionMask.of(None, batch=2, seq_len=7, device="cpu"))
+    got, want = ours(x_BSD, context)[0], theirs(x_BSD)
+    assert relative_error(got, want) < 1e-5
+    for y in (got, want):
+        y.square().sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert relative_error(parameter.grad, theirs.get_parameter(names[name]).grad) < 1e-5, name
 
 
 def save_adapters(model, lora, folder, tokens_BS):
