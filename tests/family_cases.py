@@ -1,0 +1,256 @@
+"""Models of the families of mixtures of experts in odd geometries, as transformers has them."""
+
+import json
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moetrain.models.hf.config import architecture_from_hf
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 259
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,  # whose embedding would get no gradient
+}
+GLM = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": 0.5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+DOTS = {
+    "head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
+WINDOW = {"sliding_window": 5}
+ERNIE = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
+HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
+NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
+MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
+LINEAR = {
+    "rms_norm_eps": 0.01,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+NEXT = {
+    **LINEAR,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+STATES = ["linear_attention", "full_attention"]
+# The family, and what is odd about this one.
+CASES = {
+    "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe groups": {**GLM, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "glm4_moe one kv head": {**GLM, "num_key_value_heads": 1, "head_dim": 4, "use_qk_norm": True},
+    "glm4_moe two dense layers": {**GLM, "first_k_dense_replace": 2, "routed_scaling_factor": 1.0},
+    "glm4_moe no dense layer": {**GLM, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "glm4_moe not normalised": {**GLM, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    # Normalised, one expert's weight would be 1, and its gradient rounding.
+    "glm4_moe top-1": {**GLM, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "glm4_moe every expert": {**GLM, "num_experts_per_tok": 6, "use_qk_norm": True},
+    "glm4_moe quarter": {**GLM, "head_dim": 8, "partial_rotary_factor": 0.25},
+    "glm4_moe whole heads": {**GLM, "head_dim": 10, "partial_rotary_factor": 1.0},
+    "glm4_moe yarn": {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    "glm4_moe as many kv heads": {**GLM, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    "dots1": DOTS,
+    "dots1 groups": {**DOTS, "n_group": 3, "topk_group": 1, "n_shared_experts": 3},
+    "dots1 windows": {**DOTS, **WINDOW, "max_window_layers": 1},
+    "dots1 every window": {**DOTS, **WINDOW, "max_window_layers": 0, "attention_bias": True},
+    "dots1 layer types": {
+        **DOTS,
+        **WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "dots1 not normalised": {**DOTS, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "dots1 no dense layer": {**DOTS, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "dots1 two dense layers": {**DOTS, "first_k_dense_replace": 2, "num_key_value_heads": 4},
+    "dots1 one kv head": {**DOTS, "num_key_value_heads": 1, "head_dim": 16},
+    "dots1 many experts": {**DOTS, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "dots1 every expert": {**DOTS, "num_experts_per_tok": 6},
+    "dots1 yarn": {**DOTS, "rope_parameters": YARN},
+    "ernie4_5_moe": {**ERNIE, "moe_num_shared_experts": 1},
+    "ernie4_5_moe no shared expert": {**ERNIE, "moe_num_shared_experts": 0},
+    "ernie4_5_moe untied": {**ERNIE, "tie_word_embeddings": False},
+    "ernie4_5_moe interval": {**ERNIE, "moe_layer_interval": 2, "num_hidden_layers": 5},
+    "ernie4_5_moe in the middle": {**ERNIE, "moe_layer_end_index": 1, "num_hidden_layers": 4},
+    "ernie4_5_moe from the start": {**ERNIE, "moe_layer_start_index": 0, "moe_k": 3},
+    "ernie4_5_moe least sum": {**ERNIE, "moe_norm_min": 0.6},
+    "ernie4_5_moe every expert": {**ERNIE, "moe_k": 6, "num_key_value_heads": 4},
+    "ernie4_5_moe many experts": {**ERNIE, "moe_num_experts": 31, "moe_k": 8},
+    "ernie4_5_moe one kv head": {**ERNIE, "num_key_value_heads": 1, "head_dim": 4},
+    "ernie4_5_moe three shared experts": {**ERNIE, "moe_num_shared_experts": 3, "head_dim": 6},
+    "ernie4_5_moe two layers": {**ERNIE, "num_hidden_layers": 2, "moe_intermediate_size": 8},
+    "hunyuan_v1_moe": {**HUNYUAN, "rope_parameters": NTK},
+    "hunyuan_v1_moe plain": HUNYUAN,
+    "hunyuan_v1_moe by layer": {**HUNYUAN, "moe_topk": [3, 3, 3]},
+    "hunyuan_v1_moe biases": {**HUNYUAN, "attention_bias": True, "rope_parameters": NTK},
+    "hunyuan_v1_moe tied": {**HUNYUAN, "tie_word_embeddings": True, "moe_topk": 4},
+    "hunyuan_v1_moe one kv head": {**HUNYUAN, "num_key_value_heads": 1, "head_dim": 6},
+    "hunyuan_v1_moe as many kv heads": {**HUNYUAN, "num_key_value_heads": 4},
+    "hunyuan_v1_moe every expert": {**HUNYUAN, "moe_topk": 6},
+    "hunyuan_v1_moe many experts": {**HUNYUAN, "num_experts": 33, "moe_topk": 9},
+    "hunyuan_v1_moe little alpha": {**HUNYUAN, "rope_parameters": {**NTK, "alpha": 1.5}},
+    "hunyuan_v1_moe linear": {
+        **HUNYUAN,
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    },
+    "hunyuan_v1_moe one layer": {**HUNYUAN, "num_hidden_layers": 1, "intermediate_size": 8},
+    "olmoe": OLMOE,
+    "olmoe normalised": {**OLMOE, "norm_topk_prob": True},
+    "olmoe as many kv heads": {**OLMOE, "num_key_value_heads": 4},
+    "olmoe one kv head": {**OLMOE, "num_key_value_heads": 1},
+    "olmoe biases": {**OLMOE, "attention_bias": True},
+    "olmoe tied": {**OLMOE, "tie_word_embeddings": True},
+    "olmoe top-1": {**OLMOE, "num_experts_per_tok": 1},
+    "olmoe every expert": {**OLMOE, "num_experts_per_tok": 6},
+    "olmoe many experts": {**OLMOE, "num_experts": 37, "num_experts_per_tok": 8},
+    "olmoe yarn": {**OLMOE, "rope_parameters": YARN},
+    "olmoe two heads": {**OLMOE, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "olmoe one layer": {**OLMOE, "num_hidden_layers": 1, "intermediate_size": 8},
+    "minimax_m2": MINIMAX,
+    "minimax_m2 factor": {**MINIMAX, "rotary_dim": None, "partial_rotary_factor": 0.5},
+    "minimax_m2 two numbers": {**MINIMAX, "rotary_dim": 2},
+    "minimax_m2 whole heads": {**MINIMAX, "rotary_dim": 12},
+    "minimax_m2 one kv head": {**MINIMAX, "num_key_value_heads": 1},
+    "minimax_m2 as many kv heads": {**MINIMAX, "num_key_value_heads": 4},
+    "minimax_m2 tied": {**MINIMAX, "tie_word_embeddings": True},
+    "minimax_m2 every expert": {**MINIMAX, "num_experts_per_tok": 6},
+    "minimax_m2 many experts": {**MINIMAX, "num_local_experts": 35, "num_experts_per_tok": 8},
+    "minimax_m2 two experts": {**MINIMAX, "num_local_experts": 2},
+    "minimax_m2 wide heads": {**MINIMAX, "head_dim": 20, "rotary_dim": 10},
+    "minimax_m2 one layer": {**MINIMAX, "num_hidden_layers": 1, "intermediate_size": 8},
+    "qwen3_next": NEXT,
+    "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_next as many key heads": {**NEXT, "linear_num_key_heads": 4},
+    "qwen3_next eight to one": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 8},
+    "qwen3_next two taps": {**NEXT, "linear_conv_kernel_dim": 2},
+    "qwen3_next narrow values": {**NEXT, "linear_value_head_dim": 2},
+    "qwen3_next first layers dense": {**NEXT, "mlp_only_layers": [0, 1]},
+    "qwen3_next every other": {**NEXT, "decoder_sparse_step": 2, "layer_types": STATES * 2},
+    "qwen3_next no attention": {**NEXT, "layer_types": STATES[:1] * 2, "num_hidden_layers": 2},
+    "qwen3_next no states": {**NEXT, "layer_types": STATES[1:] * 2, "num_hidden_layers": 2},
+    "qwen3_next half rotary": {**NEXT, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "qwen3_next not normalised": {**NEXT, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "qwen3_5_moe_text": NEXT,
+    "qwen3_5_moe_text tied": {**NEXT, "tie_word_embeddings": True},
+    "qwen3_5_moe_text one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_5_moe_text as many key heads": {**NEXT, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text two taps": {**NEXT, "linear_conv_kernel_dim": 2},
+    "qwen3_5_moe_text wide keys": {**NEXT, "linear_key_head_dim": 20},
+    "qwen3_5_moe_text no states": {**NEXT, "layer_types": STATES[1:] * 4},
+    "qwen3_5_moe_text turned about": {**NEXT, "layer_types": STATES[::-1] * 2},
+    "qwen3_5_moe_text every expert": {**NEXT, "num_experts_per_tok": 6},
+    "qwen3_5_moe_text many experts": {**NEXT, "num_experts": 37, "num_experts_per_tok": 8},
+    "qwen3_5_moe_text wide shared expert": {**NEXT, "shared_expert_intermediate_size": 56},
+    "qwen3_5_moe_text one layer": {**NEXT, "layer_types": STATES[:1], "num_hidden_layers": 1},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_text tied": {**LINEAR, "tie_word_embeddings": True},
+    "qwen3_5_text one head": {**LINEAR, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+    "qwen3_5_text as many key heads": {**LINEAR, "linear_num_key_heads": 4},
+    "qwen3_5_text three taps": {**LINEAR, "linear_conv_kernel_dim": 3},
+    "qwen3_5_text wide keys": {**LINEAR, "linear_key_head_dim": 20},
+    "qwen3_5_text no states": {**LINEAR, "layer_types": STATES[1:] * 4},
+    "qwen3_5_text turned about": {**LINEAR, "layer_types": STATES[::-1] * 2},
+    "qwen3_5_text biases": {**LINEAR, "attention_bias": True},
+    "qwen3_5_text one kv head": {**LINEAR, "num_key_value_heads": 1},
+    "qwen3_5_text narrow heads": {**LINEAR, "head_dim": 8},
+    "qwen3_5_text one layer": {**LINEAR, "layer_types": STATES[:1], "num_hidden_layers": 1},
+}
+FAMILY_CASES = [case for case in CASES if " " not in case]
+"""One case of each family."""
+LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith("qwen3_")]
+"""Families with gated delta nets, for which there is no generation."""
+ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
+GENERATING_CASES = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
+
+
+def limits(case):
+    """Relative errors that logits and gradients may have.
+
+    Random gated delta nets are ill-conditioned: against the same model in fp64, gradients in fp32
+    are off by up to 6e-4 in transformers and by up to 4e-4 here.
+    """
+    return (1e-5, 3e-4) if case.split()[0] in LINEAR_CASES else (1e-5, 1e-5)
+
+
+EXTRA = {
+    "glm4_moe": "model.layers.{}.eh_proj.weight",
+    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
+    "minimax_m2": "model.mtp.0.fc.weight",
+}
+"""Tensors that predict further tokens, in the names of families' files."""
+SPREAD = {"gate.weight": 0.5, "wg.weight": 0.5, "correction_bias": 0.3, "bias": 0.2}
+
+
+def architecture_of(case, **changes):
+    """Ours, with fields that are changed."""
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    arch = architecture_from_hf(config.to_dict())
+    if case not in ROUTED_CASES:
+        changes.pop("num_experts", None)
+    return arch.model_copy(update=changes)
+
+
+def random_reference(case):
+    """transformers' own model of ``case``, none of whose choices are near a tie."""
+    torch.manual_seed(len(case))
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
+            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
+    return model
+
+
+def save_reference(case, folder):
+    """Write the model's files into ``folder``, with a tensor of further heads."""
+    model = random_reference(case)
+    model.save_pretrained(folder)
+    name = EXTRA.get(case.split()[0])
+    if name is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name.format(model.config.num_hidden_layers)] = torch.randn(5, 3).bfloat16()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["num_nextn_predict_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def tokens(*shape):
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))

@@ -1,0 +1,151 @@
+"""Every family of mixtures of experts on several ranks: meshes, compilation, runs, generation."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import tensors_of
+from distributed import spawn
+from family_cases import (
+    EXTRA,
+    FAMILY_CASES,
+    GENERATING_CASES,
+    ROUTED_CASES,
+    architecture_of,
+    save_reference,
+)
+from safetensors.torch import load_file
+from test_engine import make_engine
+from test_everything import Drawn, describe, differences, is_refused, run_all
+from test_weights import UGLY, follow, rows_of
+
+from moetrain.cli.checkpoint import main
+from moetrain.config import (
+    Config,
+)
+from moetrain.parallel import apply
+from moetrain.parallel.world import join_world
+from moetrain.train.engine import Engine
+from moetrain.train.trainer import Trainer
+
+MESHES = {
+    2: {
+        "dp": {"dp_shard": 2},
+        "tp": {"tp": 2},
+        "ep": {"dp_shard": 2, "ep": 2},
+        "tp+ep": {"tp": 2, "ep": 2},
+        "pp": {"pp": 2},
+    },
+    4: {
+        "hsdp+ep": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        "dp+tp+ep": {"dp_shard": 2, "tp": 2, "ep": 4},
+        "pp+tp": {"pp": 2, "tp": 2},
+    },
+}
+
+
+def drawn(number, world, case, degrees, policy):
+    """A configuration for the machinery of random ones: a family's model on a mesh."""
+    sizes = architecture_of(case, num_experts=8).model_dump()
+    is_routed, rows = case in ROUTED_CASES, 4
+    own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    words = {
+        "data.seq_len": 11,
+        "train.global_batch_size": rows,
+        "activation.policy": policy,
+    }
+    if is_routed:
+        words |= {"moe.aux_loss_coef": 0.1, "moe.aux_loss_scope": "global_batch"}
+        words |= {"moe.bias_update_rate": 0.01}
+    axes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp", "ep"), 1) | degrees
+    axes["ep"] = axes["ep"] if is_routed else 1
+    micro = 2 if "pp" in degrees else rows // own
+    return Drawn(
+        number=number,
+        world=world,
+        sizes=sizes,
+        words=[f"{key}={value}" for key, value in words.items()],
+        mesh=[f"train.micro_batch_size={micro}", *(f"parallel.{k}={n}" for k, n in axes.items())],
+        alone=[f"train.micro_batch_size={rows}"],
+        rows=rows,
+        without_targets=(0,),
+        is_packed=True,
+        has_pads=bool(number % 2),
+    )
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
+    policies = itertools.cycle(["none", "full", "selective"])
+    meshes = itertools.product(FAMILY_CASES, MESHES[world].values())
+    runs = [drawn(i, world, *mesh, next(policies)) for i, mesh in enumerate(meshes)]
+    assert not any(map(is_refused, runs))
+    answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+def follow_families(archs):
+    for arch in archs:
+        for words in (["parallel.tp=2", "parallel.ep=2"], ["parallel.pp=2"]):
+            config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
+            follow(Engine(config, arch, join_world(config, arch)))
+
+
+def test_a_generator_follows_a_trainer_of_every_family():
+    archs = [architecture_of(case, num_experts=8) for case in GENERATING_CASES]
+    spawn(2, follow_families, archs, timeout=200)
+
+
+def fit(words):
+    Trainer(Config.load(None, words, environ={})).fit()
+
+
+def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
+    save_reference("glm4_moe", tmp_path / "in")
+    words = {
+        "model.path": tmp_path / "in",
+        "data.source": "synthetic",
+        "data.seq_len": 16,
+        "train.steps": 2,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 2,
+        "train.device": "cpu",
+        "train.sample_tokens": 0,
+        "parallel.pp": 2,
+        "compile.enabled": "no",
+        "moe.bias_update_rate": 0.25,
+        "checkpoint.save_hf": "yes",
+        "output_dir": tmp_path / "run",
+    }
+    spawn(2, fit, [f"{key}={value}" for key, value in words.items()])
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
+    began = tensors_of(tmp_path / "began" / "step-00000000")["model"]
+    folders = [tmp_path / "in", tmp_path / "run" / "hf", tmp_path / "again"]
+    before, after, again = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys() == again.keys()
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    name = EXTRA["glm4_moe"].format(3)
+    assert torch.equal(before[name], after[name])
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        steps_E = (after[name] - before[name]) / 0.25
+        assert steps_E.abs().max() > 0.5
+        torch.testing.assert_close(steps_E, steps_E.round(), rtol=0, atol=1e-5)
+        assert torch.equal(began[f"layers.{layer}.moe.router.bias"], before[name])
+
+
+def run_compiled(runs, note):
+    apply.compile_blocks = partial(apply.compile_blocks, backend="aot_eager")
+    return run_all(runs, note)
+
+
+def test_compiled_blocks_on_two_ranks(tmp_path):
+    """The norm over all heads has a collective inside the block."""
+    runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(FAMILY_CASES)]
+    compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
+    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [x for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
