@@ -53,7 +53,7 @@ def test_the_package_stays_small():
     assert len(figures.entries) <= 14
     assert len(figures.chain) <= 25
     assert figures.shared_class_names == {}
-    assert figures.median_line <= 48  # no packing of lines
+    assert figures.median_line <= 47  # no packing of lines
 
 
 def test_the_environment_is_read_in_config_alone():
