@@ -385,6 +385,19 @@ def test_adapters_of_some_rows_of_a_file_tensor_are_refused(target):
         plan_model(config, arch, torch.float32)
 
 
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text"])
+@torch.no_grad()
+def test_adapters_of_a_gated_delta_nets_projection_are_those_of_peft(case, tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    lora = LoraSection(rank=8, targets=("*.linear_attn.wo",))
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
+
+
 @torch.no_grad()
 def test_adapters_of_shared_experts_are_read_and_named(tmp_path, caplog):
     random_reference("glm4_moe").save_pretrained(tmp_path / "base")

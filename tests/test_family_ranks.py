@@ -24,6 +24,7 @@ from moetrain.cli.checkpoint import main
 from moetrain.config import (
     Config,
 )
+from moetrain.models.hf.load import load_hf
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
@@ -102,8 +103,8 @@ def fit(words):
     Trainer(Config.load(None, words, environ={})).fit()
 
 
-def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
-    save_reference("glm4_moe", tmp_path / "in")
+def run_on_two_ranks(tmp_path, **more):
+    """Train ``tmp_path / "in"`` for two steps into ``tmp_path / "run"``."""
     words = {
         "model.path": tmp_path / "in",
         "data.source": "synthetic",
@@ -113,13 +114,41 @@ def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
         "train.global_batch_size": 2,
         "train.device": "cpu",
         "train.sample_tokens": 0,
-        "parallel.pp": 2,
         "compile.enabled": "no",
-        "moe.bias_update_rate": 0.25,
         "checkpoint.save_hf": "yes",
         "output_dir": tmp_path / "run",
     }
-    spawn(2, fit, [f"{key}={value}" for key, value in words.items()])
+    spawn(2, fit, [f"{key}={value}" for key, value in (words | more).items()])
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
+def test_rows_of_a_files_tensor_are_read_and_written_by_two_ranks(axis, tmp_path):
+    """Several parameters have rows of one tensor; frozen ones come out as they went in."""
+    save_reference("qwen3_next", tmp_path / "in")
+    run_on_two_ranks(tmp_path, **{f"parallel.{axis}": 2, "train.freeze": "*.linear_attn.*"})
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("in", "run/hf"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if ".linear_attn." in name}
+
+
+def test_rows_of_a_files_tensor_come_out_of_a_checkpoint(tmp_path):
+    save_reference("qwen3_next", tmp_path / "in")
+    run_on_two_ranks(tmp_path, **{"parallel.dp_shard": 2})
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    after, again = (load_file(tmp_path / f / "model.safetensors") for f in ("run/hf", "again"))
+    assert after.keys() == again.keys()
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
+    began = tensors_of(tmp_path / "began" / "step-00000000")["model"]
+    model = load_hf(tmp_path / "in")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(began[name], parameter), name
+
+
+def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
+    save_reference("glm4_moe", tmp_path / "in")
+    run_on_two_ranks(tmp_path, **{"parallel.pp": 2, "moe.bias_update_rate": 0.25})
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
     began = tensors_of(tmp_path / "began" / "step-00000000")["model"]

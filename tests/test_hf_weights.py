@@ -396,7 +396,7 @@ def test_unknown_path_or_id(name, monkeypatch, tmp_path):
 # The weight map alone.
 def test_weight_map_example():
     family = FAMILIES["qwen3_moe"]
-    pieces = family.pieces({"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
+    pieces = family.pieces({"layers.7.moe.experts.w_gate_up": (2, 6, 4)}, None)
     prefix = "model.layers.7.mlp.experts"
     ours = "layers.7.moe.experts.w_gate_up"
     assert pieces == [
@@ -409,4 +409,4 @@ def test_weight_map_example():
 
 def test_unknown_parameter_is_a_fault_of_the_table():
     with pytest.raises(ValueError, match="0 weight map operations cover parameter 'layers"):
-        FAMILIES["llama"].pieces({"layers.0.moe.router.weight": (2, 4)})
+        FAMILIES["llama"].pieces({"layers.0.moe.router.weight": (2, 4)}, None)

@@ -308,8 +308,6 @@ class Family:
     """All keys that describe a model, with the values of the ``transformers`` config class, which
     a file may omit."""
     weight_map: WeightMap
-    other_maps: tuple[WeightMap, ...] = ()
-    """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Architecture fields, and the keys that hold them, where these are not the usual ones."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -320,6 +318,8 @@ class Family:
     """Keys of ``defaults`` that may be null, and the types of their values otherwise."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
+    other_maps: tuple[WeightMap, ...] = ()
+    """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     section: tuple[str, str] | None = None
     """The key of ``config.json`` under which the model's own keys lie, and the ``model_type`` that
     is said there; None: they lie at the top."""

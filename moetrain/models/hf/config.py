@@ -72,7 +72,7 @@ def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """
     if family.section is None:
         return config
-    own = config.get(family.section[0])
+    own = config.get(family.section[0], {})
     if not isinstance(own, Mapping):
         raise _error(f"{family.section[0]} is {own!r:.80}, expected an object")
     return {**own, **{key: config[key] for key in (_TIED,) if key in config}}
