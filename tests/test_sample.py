@@ -95,5 +95,7 @@ def test_a_model_that_has_no_generation_ends_well(tiny, monkeypatch, capsys):
     monkeypatch.setattr(weights, "replica", odd_replica)
     trainer = Trainer(tiny())
     trainer.fit()
-    assert "no sample: qwen3_moe has layers that have no cache here" in capsys.readouterr().out
+    assert (
+        "no sample: model: qwen3_moe has layers that have no cache here" in capsys.readouterr().out
+    )
     assert not (trainer.folder / "sample.txt").exists()

@@ -72,8 +72,8 @@ class Generator:
             experts: the ranks that share the experts of ``model``; None: this rank has all.
 
         Raises:
-            ValueError: the attention has no paged form, a number is not positive, or pages on CUDA
-                are no multiple of 64 tokens.
+            ConfigError: a layer has no cache here.
+            ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
@@ -473,9 +473,9 @@ def _pages_that_fit(model: Transformer, page_size: int) -> int:
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)
-    keys = [block.get_parameter("attn.wk.weight").shape[0] for block in model.layers]  # numbers
+    numbers = sum(part.cached_numbers() for part, _ in model.arch.layers())
     free = torch.cuda.mem_get_info(weight.device)[0]
-    fitting = int(_MEMORY_SHARE * free) // (2 * sum(keys) * weight.element_size() * page_size)
+    fitting = int(_MEMORY_SHARE * free) // (max(1, numbers) * weight.element_size() * page_size)
     if fitting < 1:
         raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
     return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
 from moetrain.models.attention import Attention, masked_attention
@@ -148,7 +149,9 @@ class Steps:
             core = getattr(attention, "core", None)
             if core is not masked_attention and not isinstance(core, PagedAttention):
                 problem = "has layers that have no cache here, so it cannot generate"
-                raise ValueError(f"{model.arch.family} {problem}")
+                raise ConfigError(
+                    "model", f"{model.arch.family} {problem}; other programs can serve its export"
+                )
         for window, attention in zip(model.windows, attentions, strict=True):
             assert isinstance(attention, Attention)
             attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
