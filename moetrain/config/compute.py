@@ -45,8 +45,8 @@ class ParallelSection(Section):
     """Context parallel ranks. Not available yet: must be 1."""
     reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
-    of its backward: less memory for one more gather. A number: only so many of a rank's first
-    blocks do so, as the last ones' backwards come first. With activation.policy full: all do, or as
+    of its backward: less memory for one more gather. A number N: only the first N blocks of
+    a rank do so. The last blocks keep theirs, because their backward comes first. With activation.policy full: all do, or as
     many as the number."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype and added in fp32;
@@ -56,11 +56,12 @@ class ParallelSection(Section):
     last: once a step, after the rank that made them has added them up in fp32, at 4 bytes for every
     parameter that it gathers."""
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's collectives
-    (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs to computation,
-    for 2 more bytes a number that a rank holds, and a bucket of gradients; auto: copy between GPUs
-    that reach one another's memory. Collectives in any case: what optim.offload_fraction keeps on
-    the host, and sums with another parallel.reduce than fp32_accum."""
+    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's
+    collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs
+    to computation, for 2 more bytes a number that a rank holds, and a bucket of gradients;
+    auto: copy between GPUs that reach one another's memory. Parameters that
+    optim.offload_fraction keeps on the host, and sums with a parallel.reduce other than
+    fp32_accum, always use collectives."""
 
     @field_validator("reshard_after_forward")
     @classmethod
@@ -151,8 +152,9 @@ class KernelsSection(Section):
 
 
 class CompileSection(Section):
-    """torch.compile, one block at a time. FSDP's gathers, which run a block ahead, cannot be
-    traced, and blocks share a graph: 16 layers take 1 s, as one graph 15 s (aot_eager on a CPU)."""
+    """torch.compile, one block at a time: the compiler cannot trace FSDP's gathers, which run one
+    block ahead, and equal blocks share one graph. 16 layers compile in 1 s, as one graph in 15 s
+    (aot_eager on a CPU)."""
 
     enabled: bool | Literal["auto"] = "auto"
     """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a

@@ -190,9 +190,9 @@ class DataSection(Section):
     its end, and a longer text is cut into parts. stream: documents follow one another and are cut
     at the end of each row. auto: whole for conversations, else stream."""
     streaming: Literal["auto", "yes", "no"] = "auto"
-    """Whether training begins while later blocks of the data are tokenised. Passes over a stream
-    have about as many rows as its first block tells. auto: for files over 64 MiB, of which no part
-    is limited."""
+    """Whether training begins while later blocks of the data are tokenised. The number of rows in a
+    pass over a stream is estimated from its first block. auto: for files over 64 MiB, of which no
+    part is limited."""
     workers: NonNegativeInt | None = None
     """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
     cache_dir: str | None = None
