@@ -45,9 +45,9 @@ class ParallelSection(Section):
     """Context parallel ranks. Not available yet: must be 1."""
     reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
-    of its backward: less memory for one more gather. A number N: only the first N blocks of
-    a rank do so. The last blocks keep theirs, because their backward comes first. With activation.policy full: all do, or as
-    many as the number."""
+    of its backward: less memory for one more gather. A number N: only the first N blocks of a rank
+    do so. The last blocks keep theirs, because their backward comes first. With activation.policy
+    full: all do, or N."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype and added in fp32;
     fp32: sent in fp32, at twice the bytes; bf16: sent and added in the compute dtype."""
