@@ -115,6 +115,20 @@ def packing(case, tmp_path):
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
+@torch.no_grad()
+def test_states_begin_with_documents_however_these_are_told(tmp_path):
+    random_reference("qwen3_next").save_pretrained(tmp_path)
+    model, tokens_BS = load_hf(tmp_path, dtype=torch.float64), tokens(2, 9)
+    positions_BS = torch.tensor([[*range(4), *range(5)], [*range(3, 9), *range(3)]])
+    told = model(tokens_BS, positions_BS)
+    ends = torch.tensor([0, 4, 9, 15, 18], dtype=torch.int32)
+    hidden_BSD, _ = model.backbone(tokens_BS, positions_BS, ends)
+    assert torch.equal(told, model.vocabulary.logits(hidden_BSD, model.head_weight))
+    # A row that begins within a document sees nothing of the row before.
+    alone = model(tokens_BS[1:], positions_BS[1:])
+    torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)

@@ -329,9 +329,9 @@ class Context(NamedTuple):
     """int32: the experts of this layer to use again (-1: the router chooses); None: the router
     chooses for all tokens."""
     documents: Documents | None = None
-    """The documents over the B * S tokens, and below each token's position in its own, [B * S];
-    None where no layer carries a state from token to token."""
-    position_T: torch.Tensor | None = None
+    """The documents over the B * S tokens, and below each token's place in its own, [B * S]; None
+    where no layer carries a state from token to token."""
+    place_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

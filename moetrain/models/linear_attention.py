@@ -138,12 +138,12 @@ class LinearAttention(nn.Module):
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
         assert context.documents is not None  # the architecture has this part
-        assert context.position_T is not None
+        assert context.place_T is not None
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
         q_TQK, k_TQK, v_THV = (
-            _convolved(y, filters, context.position_T, wide).unflatten(-1, (-1, width))
+            _convolved(y, filters, context.place_T, wide).unflatten(-1, (-1, width))
             for y, filters, width in (
                 (q, self.conv_q, self.key_dim),
                 (k, self.conv_k, self.key_dim),
@@ -167,7 +167,7 @@ class LinearAttention(nn.Module):
 
 
 def _convolved(
-    x_TC: torch.Tensor, filters_C1J: torch.Tensor, position_T: torch.Tensor, dtype: torch.dtype
+    x_TC: torch.Tensor, filters_C1J: torch.Tensor, place_T: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return silu of each channel's causal convolution within documents, [T, C] in ``dtype``."""
     tokens, taps = len(x_TC), filters_C1J.shape[-1]
@@ -175,6 +175,6 @@ def _convolved(
     y_TC = x_TC * filters_JC[-1]
     for back in range(1, taps):
         before_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
-        is_own = (position_T >= back)[:, None]
+        is_own = (place_T >= back)[:, None]
         y_TC = y_TC + before_TC.where(is_own, 0.0) * filters_JC[taps - 1 - back]
     return F.silu(y_TC)

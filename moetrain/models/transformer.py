@@ -225,14 +225,12 @@ class Transformer(nn.Module):
             )
             for window in dict.fromkeys(self.windows)
         }
-        documents = position_T = None
+        own: tuple[Documents | None, torch.Tensor | None] = (None, None)
         if self.carries_state:
-            documents = _documents(positions_BS, cu_seqlens, batch, seq_len, tokens_BS.device)
+            own = _documents(positions_BS, cu_seqlens, batch, seq_len, tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
-        if self.carries_state:
-            position_T = positions_BS.expand(batch, -1).flatten()
-        rotation, own = self.rope(positions_BS), (documents, position_T)
+        rotation = self.rope(positions_BS)
         contexts = {
             window: Context(rotation, mask, cu_seqlens, is_pad_BS, None, *own)
             for window, mask in masks.items()
@@ -319,8 +317,11 @@ def _documents(
     batch: int,
     seq_len: int,
     device: torch.device,
-) -> Documents:
-    """Return the documents over all tokens; the other arguments are those of :class:`Inputs`."""
+) -> tuple[Documents, torch.Tensor]:
+    """Return the documents over all tokens, and each token's place in its own, [B * S].
+
+    A row's first token begins one, whatever its position. Arguments as in :class:`Inputs`.
+    """
     if positions_BS is None:
         bounds_N = torch.arange(0, (batch + 1) * seq_len, max(1, seq_len), device=device)
     elif cu_seqlens is not None:
@@ -330,7 +331,9 @@ def _documents(
         is_first_BS[:, 0] = True
         starts_N = is_first_BS.flatten().nonzero()[:, 0]
         bounds_N = torch.cat((starts_N, starts_N.new_tensor([batch * seq_len])))
-    return Documents.of(bounds_N.int(), batch * seq_len)
+    index_T = torch.arange(batch * seq_len, device=device)
+    place_T = index_T - bounds_N[torch.bucketize(index_T, bounds_N[1:], right=True)]
+    return Documents.of(bounds_N.int(), batch * seq_len), place_T
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
