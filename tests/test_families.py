@@ -115,6 +115,20 @@ def packing(case, tmp_path):
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
+def test_states_decay_at_rates_of_the_papers_at_first():
+    model = Transformer(architecture_of("qwen3_next", linear_num_value_heads=2000))
+    model.init_weights(std=0.02, seed=0)
+    layer = model.layers[0].linear_attn
+    rates = layer.a_log.exp()
+    assert 0 < rates.min() < 0.1 < 15.9 < rates.max() < 16
+    assert rates.mean() == pytest.approx(8, rel=0.05)
+    assert layer.dt_bias.eq(1).all()
+    assert layer.norm.weight.eq(1).all()
+    assert 0.49 < layer.conv_v.abs().max() <= 0.5  # of four taps
+    zero_centred = [model.norm, model.layers[3].attn.q_norm, model.layers[0].mlp_norm]
+    assert not any(norm.weight.any() for norm in zero_centred)
+
+
 @torch.no_grad()
 def test_states_begin_with_documents_however_these_are_told(tmp_path):
     random_reference("qwen3_next").save_pretrained(tmp_path)
@@ -358,8 +372,10 @@ def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
     # A change of the architecture is written where it was read, and all else stays.
     changed = model.arch.model_copy(update={"max_positions": 99})
+    configs[0]["text_config"]["mtp_num_hidden_layers"] = 1
     written = exported_config(changed, configs[0])
     assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["text_config"]["mtp_num_hidden_layers"] == 1
     assert written["vision_config"] == configs[0]["vision_config"]
     assert architecture_from_hf(written) == changed
 
