@@ -56,7 +56,7 @@ NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
-    "rms_norm_eps": 0.01,
+    "rms_norm_eps": 0.01,  # of a result that is near zero where queries hardly meet their keys
     "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -202,8 +202,9 @@ GENERATING_CASES = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
 def limits(case):
     """Relative errors that logits and gradients may have.
 
-    Random gated delta nets are ill-conditioned: against the same model in fp64, gradients in fp32
-    are off by up to 6e-4 in transformers and by up to 4e-4 here.
+    Random gated delta nets are ill-conditioned. With an epsilon of 1e-6 their gradients in fp32 are
+    off from the same model in fp64 by up to 6e-4 in transformers and 4e-4 here; with that of these
+    cases the two differ by up to 2.2e-4.
     """
     return (1e-5, 3e-4) if case.split()[0] in LINEAR_CASES else (1e-5, 1e-5)
 

@@ -190,6 +190,7 @@ def _beside_vision(weight_map: WeightMap) -> WeightMap:
 
 # ---- families ----------------------------------------------------------------------------------
 
+# Of the published config.json; rope_theta, max_positions and Qwen3-Next's dense width from memory.
 _COMMON: dict[str, Any] = {
     "num_heads": 16,
     "num_kv_heads": 2,
