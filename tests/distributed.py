@@ -8,6 +8,7 @@ through shared memory that would vanish with the process that made it.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -69,6 +70,7 @@ def spawn(
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
         for rank in range(world):
+            Path(folder, f"{rank}.txt").touch()
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=rank_main, args=(rank, world, device_type, folder, timeout, call, theirs)
@@ -78,7 +80,7 @@ def spawn(
             processes.append(process)
             pipes[ours] = rank
         try:
-            return _collect(pipes, processes, time.monotonic() + timeout)
+            return _collect(pipes, processes, time.monotonic() + timeout, Path(folder))
         finally:
             for process in processes:
                 process.kill()
@@ -105,7 +107,9 @@ def fork_server() -> Any:
     return context
 
 
-def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float) -> list[Any]:
+def _collect(
+    pipes: dict[Connection, int], processes: list[Any], deadline: float, folder: Path
+) -> list[Any]:
     results: dict[int, Any] = {}
     pending = dict(pipes)
     while pending:
@@ -119,7 +123,8 @@ def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                pytest.fail(f"rank {rank} died with exit code {processes[rank].exitcode}")
+                died = f"rank {rank} died with exit code {processes[rank].exitcode}"
+                pytest.fail(died + "\n" + (folder / f"{rank}.txt").read_text())
             if not succeeded:
                 pytest.fail(f"rank {rank} raised\n{value}", pytrace=False)
             results[rank] = value
@@ -135,7 +140,12 @@ def rank_main(
     call: bytes,
     pipe: Connection,
 ) -> None:
-    """One rank's process: what ``call`` answers, or how it failed, goes to ``pipe``."""
+    """One rank's process: what ``call`` answers, or how it failed, goes to ``pipe``.
+
+    The answer goes before the group ends: a world of four was seen to lose a rank by SIGSEGV
+    between its last barrier and that end, with the peers' connections closing.
+    """
+    faulthandler.enable(os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve
     torch.set_num_threads(1)
     if device_type == "cuda":
@@ -152,7 +162,8 @@ def rank_main(
         fn, args = pickle.loads(call)
         answer = (True, fn(*args))
         dist.barrier()  # a rank that is done must not close connections others still use
-        dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - whatever ended this rank is the test's to report
         answer = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))
+    if answer[0]:
+        dist.destroy_process_group()
