@@ -1,0 +1,112 @@
+"""Times the gated delta rule beside that of flash-linear-attention.
+
+    pip install --no-deps fla-core einops
+    python scripts/bench_gated_delta.py
+
+Both take packed documents, 32 heads of 128 in bf16, and queries and keys that are normalised
+already. fla-core refuses its backward on Hopper with Triton 3.4.0 to 3.7.0, since its gradients
+are wrong there; its check is switched off here, so the errors of both against the plain rule in
+fp32 are printed beside the times. Times are medians of device milliseconds.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from bench_kernels import device_ms
+
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.linear_attention.gated_delta import Documents, gated_delta
+
+HEADS, WIDTH = 32, 128
+CHECKED = 16_384
+"""Tokens up to which results are compared."""
+LENGTHS = ((16_384,), (4096,) * 4, (300, 5000, 1084, 2000, 3000, 5000), (65_536,), (4096,) * 16)
+Rule = Callable[..., torch.Tensor]
+
+
+def ours(lengths: tuple[int, ...], backend: Backend = "auto") -> Rule:
+    """Return our rule over documents of ``lengths``."""
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    documents = Documents.of(bounds.int(), sum(lengths))
+    return lambda q, k, v, g, beta: gated_delta(q, k, v, g, beta, documents, WIDTH**-0.5, backend)
+
+
+def theirs(lengths: tuple[int, ...]) -> Rule:
+    """Return fla's rule over the same documents, with its check of Triton's version off."""
+    import fla.ops.common.chunk_o as chunk_o  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+        chunk_gated_delta_rule,
+    )
+
+    chunk_o.IS_NVIDIA_HOPPER = False
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    on_device = bounds.cuda()
+
+    def rule(*inputs: torch.Tensor) -> torch.Tensor:
+        batch = [x[None] for x in inputs]
+        bounds_of = {"cu_seqlens": on_device, "cu_seqlens_cpu": bounds}
+        return chunk_gated_delta_rule(*batch, scale=WIDTH**-0.5, **bounds_of)[0][0]
+
+    return rule
+
+
+def inputs_of(tokens: int) -> list[torch.Tensor]:
+    """Return queries, keys, values, gates and betas of ``tokens`` tokens, in bf16 but the gates."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (tokens, HEADS, WIDTH)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator) for _ in range(3))
+    g, beta = (torch.rand(shape[:2], device="cuda", generator=generator) for _ in range(2))
+    found = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -0.1 * g, beta]
+    kinds = [torch.bfloat16] * 3 + [torch.float32, torch.bfloat16]
+    return [x.to(kind).requires_grad_() for x, kind in zip(found, kinds, strict=True)]
+
+
+def results(rule: Rule, inputs: list[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Return the outputs and every input's gradient."""
+    out = rule(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def errors(rule: Rule, lengths: tuple[int, ...]) -> list[float]:
+    """Return how far the outputs and gradients are from the plain rule's in fp32, by norms."""
+    inputs = inputs_of(sum(lengths))
+    upstream = torch.randn_like(inputs[2])
+    found = results(rule, inputs, upstream)
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    exact = results(ours(lengths, "reference"), wide, upstream)
+    pairs = zip(found, exact, strict=True)
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def row(name: str, rule: Rule, lengths: tuple[int, ...]) -> float:
+    """Print the errors and times of one rule; return the time of forward and backward."""
+    tokens = sum(lengths)
+    off = [f"{error:.1e}" for error in errors(rule, lengths)] if tokens <= CHECKED else []
+    inputs = inputs_of(tokens)
+    upstream = torch.randn_like(inputs[2])
+    with torch.no_grad():
+        forward = device_ms(lambda: rule(*inputs))
+    out = rule(*inputs)
+    backward = device_ms(lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True))
+    times = f"{forward:.2f} + {backward:.2f} ms"
+    print(f"{tokens} tokens, {len(lengths)} documents: {name} {times}; errors {', '.join(off)}")
+    return forward + backward
+
+
+def main() -> int:
+    """Print a row of each implementation at each size, and the ratio of their times."""
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
+    for lengths in LENGTHS:
+        own = row("ours", ours(lengths), lengths)
+        try:
+            print(f"    fla takes {row('fla', theirs(lengths), lengths) / own:.2f} times as long")
+        except Exception as error:  # noqa: BLE001 - the peer's own failure is a finding
+            print(f"    fla failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
