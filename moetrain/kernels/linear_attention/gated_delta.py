@@ -11,12 +11,12 @@ Worked example, K = V = 1, scale 1, g = 0, beta = 1/2, k = q = 1, v = 1, 1: the 
 The fast path takes chunks of 64 tokens. With G the running sums of g in a chunk, D_ij = exp(G_i -
 G_j) for j <= i, S the state before it, and L_ij = beta_i D_ij k_i.k_j for j < i::
 
-    T = (1 + L)^-1      W = T diag(beta e^G) K      U = T diag(beta) V - W S
+    T = (1 + L)^-1      R = diag(beta) (V - diag(e^G) K S)      U = T R
     O = scale (diag(e^G) Q S + (D * Q K^T) U)       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
 
-Five kernels make the backward: W, U and the states again from T; the part of dU that comes from a
-chunk's own outputs; dU and the states' gradients, chunk after chunk from a document's end; the
-gradients that need states; and those of T, which is differentiated as -T^T dT T^T. States are
+Backwards, with dR = T^T dU the gradient of R, that of L is -dR U^T. Four kernels compute it: U and
+the states again from T; the part of dU that comes from a chunk's own outputs; dR and the states'
+gradients, chunk after chunk from a document's end; and from these the inputs' gradients. States are
 rounded to the inputs' dtype where a product reads them and are carried in fp32.
 
 Left out on purpose: normalising q and k, the gates' own formulas, and the convolution before them,
@@ -42,8 +42,8 @@ from moetrain.kernels.backend import (
     worth_saving,
 )
 from moetrain.kernels.linear_attention.delta_kernels import (
+    gate_gradients_kernel,
     input_gradients_kernel,
-    inverse_gradients_kernel,
     local_kernel,
     outputs_kernel,
     prepare_kernel,
@@ -186,7 +186,6 @@ _OUTPUTS = _Launch(4, 1, 128)
 _LOCAL = _Launch(4, 1)
 _STATE_GRADS = _Launch(4, 3, 32)
 _INPUTS = _Launch(4, 2, 64)
-_INVERSE = _Launch(4, 1)
 
 
 def _sizes(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
@@ -218,9 +217,11 @@ def _gated_delta(
     out_THV = torch.empty_like(v_THV)
     if out_THV.numel() == 0:
         return out_THV, inverse_CHII, sums_TH
-    new_THV, states_CHKV = _states(
-        k_TQK, v_THV, g_TH, beta_TH, documents, inverse_CHII, sums_TH, is_known=False
-    )[1:]
+    prepare_kernel[(C, H)](
+        k_TQK, g_TH, beta_TH, starts_C, sizes_C, inverse_CHII, sums_TH,
+        **sizes, num_warps=_PREPARE.warps, num_stages=_PREPARE.stages,
+    )  # fmt: skip
+    new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH)
     columns = min(_OUTPUTS.columns, V)
     outputs_kernel[(V // columns, H, C)](
         q_TQK, k_TQK, new_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, scale,
@@ -241,34 +242,22 @@ worth_saving("attention", torch.ops.moetrain.gated_delta.default)
 def _states(
     k_TQK: torch.Tensor,
     v_THV: torch.Tensor,
-    g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
     documents: Documents,
     inverse_CHII: torch.Tensor,
     sums_TH: torch.Tensor,
-    *,
-    is_known: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return W, U and each chunk's first state; T and the sums are written unless they are known.
-
-    W and U are ``[T, H, K]`` and ``[T, H, V]``, states ``[C, H, K, V]``, all in the inputs' dtype.
-    """
-    (T, H, V), K = v_THV.shape, k_TQK.shape[2]
-    bounds_N, starts_C, sizes_C, firsts_N = documents
-    C, sizes = starts_C.shape[0], _sizes(k_TQK, v_THV)
-    w_THK, u_THV, new_THV = k_TQK.new_empty(T, H, K), *(torch.empty_like(v_THV) for _ in "UN")
-    states_CHKV = k_TQK.new_empty(C, H, K, V)
-    prepare_kernel[(C, H)](
-        k_TQK, v_THV, g_TH, beta_TH, starts_C, sizes_C, w_THK, u_THV, inverse_CHII, sums_TH,
-        **sizes, KNOWN=is_known,
-        num_warps=_PREPARE.warps, num_stages=_PREPARE.stages,
-    )  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return U [T, H, V] and each chunk's first state [C, H, K, V], in the inputs' dtype."""
+    bounds_N, starts_C, _, firsts_N = documents
+    H, K, V = v_THV.shape[1], k_TQK.shape[2], v_THV.shape[2]
+    new_THV = torch.empty_like(v_THV)
+    states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
     columns = min(_STATES.columns, V)
     states_kernel[(V // columns, H, len(bounds_N) - 1)](
-        k_TQK, w_THK, u_THV, sums_TH, bounds_N, firsts_N, new_THV, states_CHKV,
-        **sizes, BV=columns, num_warps=_STATES.warps, num_stages=_STATES.stages,
+        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, bounds_N, firsts_N, new_THV, states_CHKV,
+        **_sizes(k_TQK, v_THV), BV=columns, num_warps=_STATES.warps, num_stages=_STATES.stages,
     )  # fmt: skip
-    return w_THK, new_THV, states_CHKV
+    return new_THV, states_CHKV
 
 
 @torch.library.custom_op("moetrain::gated_delta_gradients", mutates_args=())
@@ -294,9 +283,8 @@ def _gated_delta_gradients(
     dg_TH, dbeta_TH = torch.empty_like(g_TH), torch.empty_like(beta_TH)
     if T * H == 0:
         return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), dv_THV, dg_TH, dbeta_TH
-    w_THK, new_THV, states_CHKV = _states(
-        k_TQK, v_THV, g_TH, beta_TH, documents, inverse_CHII, sums_TH, is_known=True
-    )
+    new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH)
+    # dU of the chunk's own outputs, over which the next kernel writes dR.
     du_THV, d_states_CHKV = torch.empty_like(v_THV), torch.empty_like(states_CHKV)
     local_kernel[(H, C)](
         q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, scale,
@@ -304,26 +292,23 @@ def _gated_delta_gradients(
     )  # fmt: skip
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
-        q_TQK, k_TQK, w_THK, do_THV, sums_TH, bounds_N, firsts_N, du_THV, d_states_CHKV, scale,
-        **sizes, BV=columns, num_warps=_STATE_GRADS.warps,
+        q_TQK, k_TQK, do_THV, beta_TH, sums_TH, inverse_CHII, bounds_N, firsts_N, du_THV,
+        d_states_CHKV, scale, **sizes, BV=columns, num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
         num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
     )  # fmt: skip
-    dq_THK, dk_THK, dw_THK = (k_TQK.new_empty(T, H, K) for _ in "qkw")
+    dq_THK, dk_THK = (k_TQK.new_empty(T, H, K) for _ in "qk")
     columns = min(_INPUTS.columns, K)
-    # What a part of K has of the sums' gradients.
-    d_sums_PTH = g_TH.new_empty(K // columns, T, H)
+    # What a part of K has of the gates' gradients.
+    d_sums_PTH, d_beta_PTH = (g_TH.new_empty(K // columns, T, H) for _ in "gb")
     input_gradients_kernel[(K // columns, H, C)](
-        q_TQK, k_TQK, do_THV, new_THV, du_THV, sums_TH, states_CHKV, d_states_CHKV, starts_C,
-        sizes_C, dq_THK, dk_THK, dw_THK, d_sums_PTH, scale, T,
-        **sizes, BK=columns, BV=min(64, V),
-        num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
+        q_TQK, k_TQK, v_THV, do_THV, new_THV, du_THV, beta_TH, sums_TH, states_CHKV,
+        d_states_CHKV, starts_C, sizes_C, dq_THK, dk_THK, dv_THV, d_sums_PTH, d_beta_PTH, scale, T,
+        **sizes, BK=columns, BV=min(64, V), num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
     )  # fmt: skip
-    inverse_gradients_kernel[(H, C)](
-        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, du_THV, dw_THK, d_sums_PTH, starts_C,
-        sizes_C, dk_THK, dv_THV, dg_TH, dbeta_TH, T,
-        **sizes, P=K // columns, BK=min(64, K), BV=min(64, V),
-        num_warps=_INVERSE.warps, num_stages=_INVERSE.stages,
+    gate_gradients_kernel[(H, C)](
+        d_sums_PTH, d_beta_PTH, starts_C, sizes_C, dg_TH, dbeta_TH, T,
+        H=H, C=CHUNK, P=K // columns, num_warps=1,
     )  # fmt: skip
     if H != Q:
         dq_THK, dk_THK = (
