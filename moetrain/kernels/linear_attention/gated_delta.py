@@ -185,7 +185,7 @@ _STATES = _Launch(4, 3, 32)
 _OUTPUTS = _Launch(4, 1, 128)
 _LOCAL = _Launch(4, 1)
 _STATE_GRADS = _Launch(4, 3, 32)
-_INPUTS = _Launch(4, 2, 64)
+_INPUTS = _Launch(8, 2, 128)
 
 
 def _sizes(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
