@@ -127,12 +127,12 @@ def draw(number, world):
 
 def draw_mesh(d, number, world, moe):
     """Degrees that multiply to ``world``; of numbers in a row one of each kind comes first."""
-    degrees = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "tp"), 1)
+    degrees = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
     kinds = list(degrees)
     for turn in range(world.bit_length() - 1):
         kind = kinds[number % len(kinds)] if turn == 0 else d.choice(kinds)
         degrees[kind] *= 2
-    ranks = degrees["dp_shard"] * degrees["tp"]
+    ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return degrees | {"ep": d.choice(fitting) if moe else 1}
 
@@ -140,13 +140,15 @@ def draw_mesh(d, number, world, moe):
 def draw_sizes(d, family, moe, degrees):
     """Sizes that are odd where they may be."""
     tp, layers = degrees["tp"], d.choice([1, 2, 3, 5] if degrees["pp"] == 1 else [2, 3, 5])
-    groups = tp * d.choice([1, 2, 3])
+    cp = degrees["cp"]
+    groups = tp * d.choice([1, 2, 3] if cp == 1 else [1, cp, 2 * cp])
+    whole = cp if groups % (tp * cp) else 1  # fewer key heads than ranks, which each has a copy of
     sizes = {
         "family": family,
         "vocab_size": d.choice([37, 41, 50, 131]),
         "hidden_size": d.choice([8, 24, 40] if moe else [10, 23, 36]),
         "num_layers": layers,
-        "num_heads": groups * d.choice([1, 2, 3]),
+        "num_heads": groups * whole * d.choice([1, 2, 3]),
         "num_kv_heads": groups,
         "head_dim": d.choice([2, 4, 6, 10]),
         "intermediate_size": tp * d.choice([5, 11, 14]),

@@ -32,6 +32,8 @@ LAYOUTS = {
         "ep": ["parallel.ep=2"],
         "tp": ["parallel.tp=2"],
         "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
+        "cp": ["parallel.cp=2"],
+        "cp+ep": ["parallel.cp=2", "parallel.ep=2"],
     },
     4: {
         "dp": ["parallel.dp_shard=4"],
@@ -42,6 +44,8 @@ LAYOUTS = {
         "dp+tp": ["parallel.tp=2"],
         "dp+tp+ep": ["parallel.tp=2", "parallel.ep=4"],
         "hsdp+tp+ep": ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.ep=2"],
+        "dp+cp": ["parallel.cp=2"],
+        "hsdp+cp+ep": ["parallel.dp_replicate=2", "parallel.cp=2", "parallel.ep=2"],
     },
 }
 VARIANTS = {
@@ -192,7 +196,8 @@ def plan_runs(world, words, layouts, variants, only=ONLY):
     for variant in variants:
         for layout in layouts:
             if layout in only.get(world, {}).get(variant, layouts):
-                ranks = world // (2 if "tp" in layout else 1)  # those with rows of their own
+                shares = sum(axis in layout for axis in ("tp", "cp"))
+                ranks = world // 2**shares  # those with rows of their own
                 whole = f"train.micro_batch_size={8 // ranks}"
                 own = [*LAYOUTS[world][layout], *VARIANTS[variant]]
                 runs[f"{layout} {variant}"] = [*words, whole, *own]

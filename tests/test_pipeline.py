@@ -164,7 +164,14 @@ def check_cases(world, found, device_type="cpu"):
 
 
 LARGER = {
-    4: {"tp": {"tp": 4}, "tp+ep": {"tp": 4, "ep": 4}, "tp+ep+efsdp": {"tp": 4, "ep": 2}},
+    4: {
+        "tp": {"tp": 4},
+        "tp+ep": {"tp": 4, "ep": 4},
+        "tp+ep+efsdp": {"tp": 4, "ep": 2},
+        "cp": {"cp": 4},
+        "cp+tp+ep": {"cp": 2, "tp": 2, "ep": 4},
+        "pp+cp+ep": {"pp": 2, "cp": 2, "ep": 2},
+    },
     8: {
         "dp": {},
         "dp+tp": {"tp": 4},
@@ -177,6 +184,8 @@ LARGER = {
         "pp+hsdp+ep": {"pp": 2, "dp_replicate": 2, "ep": 2, "pp_schedule": "gpipe"},
         "pp+tp+ep": {"pp": 2, "tp": 4, "ep": 4, "pp_schedule": "interleaved_1f1b"},
         "pp4+ep": {"pp": 4, "ep": 2},
+        "dp+cp+tp+ep": {"cp": 2, "tp": 2, "ep": 4},
+        "pp+cp+tp": {"pp": 2, "cp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"},
     },
 }
 

@@ -42,7 +42,9 @@ class ParallelSection(Section):
     every rank gathers all experts of a block, the fastest on four GPUs of one machine (by 4 %).
     More: tokens travel to their experts, which takes less memory."""
     cp: PositiveInt = 1
-    """Context parallel ranks. Not available yet: must be 1."""
+    """Context parallel ranks, which share the tokens of the same rows. In attention they share its
+    heads instead (Ulysses), so cp * tp divides the query heads, and the key and value heads are a
+    multiple of cp * tp or a divisor of it."""
     reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
     of its backward: less memory for one more gather. A number N: only the first N blocks of a rank

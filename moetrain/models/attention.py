@@ -119,11 +119,11 @@ class GroupedQueryAttention(AttentionPart):
         }
 
 
-_Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
 """Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, and the context,
 and returns one value a query head, [B, S, H, d]. Under tensor parallelism H counts this rank's
-heads alone. It is called inside the compiled block, and is the seam of context parallelism,
-key/value caches, sinks and other scores."""
+heads alone, and under context parallelism S counts its tokens. It is called inside the compiled
+block, and is the seam of context parallelism, key/value caches, sinks and other scores."""
 
 
 def masked_attention(
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self,
         sizes: GroupedQueryAttention,
         kernels: KernelsSection,
-        core: _Core = masked_attention,
+        core: Core = masked_attention,
     ) -> None:
         super().__init__()
         self.core, self.batch_invariant = core, kernels.batch_invariant

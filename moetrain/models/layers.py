@@ -332,6 +332,9 @@ class Context(NamedTuple):
     """The documents over the B * S tokens, and below each token's place in its own, [B * S]; None
     where no layer carries a state from token to token."""
     place_T: torch.Tensor | None = None
+    whole: tuple[int, int] | None = None
+    """B and S of the rows that ``mask`` is for, where this device has a part of their tokens; all
+    else is of its own, as [1, N]. None: it has all."""
 
 
 @dataclass(frozen=True, kw_only=True)

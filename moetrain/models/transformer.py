@@ -116,6 +116,7 @@ class Rows(NamedTuple):
 
     batch: int
     seq_len: int
+    """The shape of the hidden states that come out."""
     contexts: dict[int | None, Context]
     """The context of blocks with each attention window."""
     routes_BSLK: torch.Tensor | None = None
@@ -152,7 +153,9 @@ class Transformer(nn.Module):
         call_block: calls a block with its inputs; recomputation and offloading replace it.
         sharding: unshards parameters where they are used.
         source: the rest of the checkpoint that the weights came from; None: there was none.
-        vocabulary: uses the embedding's and the head's matrices; tensor parallelism replaces it.
+        vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism
+            replace it.
+        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class Transformer(nn.Module):
         self.sharding = Sharding()
         self.source: HFSource | None = None
         self.vocabulary = Vocabulary(kernels.backend)
+        self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [arch.attention(i) for i in range(arch.num_layers)]
         self.windows = [mixer.window for mixer in mixers]
@@ -188,7 +192,8 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Compute logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`."""
         hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
-        return self.vocabulary.logits(hidden_BSD, self.head_weight)
+        logits = self.vocabulary.logits(hidden_BSD, self.head_weight)
+        return logits.reshape(*tokens_BS.shape, -1)
 
     def backbone(
         self,
@@ -235,7 +240,7 @@ class Transformer(nn.Module):
             window: Context(rotation, mask, cu_seqlens, is_pad_BS, None, *own)
             for window, mask in masks.items()
         }
-        return Rows(batch, seq_len, contexts, routes_BSLK)
+        return self.cut_rows(Rows(batch, seq_len, contexts, routes_BSLK))
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the residual stream [B, S, D] before the first block, in the compute dtype."""

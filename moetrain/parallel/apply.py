@@ -33,6 +33,7 @@ from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
+from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.fsdp.bucket import Bucket, Member
@@ -118,6 +119,8 @@ def _parallelize(
             if isinstance(module, WideNorm):
                 module.sum_squares = parts.sum
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
+    if meshes.dims.cp > 1:
+        share_tokens(model, meshes.dense.get_group("cp"))
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
@@ -165,10 +168,10 @@ def choose_dispatcher(
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None
     if moe.dispatch_mode == "static":
-        # Tensor parallel ranks share a micro-batch's tokens.
+        # Context and tensor parallel ranks share a micro-batch's tokens.
         tokens = config.train.micro_batch_size * config.data.seq_len
         static = StaticSizes.plan(
-            ceil(tokens / config.parallel.tp),
+            ceil(tokens / (config.parallel.cp * config.parallel.tp)),
             capacity=moe.static_capacity,
             num_experts=arch.num_experts,
             top_k=arch.num_experts_per_token,

@@ -36,14 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moetrain.config import ConfigError, ParallelSection
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.rules import ParameterStyle
 
 _DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
-
-_NOT_YET = {"cp": "context parallelism"}
-"""Axes that have meshes and nothing that uses them yet; removing a line admits the axis."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,6 @@ class ParallelDims:
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // others)
-        for name, what in _NOT_YET.items():
-            if given[name] > 1:
-                raise ConfigError(
-                    f"parallel.{name}", f"{given[name]}: this version has no {what}; use 1"
-                )
         dims = cls(world_size, **given)
         dims._check_model(arch)
         return dims
@@ -108,6 +100,11 @@ class ParallelDims:
     def efsdp(self) -> int:
         """The ranks that shard one expert's parameters (FSDP of experts)."""
         return self.sharding_ranks // self.ep
+
+    @property
+    def token_ranks(self) -> int:
+        """The ranks that share the tokens of the same rows: cp * tp."""
+        return self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -137,11 +134,27 @@ class ParallelDims:
                     f"parallel.{axis}",
                     f"{degree} {where} does not divide the model's {name} {size}",
                 )
+        for part in parts if self.cp > 1 else ():
+            if isinstance(part, AttentionPart):
+                self._check_context(part, where)
         if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
             raise ConfigError(
                 "parallel.tp",
                 f"{self.tp} {where} is too much for the model's vocab_size {arch.vocab_size}: in "
                 f"parts of {math.ceil(arch.vocab_size / self.tp)} the last rank has none; use less",
+            )
+
+    def _check_context(self, part: AttentionPart, where: str) -> None:
+        if part.carries_state:
+            problem = "but a layer carries a state from token to token"
+            raise ConfigError("parallel.cp", f"{self.cp} {where}, {problem}; use 1")
+        heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 1)
+        if heads % self.token_ranks or (groups % self.token_ranks and self.token_ranks % groups):
+            raise ConfigError(
+                "parallel.cp",
+                f"{self.cp} {where}: cp x tp = {self.token_ranks} ranks cannot share num_heads "
+                f"{heads} and num_kv_heads {groups}; it must divide the former, and divide the "
+                "latter or be a multiple of it",
             )
 
 

@@ -217,12 +217,12 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
         )
     if dims.pp > 1:
         StagePlan(config, arch).check(dims)
-    if (tokens := t.micro_batch_size * seq_len) % dims.tp:
+    if (tokens := t.micro_batch_size * seq_len) % dims.token_ranks:
         raise ConfigError(
-            "parallel.tp",
-            f"{dims.tp} does not divide the {tokens} tokens of a micro-batch "
-            f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which tensor "
-            "parallel ranks share",
+            "parallel.tp" if dims.cp == 1 else "parallel.cp",
+            f"cp {dims.cp} x tp {dims.tp} does not divide the {tokens} tokens of a micro-batch "
+            f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which these "
+            "ranks share",
         )
     return dims
 

@@ -314,7 +314,7 @@ class _Pass(Generic[_B]):
         engine, load = self.engine, self.load
         if load is None and routing is not None and self.objective.balances:
             load = engine._expert_load(routing)
-        outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.tp)
+        outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.token_ranks)
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

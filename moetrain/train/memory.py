@@ -200,7 +200,7 @@ class RankSizes:
         """
         config, arch = plan.config, plan.arch
         self.config, self.arch, self.dims = config, arch, dims
-        tokens = config.train.micro_batch_size * config.data.seq_len
+        tokens = config.train.micro_batch_size * config.data.seq_len // dims.cp
         self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""

@@ -73,8 +73,9 @@ class Outputs(NamedTuple):
     load: ExpertLoad | None
     """None: the model has no MoE layer, or the objective does not balance experts."""
     share: float = 1.0
-    """Factor of terms that are made of hidden states or token losses: 1 / tensor parallel ranks,
-    each of which has all of them. ``vocabulary.loss_sum`` contains this factor already."""
+    """Factor of terms that are made of token losses or of few tokens' logits: 1 / the context and
+    tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
+    factor already."""
 
 
 class Term(NamedTuple):

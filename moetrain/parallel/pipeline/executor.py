@@ -226,8 +226,8 @@ class _Run:
         arch, plan = self.stages.arch, self.stages.plan
         boundary = min(made.stage, receiver)
         tokens_BS = self.batches[made.micro_batch].inputs.tokens_BS
-        device, tp = self.stages.device, self.stages.tp
-        leading = tokens_BS.shape if tp == 1 else (1, tokens_BS.numel() // tp)
+        device, ranks = self.stages.device, self.stages.token_ranks
+        leading = tokens_BS.shape if ranks == 1 else (1, tokens_BS.numel() // ranks)
         x = torch.empty(*leading, arch.hidden_size, dtype=self.model.compute_dtype, device=device)
         before = plan.ranges[boundary].stop
         num_layers = sum(i < before for i in arch.moe_layer_indices)

@@ -160,7 +160,7 @@ class StagePlan:
     def _costs(self) -> list[float]:
         """Estimate seconds a token of every block and of the head, for forward and backward."""
         config, arch = self.config, self.arch
-        tokens = config.train.micro_batch_size * config.data.seq_len
+        tokens = config.train.micro_batch_size * config.data.seq_len // config.parallel.cp
         share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
 
         def seconds(products: float, numbers: float) -> float:
@@ -235,7 +235,7 @@ class Stages:
         rules: the rule of every parameter.
         trained: the entries of the table that are trained.
         saved: those that a checkpoint holds: trained ones and buffers.
-        tp: the tensor parallel ranks of each stage.
+        token_ranks: the ranks of each stage that share a micro-batch's tokens.
         group: the ranks with the stages of the same data; its ranks are pipeline ranks.
         rank: this pipeline rank.
         blocks: its blocks.
@@ -245,7 +245,7 @@ class Stages:
         self, config: Config, arch: Architecture, meshes: Meshes, device: torch.device
     ) -> None:
         self.plan, self.arch, self.device = StagePlan(config, arch), arch, device
-        self.tp, self.group = meshes.dims.tp, meshes.dense.get_group("pp")
+        self.token_ranks, self.group = meshes.dims.token_ranks, meshes.dense.get_group("pp")
         self.rank = self.group.rank()
         self.blocks = self.plan.blocks_of(self.rank)
         model, rules = plan_model(config, arch, compute_dtype(config, device))
