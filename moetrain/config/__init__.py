@@ -95,11 +95,17 @@ class _Need(NamedTuple):
 _RECORDS = {"records", "jsonl"}
 _TEXTS = {"text", *_RECORDS}
 _PREFERENCES = {"dpo", "ipo", "kto"}
+_BY_PRESET = {"model.path": {None}}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
-    _Need("model.*", {"model.path": {None}}),  # else its config.json decides
+    # Else its config.json decides.
+    _Need("model.preset model.vocab_size model.hidden_size model.num_layers", _BY_PRESET),
+    _Need("model.num_heads model.num_kv_heads model.head_dim", _BY_PRESET),
+    _Need("model.num_experts model.num_experts_per_token", _BY_PRESET),
+    _Need("model.intermediate_size model.moe_intermediate_size model.init_std", _BY_PRESET),
+    _Need("model.rope", {"model.max_positions": _SET}),
     _Need("data.path data.eval_path", {"data.source": _TEXTS}),
     _Need("data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),

@@ -107,12 +107,17 @@ class ModelSection(Section):
     """Experts that each token is sent to; unset: the preset's."""
     moe_intermediate_size: int | None = _SIZE
     """Width of one expert; unset: the preset's."""
+    max_positions: PositiveInt | None = None
+    """Longest row; unset: the model's own. More than the model is made for needs model.rope."""
+    rope: Literal["yarn", "linear"] | None = None
+    """How rotary embeddings reach model.max_positions: yarn (arXiv 2309.00071) or linear (arXiv
+    2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 
     def overrides(self) -> dict[str, int]:
         """Return the architecture fields that were set, by name."""
-        own = {"preset", "path", "init_std"}
+        own = {"preset", "path", "init_std", "max_positions", "rope"}
         return {k: v for k, v in self.model_dump(exclude_none=True).items() if k not in own}
 
 

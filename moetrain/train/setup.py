@@ -183,7 +183,8 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         raise ConfigError(
             "data.seq_len",
             f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
-            f"of model.{name} {getattr(config.model, name)!r}; lower it",
+            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise "
+            "model.max_positions with model.rope yarn",
         )
     return config, arch
 

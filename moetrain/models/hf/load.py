@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
-from moetrain.models.architecture import Architecture, Part
+from moetrain.models.architecture import Architecture, Part, RopeScaling
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
@@ -260,15 +260,43 @@ def _num_extra_layers(config: Mapping[str, Any]) -> int:
 
 
 def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -> Architecture:
-    """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names.
+    """Return the architecture that ``section`` describes: a checkpoint's or a preset's, for rows of
+    ``model.max_positions``.
 
     A checkpoint's headers are checked here too, before anything slow is done. Without
     ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
 
     Raises:
         ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
-            overrides do not fit the preset or each other.
+            overrides do not fit the preset or each other; the model cannot reach so far.
     """
+    return _reaching(_named(section, needs_weights), section)
+
+
+def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
+    """Return ``arch`` for rows of ``model.max_positions``, its rotary embeddings scaled if so."""
+    wanted, rope = section.max_positions, arch.rope
+    if wanted is None:
+        return arch
+    original = rope.original_max_positions or arch.max_positions
+    reach = max(arch.max_positions, int(rope.factor * original))
+    if section.rope is None:
+        if wanted > reach:
+            problem = f"{wanted} is more than the {reach} positions that the model is made for"
+            raise ConfigError("model.max_positions", f"{problem}; lower it, or set model.rope yarn")
+        return arch.model_copy(update={"max_positions": wanted})
+    if rope.kind not in ("default", section.rope) or wanted <= original:
+        problem = f"{section.rope!r}, but the model's own is {rope.kind!r} for {original} positions"
+        raise ConfigError("model.rope", f"{problem}, and model.max_positions {wanted}; unset it")
+    how: dict[str, Any] = {"kind": section.rope, "factor": wanted / original}
+    if section.rope == "yarn":
+        how["original_max_positions"] = original
+    scaled = RopeScaling.model_validate({**rope.model_dump(), **how})
+    return arch.model_copy(update={"max_positions": wanted, "rope": scaled})
+
+
+def _named(section: ModelSection, needs_weights: bool) -> Architecture:
+    """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names."""
     if section.path is not None and not needs_weights:
         return architecture_from_hf(read_json(config_folder(section.path) / CONFIG))
     if section.path is not None:
