@@ -300,11 +300,3 @@ def test_what_is_filled_in_is_set_and_has_an_origin():
 def test_a_home_folder_is_found_in_any_source(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert load("output_dir=~/runs").output_dir == "/home/me/runs"
-
-
-def test_axes_that_are_not_there_yet_say_so_in_the_help(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    for name in ("cp",):
-        entry = text[text.index(f"--parallel.{name} (") :].splitlines()[1]
-        assert "Not available yet: must be 1." in entry

@@ -94,7 +94,9 @@ def draw(number, world):
         }
     if d.random() < 0.3:
         words |= {"lora.rank": 8, "lora.rs": d.choice(["yes", "no"])}
-        words["lora.targets"] = d.choice(["auto", "*.attn.*", "*.wq,*.wo", "layers.0.*,*.wv"])
+        whole = "layers.0.*,*.wv"  # also shared experts, whose names this family does not have
+        whole = "layers.0.attn.*,*.wv" if sizes.get("shared_intermediate_size") else whole
+        words["lora.targets"] = d.choice(["auto", "*.attn.*", "*.wq,*.wo", whole])
     elif d.random() < 0.4:
         patterns = [
             "embed.*",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
-from moetrain.parallel import mesh as mesh_module
+from moetrain.models.families import PRESETS
 from moetrain.parallel import world as world_module
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.world import join_world
@@ -38,11 +38,6 @@ def resolve(world, arch=MOE, **degrees):
     return ParallelDims.resolve(ParallelSection(**degrees), world, arch)
 
 
-@pytest.fixture
-def every_axis(monkeypatch):
-    monkeypatch.setattr(mesh_module, "_NOT_YET", {})
-
-
 @pytest.mark.parametrize(
     ("world", "degrees", "dp_shard", "efsdp"),
     [
@@ -57,9 +52,11 @@ def every_axis(monkeypatch):
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
         (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
         (2, {"tp": 2, "ep": 2}, 1, 1),
+        (8, {"cp": 8, "ep": 4}, 1, 2),  # a copy of every key head on two ranks
+        (8, {"cp": 4, "tp": 2}, 1, 8),
     ],
 )
-def test_degrees_that_fit(world, degrees, dp_shard, efsdp, every_axis):
+def test_degrees_that_fit(world, degrees, dp_shard, efsdp):
     dims = resolve(world, **degrees)
     assert (dims.dp_shard, dims.efsdp) == (dp_shard, efsdp)
     assert dims.pp * dims.dp_replicate * dims.efsdp * dims.ep == world
@@ -83,9 +80,11 @@ def test_degrees_that_fit(world, degrees, dp_shard, efsdp, every_axis):
         (16, {"tp": 16}, "tp", ["16", "num_heads 8", "world of 16"]),
         (8, {"tp": 8}, "tp", ["8", "num_kv_heads 4", "world of 8"]),
         (3, {"tp": 3}, "tp", ["3", "num_heads 8", "world of 3"]),
+        (16, {"cp": 16}, "cp", ["16", "num_heads 8", "num_kv_heads 4", "world of 16"]),
+        (16, {"cp": 8, "tp": 2}, "cp", ["cp x tp = 16 ranks", "num_heads 8"]),
     ],
 )
-def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field, named, every_axis):
+def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field, named):
     with pytest.raises(ConfigError) as caught:
         resolve(world, **degrees)
     assert caught.value.field == f"parallel.{field}"
@@ -93,17 +92,20 @@ def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field,
         assert words in caught.value.problem
 
 
+def test_ranks_share_key_heads_or_have_copies():
+    arch = MOE.model_copy(update={"num_heads": 12, "num_kv_heads": 6})
+    with pytest.raises(ConfigError, match="4 .*num_heads 12 and num_kv_heads 6"):
+        resolve(4, arch, cp=4)
+
+
+def test_context_parallel_ranks_have_no_state_to_carry():
+    with pytest.raises(ConfigError, match=r"parallel.cp: 2 .*a layer carries a state"):
+        resolve(2, PRESETS["qwen3.6-35b-a3b"], cp=2)
+
+
 def test_expert_parallelism_needs_experts():
     with pytest.raises(ConfigError, match="has no experts"):
         resolve(4, DENSE, ep=2)
-
-
-@pytest.mark.parametrize("axis", ["cp"])
-def test_an_axis_of_a_later_version_says_so(axis):
-    assert axis in mesh_module._NOT_YET
-    with pytest.raises(ConfigError, match=r"2: this version has no \w+ parallelism") as caught:
-        resolve(4, MOE, **{axis: 2})
-    assert caught.value.field == f"parallel.{axis}"
 
 
 # ---- on ranks -----------------------------------------------------------------------------------

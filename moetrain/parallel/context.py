@@ -101,10 +101,10 @@ class _Ulysses:
 
     def _exchanged(self, x_WNc: torch.Tensor) -> torch.Tensor:
         """Send ``x[r]`` to rank r; give what each rank sent here, by rank."""
-        return _Exchange.apply(x_WNc.contiguous(), self.group)
+        return _HeadExchange.apply(x_WNc.contiguous(), self.group)
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadExchange(torch.autograd.Function):
     """An exchange in equal parts, which is its own backward."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        return _Exchange.apply(gradients[0].contiguous(), ctx.group), None
+        return _HeadExchange.apply(gradients[0].contiguous(), ctx.group), None
 
 
 class _Vocabulary(Vocabulary):
