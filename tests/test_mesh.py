@@ -94,7 +94,7 @@ def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field,
 
 def test_ranks_share_key_heads_or_have_copies():
     arch = MOE.model_copy(update={"num_heads": 12, "num_kv_heads": 6})
-    with pytest.raises(ConfigError, match="4 .*num_heads 12 and num_kv_heads 6"):
+    with pytest.raises(ConfigError, match=r"4 .*num_heads 12 and num_kv_heads 6"):
         resolve(4, arch, cp=4)
 
 
