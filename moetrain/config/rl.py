@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from moetrain.config.sections import Section, from_home
+from moetrain.config.sections import MaybePath, Section
 from moetrain.config.sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
@@ -197,7 +197,7 @@ class JobsSection(Section):
     auth: Literal["auto", "token", "none"] = "auto"
     """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
     who can connect; auto: none if jobs.host is a loopback address, else token."""
-    token_file: str | None = None
+    token_file: MaybePath = None
     """File with the bearer token; unset: output_dir/token, which is created if it is missing."""
     max_jobs: PositiveInt = 256
     """Jobs that may exist at once; further ones are refused until some are deleted."""
@@ -215,5 +215,3 @@ class JobsSection(Section):
     save_interval: PositiveInt = 20
     """Requests of a job between two of its checkpoints. Those after the last one are computed again
     after a restart, from the job's log."""
-
-    _paths = field_validator("token_file")(from_home)
