@@ -38,7 +38,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -46,11 +46,11 @@ from rich.progress import Progress
 
 from moetrain.config import ConfigError
 from moetrain.config.environment import launched_place, one_tokenizer_thread
-from moetrain.data.containers import FilePart
 from moetrain.data.sources import Document, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
+_T = TypeVar("_T")
 
 _FORMAT = 4
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
@@ -154,11 +154,9 @@ class Blocks:
     ) -> None:
         """List the blocks of ``share`` of ``source``; ``workers`` processes make them."""
         parts = source.file_parts(share)
-        self._groups: list[list[FilePart]] = [[]]
-        for i in np.random.Generator(np.random.PCG64(0)).permutation(len(parts)):
-            if sum(part.size for part in self._groups[-1]) >= _BLOCK_BYTES:
-                self._groups.append([])
-            self._groups[-1].append(parts[i])
+        order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
+        shuffled = (parts[i] for i in order)
+        self._groups = list(_grouped(shuffled, lambda part: part.size, _BLOCK_BYTES)) or [[]]
         self.num_bytes = sum(part.size for part in parts)
         self._source, self._share, self._tokenizer = source, share, tokenizer
         names = [[part.file.name, *part[1:]] for part in parts]
@@ -228,16 +226,9 @@ class Blocks:
                     yield (turn, place, chunk), f"{order[place]}-{chunk}", found
 
     def _chunks(self, group: int) -> Iterator[list[Any]]:
-        found, num_bytes = [], 0
-        for part in self._groups[group]:
-            for each in self._source.read(part, self._share):
-                found.append(each)
-                num_bytes += each.num_bytes
-                if num_bytes >= 2 * _BLOCK_BYTES:
-                    yield found
-                    found, num_bytes = [], 0
-        if found:
-            yield found
+        parts = self._groups[group]
+        records = (each for part in parts for each in self._source.read(part, self._share))
+        return _grouped(records, lambda each: each.num_bytes, 2 * _BLOCK_BYTES)
 
     @cached_property
     def _pool(self) -> Any:
@@ -380,7 +371,7 @@ def _encoded(
     Documents begin with ``bos_ids``, unless a template says how; all end with EOS.
     """
     is_start = True
-    for batch in _batches(documents):
+    for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
             ids_T, masked_T = encoded.ids, None
@@ -401,16 +392,17 @@ def _encoded(
             yield document, ids_T, masked_T
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], least: int) -> Iterator[list[_T]]:
+    """Yield the items in groups that are as short as their sizes, ``least`` together, allow."""
+    group, size = [], 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _masked(offsets_T2: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
