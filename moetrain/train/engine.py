@@ -33,6 +33,7 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
@@ -52,24 +53,6 @@ class Totals(NamedTuple):
     """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
     routing: RoutingStats | None
     """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
-
-
-class LateNumbers:
-    """Numbers that the device is still computing; reading waits for them and nothing later."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_cuda = numbers.device.type == "cuda"
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self._host.copy_(numbers, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> torch.Tensor:
-        """Return the numbers, on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
 
 
 class _StepOutcome(NamedTuple):

@@ -31,8 +31,9 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
+from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
-from moetrain.train.engine import Engine, LateNumbers
+from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder

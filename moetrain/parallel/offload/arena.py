@@ -77,6 +77,24 @@ class HostMemory:
         return memory
 
 
+class LateNumbers:
+    """Numbers that the device is still computing; reading waits for them and nothing later."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        on_cuda = numbers.device.type == "cuda"
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self._host.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """Return the numbers, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()  # None, says its type, where there is no CUDA
 
