@@ -153,8 +153,9 @@ class Rendezvous:
         stopped = threading.Event()
         self.end = weakref.finalize(self, stopped.set)
         """A call that ends this rank's signs of life."""
-        life = (self._store, f"life/{rank}", stopped)
-        threading.Thread(target=_show_life, args=life, daemon=True).start()
+        if size > 1:
+            life = (self._store, f"life/{rank}", stopped)
+            threading.Thread(target=_show_life, args=life, daemon=True).start()
 
     def barrier(self) -> None:
         """Return when every rank has come here, however long that takes.

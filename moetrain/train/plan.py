@@ -231,10 +231,8 @@ def check_host(ranks: Sequence[RankSizes], world: World) -> None:
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
     report = json.dumps([socket.gethostname(), mine, _room_here()])
-    reports = [report] if world.rendezvous is None else world.rendezvous.gather(report)
-    problem = json.loads(
-        world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, map(json.loads, reports))))
-    )
+    reports = map(json.loads, world.rendezvous.gather(report))
+    problem = json.loads(world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, reports))))
     if problem is not None:
         raise ConfigError(*problem)
 

@@ -180,7 +180,7 @@ class RunFolder:
             ConfigError: a rank cannot write there, or the main rank does not see its file, as on
                 machines that each have their own disk.
         """
-        if world.rendezvous is None:
+        if world.size == 1:
             return
         token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
         mine, problem = self.path / _MARK.format(world.rank), "there is no such folder"

@@ -288,7 +288,7 @@ class Snapshots(Saver):
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
             if self.settings.interval or self.settings.minutes:
-                self.staging.reserve(engine.state_bytes())
+                self.staging.memory.reserve(engine.state_bytes())
 
     def save(
         self,
