@@ -85,6 +85,7 @@ class _Need(NamedTuple):
     """Other settings or facts, and the values with which they satisfy the need; one is enough."""
     when: Container[Any] = _ANY
     """Values of the settings that have this need."""
+    remedy: str = "unset one"
 
     def covers(self, name: str) -> bool:
         """Return whether this is about the setting ``name``."""
@@ -137,6 +138,12 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
     _Need("activation.save", {"activation.policy": {"selective"}}),
     _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
+    # Only compiled blocks leave what they keep to be sent.
+    _Need(
+        "activation.offload",
+        {"activation.policy": _Other("selective"), "compile.enabled": {True, "auto"}},
+        remedy="set compile.enabled yes, or activation.policy none",
+    ),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
     _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
@@ -147,6 +154,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
     _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
+    # A step cannot be done again over stages.
+    _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
     _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
@@ -169,6 +178,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
     _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
     _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    # Which has these weights in it already.
+    _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
+    _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
+    # In the loss its gradient is 0 in expectation.
+    _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
+    # The others compare within a group.
+    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp"}}, {1}, "use 2 or more"),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
@@ -317,14 +333,6 @@ class Config(Section):
         self.checkpoint.check()
         if t.steps is not None:
             self.log.check(t.steps)
-        activation = self.activation
-        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
-            raise ConfigError(
-                "activation.offload",
-                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
-                "blocks leave what they keep to be sent; set compile.enabled yes, or "
-                "activation.policy none",
-            )
 
 
 def _name_of_run(config: Config) -> str:
@@ -357,7 +365,7 @@ def _unmet(
         others = " and ".join(f"{other} {_shown(known[other])}" for other in need.of)
         for name in changed:
             if need.covers(name) and values[name] in need.when:
-                why = f", but {fact}; unset it" if fact else f" contradicts {others}; unset one"
+                why = f", but {fact}; unset it" if fact else f" contradicts {others}; {need.remedy}"
                 yield name, _shown(values[name]) + why
 
 

@@ -173,8 +173,7 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
         on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
         found = {"compile.enabled": device == "cuda" or on_gpu}
-        config = config.filled(found, "auto, by the device")
-        config.check()
+        config = config.filled(found, "auto, by the device").fitting()
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
     longest = max(arch.max_positions, scaled)
