@@ -202,7 +202,10 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
         ({"env": "sort", "env_args": '{"mots": 3}'}, "rl.env_args: .*mots"),
         ({"env": "jsonl"}, "rl.prompts: not set"),
         ({"env": "jsonl", "prompts": "P"}, "rl.reward: not set"),
-        ({"env": "jsonl", "prompts": "nowhere", "reward": "exact"}, "rl.prompts: .* cannot be read"),
+        (
+            {"env": "jsonl", "prompts": "nowhere", "reward": "exact"},
+            "rl.prompts: .* cannot be read",
+        ),
         ({"env": "jsonl", "prompts": "P", "reward": "F:none"}, "rl.reward: cannot load .*none"),
         ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
         ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .*:2: not JSON"),

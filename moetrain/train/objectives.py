@@ -216,7 +216,7 @@ class Pretraining:
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, own: Objective[Any] | None = None) -> Self:
-        """Add to ``own``, or cross-entropy, the losses that ``config`` or else ``arch`` asks for."""
+        """Add to ``own``, or cross-entropy, the losses that ``config``, or else ``arch``, wants."""
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         pooled = moe.pools_aux_loss(config.model.path)
