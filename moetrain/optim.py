@@ -19,8 +19,6 @@ a step; to gather before the block would leave the device without work for as lo
 takes. The update is torch's fused AdamW, vectorised and on all of torch's threads.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import zlib

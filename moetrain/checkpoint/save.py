@@ -11,8 +11,6 @@ complete checkpoints stay as they were. The machines of a run must share one fil
 to host memory while the next step already runs, so that the saver can write the copies.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

@@ -11,8 +11,6 @@ holds one parameter and two files in host memory, the others one file. Other exi
 one line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -4,8 +4,6 @@ The same code as a run's reads, renders, tokenises and packs the data; what it l
 green here. Left out on purpose: statistics over all of a large source; they are of its first rows.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

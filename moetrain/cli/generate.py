@@ -4,8 +4,6 @@ PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. 
 written to standard output as it is made. Exit codes: 0, or 2 and one line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

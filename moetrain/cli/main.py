@@ -8,8 +8,6 @@ of their own (:class:`Parser`). In both, whatever is wrong raises :class:`Config
 line goes to standard error, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """``moetrain report FOLDER``: write ``report.html`` of a run, which may still be training."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ stop the server once it has answered the requests that it has begun. Exit codes:
 line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 143 after SIGTERM and 130 after Ctrl-C, each with a checkpoint written.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import json

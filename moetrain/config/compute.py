@@ -3,8 +3,6 @@
 They change results by rounding alone, except for how experts are balanced.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt

@@ -3,8 +3,6 @@
 The formulas behind the choices are in :mod:`moetrain.rl.losses`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt

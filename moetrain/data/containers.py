@@ -8,8 +8,6 @@ Left out on purpose: remote files other than a hub's data sets, which a program 
 as an iterable (docs/library.md).
 """
 
-from __future__ import annotations
-
 import bz2
 import glob
 import gzip

@@ -7,8 +7,6 @@ special tokens that a post-processor would put behind a text (documents end with
 Shapes: T tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs 
 and waiting clients are told.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

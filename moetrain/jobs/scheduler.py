@@ -9,8 +9,6 @@ the newest checkpoint of each job and computes again what that has not seen. An 
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets

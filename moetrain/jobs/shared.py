@@ -4,8 +4,6 @@ Between two steps a job's state is what a checkpoint holds. In the middle of one
 besides, which fit this layout alone and are of no use to another process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -10,8 +10,6 @@ gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's sta
 a fingerprint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ Left out on purpose: starting processes (:mod:`moetrain.cli.launch`), and notici
 has died, which is the launcher's business.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

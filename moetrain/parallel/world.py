@@ -3,8 +3,6 @@
 One process is a world of one, with meshes like any other.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -17,8 +17,6 @@ is left behind.
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

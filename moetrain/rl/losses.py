@@ -50,8 +50,6 @@ the logits of every kept token again; where filters are on, the whole distributi
 Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

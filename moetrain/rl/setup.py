@@ -8,8 +8,6 @@ its resumption, while edited prompts are refused. Edited code may be what mends 
 run goes on with it and says so. Of a user's file its own bytes are compared, not what it imports.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

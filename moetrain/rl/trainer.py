@@ -8,8 +8,6 @@ prompts; all ranks know the trajectories, so that groups, rows and what is left 
 the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finit
 programs are :mod:`moetrain.train.callbacks`.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -11,8 +11,6 @@ micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no
 Legend: B rows, S tokens of a row, T = B * S, D model width, K classes, or a teacher's candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, TypeVar

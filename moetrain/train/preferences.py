@@ -14,8 +14,6 @@ Left out on purpose: pairs that share a row, and a reference other than the firs
 Legend: P pairs of a micro-batch, G segments of a pair (2, or 3 for KTO), T tokens, S of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@ stop is decided here. Within a step nothing here waits for the device: skipped s
 it and read one step late.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -8,8 +8,6 @@ The main rank alone calls these methods, except :meth:`RunFolder.check_shared` a
 :meth:`RunFolder.open`, which are collective.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

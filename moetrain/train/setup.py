@@ -11,8 +11,6 @@ Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whet
 and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

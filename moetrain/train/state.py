@@ -7,8 +7,6 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -24,8 +24,6 @@ read.
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -35,8 +35,6 @@ machines, multicast, sums on the way, and shards that lie nowhere but in peers' 
 Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

@@ -16,8 +16,6 @@ Left out on purpose: tensors that recomputation in eager mode keeps for itself, 
 two blocks save, which then travel twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ has it inside its allocator alone. Where there is none, and where memory is to c
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import Counter

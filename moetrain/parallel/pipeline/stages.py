@@ -7,8 +7,6 @@ embeddings both ends have the one matrix: each keeps a copy, and their gradients
 the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, permutations

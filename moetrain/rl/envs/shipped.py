@@ -12,8 +12,6 @@ needs: ``answer``, for ours.
     rl.reward = "file.py:reward"
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
