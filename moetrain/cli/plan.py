@@ -6,8 +6,6 @@ not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of ti
 Left out on purpose: settings that trade host memory for device memory, which the dry run proposes.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys
@@ -171,7 +169,7 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
                 yield _estimated(tried, whole, gpu)
 
 
-def _fastest(plan: MemoryPlan, change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
+def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
     """Return the fastest micro-batch that fits, and whether the largest of all does."""
     best, fits = None, False
     rows: Sequence[int] = _MICRO_BATCHES
@@ -193,7 +191,7 @@ def _fastest(plan: MemoryPlan, change: _Change, gpu: GpuName) -> tuple[_Layout |
     return best, fits
 
 
-def _estimated(plan: MemoryPlan, change: _Change, gpu: GpuName) -> _Layout:
+def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
     from moetrain.train.speed import step_seconds
 
     ranks, config = plan.sizes(), plan.config

@@ -10,14 +10,12 @@ Those checks live where the thing is built (:mod:`moetrain.train.setup`) and rai
 :class:`ConfigError` too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import PrivateAttr, field_validator
 
@@ -237,7 +235,7 @@ class Config(Section):
         recipes: Recipes = Recipes.TRAIN,
         *,
         once: bool = False,
-    ) -> Config:
+    ) -> Self:
         """Return the validated config of one run.
 
         Args:
@@ -269,7 +267,7 @@ class Config(Section):
         section, _, key = name.rpartition(".")
         return key in (getattr(self, section) if section else self).model_fields_set
 
-    def filled(self, values: Mapping[str, Any], origin: str) -> Config:
+    def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = Reader(type(self)).build({**mine, **values})
@@ -277,7 +275,7 @@ class Config(Section):
         filled._recipe = self._recipe
         return filled
 
-    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
+    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Self:
         """Return a copy in which no setting is without effect.
 
         Settings that only a recipe proposes go back to their defaults.

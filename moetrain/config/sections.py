@@ -6,15 +6,13 @@ learning and jobs are in :mod:`moetrain.config.rl`, checks that span sections in
 :mod:`moetrain.config`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -220,7 +218,7 @@ class DataSection(Section):
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
 
-    def sources(self) -> dict[str, DataSection]:
+    def sources(self) -> dict[str, Self]:
         """Return the settings of each source of the mixture by name; raises ConfigError."""
         entries = {entry.label(): entry for entry in self.mix or ()}
         if len(entries) < len(self.mix or ()):

@@ -16,8 +16,6 @@ sources only to see whether they changed (a file's path, size and time of change
 content).
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import itertools
@@ -38,7 +36,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -91,7 +89,7 @@ class TokenCache(NamedTuple):
         return len(self.targets)
 
     @classmethod
-    def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
+    def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Self:
         """Open the cache of ``source``, and build it first if no earlier run did.
 
         Raises:
@@ -106,7 +104,7 @@ class TokenCache(NamedTuple):
         return cls.opened(folder)
 
     @classmethod
-    def opened(cls, folder: Path) -> TokenCache:
+    def opened(cls, folder: Path) -> Self:
         """Map the cache in ``folder``; ConfigError if it is damaged."""
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:

@@ -10,8 +10,6 @@ memory-mapped file; a step's rows take microseconds each.
 Shapes: B rows, S tokens of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -341,7 +339,7 @@ class Batch(NamedTuple):
     """What else an objective knows of the targets, by name: [B, S, ...] each."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Batch:
+    def of(cls, rows: Sequence[Row]) -> Self:
         """Stack ``rows`` to a micro-batch; ConfigError if their extra fields differ."""
         shapes = [{name: field.shape for name, field in row.extra.items()} for row in rows]
         if other := next((found for found in shapes if found != shapes[0]), None):
@@ -360,7 +358,7 @@ class Batch(NamedTuple):
             {n: torch.from_numpy(np.stack([row.extra[n] for row in rows])) for n in shapes[0]},
         )
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """Copy the batch to ``device``, without waiting for the copy."""
         tensors = tensors_on(device, self._asdict())
         return self._replace(**tensors, extra=tensors_on(device, self.extra))

@@ -12,8 +12,6 @@ backward runs.
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -124,7 +122,7 @@ class Engine(ModelState):
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
-    ) -> _Pass[_B]:
+    ) -> "_Pass[_B]":
         key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
         drops = self.config.lora.dropout > 0
         with self.work(), own_draws(key, self.world.device) if drops else nullcontext():

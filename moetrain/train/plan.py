@@ -16,8 +16,6 @@ of settings that are tried.
 Bytes unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -26,7 +24,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import GIB
@@ -60,7 +58,7 @@ class MemoryPlan(NamedTuple):
     """Whether the run generates beside training (reinforcement learning)."""
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> MemoryPlan:
+    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
         """Plan ``config`` as it is.
 
         Raises:
@@ -84,7 +82,7 @@ class MemoryPlan(NamedTuple):
         sleep = RankSizes.least_sleep(ranks, capacity) if self.generates else None
         return [rank.peak(sleep) for rank in ranks]
 
-    def changed(self, change: _Change) -> MemoryPlan | None:
+    def changed(self, change: _Change) -> Self | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
         try:
             config = self.config.filled(change, "the plan")
