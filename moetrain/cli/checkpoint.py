@@ -238,6 +238,3 @@ _COMMANDS = {
 }
 
 main = partial(run_command, _run)
-
-if __name__ == "__main__":
-    sys.exit(main())

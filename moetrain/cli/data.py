@@ -96,7 +96,3 @@ def _coloured(data: Data, row: Row) -> Text:
             text.append(said, "green" if learned_S[a] else "dim")
         text.append("\n│\n", "cyan")
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -301,7 +301,3 @@ def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: boo
     sys.stderr.flush()
     # Ending in the usual way closes communicators, which can wait for ranks that do not come.
     os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -142,9 +142,6 @@ class SharedEngine(Engine):
         groups = self.state().items()
         return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
 
-    def forget(self) -> None:
-        self._forget()
-
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy ``tensor`` to the host without waiting; into pinned memory if it is on CUDA."""

@@ -116,7 +116,7 @@ class Engine(ModelState):
                         run = self._learn(batches, objective, sizes)
                 self._since_step.append(run.totals())
             except BaseException:
-                self._forget()
+                self.forget()
                 raise
         return self._since_step[-1]
 
@@ -128,8 +128,8 @@ class Engine(ModelState):
         with self.work(), own_draws(key, self.world.device) if drops else nullcontext():
             return _Pass(self, objective, sizes, learns=True).over(batches)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        super().forget()
         self._since_step = []
 
     def forward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:

@@ -428,7 +428,7 @@ class Run(ABC):
         self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())
-        self.clock.count_blocked(time.perf_counter() - started)
+        self.clock.blocked += time.perf_counter() - started
         self.saved_at, self.continues = self.step, path
         self.saved_time = time.monotonic()
         self.clock.start()

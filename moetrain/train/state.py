@@ -78,7 +78,7 @@ class ModelState:
         """
         return self.fsdp.work()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Forget the gradients of the step so far."""
         self.fsdp.clear_gradients()
 
@@ -128,7 +128,7 @@ class ModelState:
         self._need("weights", "gradients", "moments")
         self.fsdp.settle()
         self.before_change()
-        self._forget()
+        self.forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
