@@ -13,7 +13,6 @@ to host memory while the next step already runs, so that the saver can write the
 
 import ctypes
 import json
-import logging
 import os
 import re
 import shutil
@@ -45,7 +44,7 @@ from moetrain.checkpoint.read import (
     sealed,
     step_of,
 )
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.mesh import TensorSlice
@@ -61,8 +60,6 @@ WRITERS = 4
 _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
 _Groups = Mapping[str, Mapping[str, TensorSlice]]
-
-_logger = logging.getLogger("moetrain")
 
 
 @dataclass(frozen=True)
@@ -433,7 +430,7 @@ def _remove(checkpoint: Path) -> None:
         checkpoint.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
-        _logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
+        logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
 
 
 def _hidden(checkpoint: Path, kind: str) -> Path:

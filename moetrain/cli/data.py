@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moetrain.cli.main import Parser, run_command
-from moetrain.config import Config
+from moetrain.config import Config, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
 from moetrain.train.setup import resolve_run
@@ -33,7 +33,7 @@ def _run(argv: Sequence[str] | None) -> None:
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("moetrain").setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)
     config = Config.load(overrides=["--data.path", options.path, *settings], once=True)
     config, arch = resolve_run(config)
     data = build_data(config, arch.vocab_size)

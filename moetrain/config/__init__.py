@@ -11,6 +11,7 @@ Those checks live where the thing is built (:mod:`moetrain.train.setup`) and rai
 """
 
 import json
+import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -40,6 +41,9 @@ from moetrain.config.sections import (
     TrainSection,
 )
 from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
+
+logger = logging.getLogger("moetrain")
+"""The logger of the whole package."""
 
 
 class Fact(StrEnum):

@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -42,12 +41,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.data.sources import Document, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer
 
-_logger = logging.getLogger("moetrain")
 _T = TypeVar("_T")
 
 _FORMAT = 4
@@ -311,7 +309,7 @@ def _build(
             raise ConfigError("data.cache_dir", problem) from None
         return
     if meta["num_documents"] and not is_block:
-        _logger.info(
+        logger.info(
             "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
         )
 

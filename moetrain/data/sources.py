@@ -16,7 +16,6 @@ records (a line of the user's own script does that), and images and sounds in ``
 import codecs
 import hashlib
 import json
-import logging
 import os
 import sysconfig
 from collections import Counter
@@ -27,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from moetrain.config import ConfigError, DataSection
+from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import (
@@ -40,7 +39,6 @@ from moetrain.data.containers import (
 )
 from moetrain.data.tokenizer import Tokenizer
 
-_logger = logging.getLogger("moetrain")
 _T = TypeVar("_T")
 
 _PART_BYTES = 1 << 20
@@ -432,7 +430,7 @@ def _text_parts(path: Path) -> Iterator[Document]:
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
         if b"\0" in raw:
-            _logger.warning("%s is not text; skipped", path)
+            logger.warning("%s is not text; skipped", path)
         if b"\0" in raw or not raw.strip():
             return
         while raw:

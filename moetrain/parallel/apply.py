@@ -11,7 +11,6 @@ a fingerprint.
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import ceil
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.kernels.optim.adamw import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
@@ -44,8 +43,6 @@ from moetrain.parallel.world import World
 
 _CHECKED_NUMBERS = 2**24
 """Numbers of a tensor that a fingerprint sums at a time."""
-
-_logger = logging.getLogger("moetrain")
 
 
 def place_model(
@@ -159,7 +156,7 @@ def choose_dispatcher(
         reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
-        _logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None
     if moe.dispatch_mode == "static":
@@ -181,7 +178,7 @@ def choose_dispatcher(
         static=static,
         precision=kernels.precision,
     )
-    _logger.info(
+    logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         dispatcher.num_sms,
         moe.dispatch_mode,

@@ -12,14 +12,13 @@ backward runs.
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
-from moetrain.config import Config
+from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
@@ -36,8 +35,6 @@ from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState
-
-_logger = logging.getLogger("moetrain")
 
 _B = TypeVar("_B", bound=MicroBatch)
 
@@ -340,7 +337,7 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         launches = launches_of(_fake_step(config, arch, world).run)
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
-        _logger.warning("kernels will be compiled as they are launched: %s", error)
+        logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
 def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:

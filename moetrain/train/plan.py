@@ -17,7 +17,6 @@ Bytes unless a name says otherwise.
 """
 
 import json
-import logging
 import math
 import os
 import socket
@@ -26,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import GIB
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
@@ -34,8 +33,6 @@ from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
 from moetrain.train.memory import MemoryEstimate, RankSizes
-
-_logger = logging.getLogger("moetrain")
 
 _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
@@ -262,7 +259,7 @@ def _what_is_wrong(
             remedy = "ask for less of it, or use more machines or larger ones"
             return setting, f"{problem}; it has {room.most / GIB:.1f} GiB {why}; {remedy}"
         free = f"it has {room.available / GIB:.1f} GiB free, though its control group may use more"
-        _logger.warning("%s: %s; %s", setting, problem, free)
+        logger.warning("%s: %s; %s", setting, problem, free)
     return None
 
 

@@ -16,7 +16,6 @@ Legend: P pairs of a micro-batch, G segments of a pair (2, or 3 for KTO), T toke
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.files import write_atomically
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Data
@@ -35,8 +34,6 @@ from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Sizes, Term, token_losses
-
-_logger = logging.getLogger("moetrain")
 
 _AGAIN = "give what the run began with, or set never to begin again"
 
@@ -135,7 +132,7 @@ class Reference(Callback):
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
-            _logger.info("the reference reads %s preference pairs", f"{pairs:,}")
+            logger.info("the reference reads %s preference pairs", f"{pairs:,}")
             for dataset in self._datasets:
                 _fill(dataset, run)
             if run.world.is_main:

@@ -8,7 +8,6 @@ it and read one step late.
 
 import gc
 import json
-import logging
 import math
 import signal
 import time
@@ -22,7 +21,7 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint, checkpoint_name, list_checkpoints
 from moetrain.checkpoint.save import Saved
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
@@ -37,8 +36,6 @@ from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
-
-_logger = logging.getLogger("moetrain")
 
 _SAVE = 1 << 32
 """Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
@@ -467,7 +464,7 @@ class Run(ABC):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:
-                _logger.warning("a damaged checkpoint is passed over: %s", damaged)
+                logger.warning("a damaged checkpoint is passed over: %s", damaged)
             earlier = self.find(before=found.state["step"])
             if earlier is None:
                 raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")

@@ -12,7 +12,6 @@ and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world
 """
 
 import gc
-import logging
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
@@ -41,8 +40,6 @@ from moetrain.train.callbacks import reporters_of
 from moetrain.train.memory import RankSizes
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
-
-_logger = logging.getLogger("moetrain")
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
@@ -288,7 +285,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
 
     before = {s: signal.signal(s, note) for s in _STOPS}
     try:
