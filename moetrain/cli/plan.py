@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -51,7 +52,7 @@ class _Layout(NamedTuple):
 
     def cells(self, gpus: int) -> list[str]:
         """Return what is printed of it."""
-        settings = {name: _value(self.config, name) for name in self.COLUMNS}
+        settings = {name: attrgetter(name)(self.config) for name in self.COLUMNS}
         replicate, tp, pp = (settings[f"parallel.{x}"] for x in ("dp_replicate", "tp", "pp"))
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
         shown = [_shown(value) for value in settings.values()]
@@ -121,7 +122,7 @@ def _command(
     chosen = [
         word
         for name, value in change.items()
-        if value != _value(config, name)
+        if value != attrgetter(name)(config)
         for word in (f"--{name}", _shown(value))
     ]
     return shlex.join([*start, *named, *words, *chosen])
@@ -222,7 +223,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     }
     for name in options:
         if _is_users(config, name):
-            options[name] = [_value(config, name)]
+            options[name] = [attrgetter(name)(config)]
     for values in product(*options.values()):
         tp, pp, ep, replicas, states = values
         if gpus % (tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
@@ -237,18 +238,13 @@ def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield what to keep for the backward, the cheapest first."""
     for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
         change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
-        if all(_value(config, n) == x for n, x in change.items() if _is_users(config, n)):
+        if all(attrgetter(n)(config) == x for n, x in change.items() if _is_users(config, n)):
             yield change
 
 
 def _is_users(config: Config, name: str) -> bool:
     """Return whether a user has set ``name``; what a recipe proposes is free."""
     return not config.origins.get(name, "recipe ").startswith("recipe ")
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
 
 
 def _shown(value: Any) -> str:

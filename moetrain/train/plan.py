@@ -22,6 +22,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -249,9 +250,8 @@ def _what_is_wrong(
         need = sum(takes.values())
         if need <= min(room):
             continue
-        section, _, key = setting.partition(".")
         problem = (
-            f"{getattr(getattr(config, section), key)!r} takes more host memory than {name} has "
+            f"{attrgetter(setting)(config)!r} takes more host memory than {name} has "
             f"free: {_described(takes)}, in {len(found)} process{'es' * (len(found) > 1)}"
         )
         if need > room.most:
