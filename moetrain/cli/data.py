@@ -7,14 +7,13 @@ green here. Left out on purpose: statistics over all of a large source; they are
 import logging
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import Config, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
@@ -26,7 +25,8 @@ _BAR = 40
 """Characters of the longest bar of the histogram."""
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
     parser.prog = "moetrain data"
     parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
@@ -44,9 +44,6 @@ def _run(argv: Sequence[str] | None) -> None:
     for number, row in enumerate(rows[: options.show]):
         console.rule(f"row {number}", align="left")
         console.print(_coloured(data, row), soft_wrap=True)
-
-
-main = partial(run_command, _run)
 
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:

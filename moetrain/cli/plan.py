@@ -11,13 +11,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import recipe_names
@@ -65,7 +64,8 @@ _HEADS = (
 )
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("plan", __doc__)
     parser.prog = "moetrain plan"
     parser.usage = "%(prog)s MODEL --gpus N [--gpu KIND] [--top N] [--section.key value ...]"
@@ -78,9 +78,6 @@ def _run(argv: Sequence[str] | None) -> None:
         whole = f"1 to {GPUS_OF_MACHINE}, or whole machines of {GPUS_OF_MACHINE}"
         raise ConfigError("gpus", f"{given.gpus}: give {whole}")
     _print_plan(given.model, words, given.gpus, given.gpu, given.top)
-
-
-main = partial(run_command, _run)
 
 
 def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: int) -> None:
