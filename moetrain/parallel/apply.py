@@ -36,7 +36,7 @@ from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
 from moetrain.parallel.mesh import Layout, Sliceable
-from moetrain.parallel.offload.activations import offload_activations
+from moetrain.parallel.offload.activations import ActivationOffload
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
@@ -78,7 +78,7 @@ def place_model(
     model.set_recomputation(config.activation)
     if offload := config.activation.offload:
         seq_len = config.data.seq_len
-        offload_activations(model, offload, stages.plan.ranges, seq_len, world.device)
+        ActivationOffload(model, offload, stages.plan.ranges, seq_len, world.device)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
