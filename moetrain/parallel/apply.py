@@ -94,15 +94,10 @@ def _parallelize(
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     for name in styles.keys() - here:
         del styles[name]
-    fsdp = FSDP(
-        parallel.reduce,
-        device,
-        is_alone=world.size == 1,
-        reshard=resharded_blocks(config, world.size, len(units)),
-        reduce_last=parallel.reduce_at == "last",
-    )
+    reshard = resharded_blocks(config, world.size, len(units))
+    fsdp = FSDP(parallel, device, is_alone=world.size == 1, reshard=reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
-    fsdp.connect(parallel, meshes.everyone)
+    fsdp.connect(meshes.everyone)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
