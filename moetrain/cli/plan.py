@@ -77,10 +77,7 @@ def main(argv: Sequence[str] | None) -> None:
     if given.gpus < 1 or (given.gpus > GPUS_OF_MACHINE and given.gpus % GPUS_OF_MACHINE):
         whole = f"1 to {GPUS_OF_MACHINE}, or whole machines of {GPUS_OF_MACHINE}"
         raise ConfigError("gpus", f"{given.gpus}: give {whole}")
-    _print_plan(given.model, words, given.gpus, given.gpu, given.top)
-
-
-def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: int) -> None:
+    model, gpus, gpu = given.model, given.gpus, given.gpu
     source, own = _source(model, words)
     config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
     found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
@@ -88,7 +85,7 @@ def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: 
     if not found:
         problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
         raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-    rows = [_HEADS, *(layout.cells(gpus) for layout in found[:top])]
+    rows = [_HEADS, *(layout.cells(gpus) for layout in found[: given.top])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
     for row in rows:
