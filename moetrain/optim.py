@@ -19,8 +19,6 @@ a step; to gather before the block would leave the device without work for as lo
 takes. The update is torch's fused AdamW, vectorised and on all of torch's threads.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import zlib
@@ -36,7 +34,7 @@ from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.offload.arena import Arena
+from moetrain.parallel.offload.arena import Arena, LateNumbers
 from moetrain.parallel.pipeline.stages import Stages
 
 
@@ -240,29 +238,18 @@ class _HostUpdates:
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
         """Start an update with flat ``moments`` of each bucket; gradients must be on their way."""
-        host_S, copied = rates_S.to("cpu", non_blocking=True), None
-        if rates_S.is_cuda:
-            copied = torch.cuda.Event()
-            copied.record()
+        rates = LateNumbers(rates_S)
         for bucket, flat in zip(self.buckets, moments, strict=True):
             assert bucket.host is not None
             assert bucket.host.has_gradient
-            bucket.host.update = self._thread.submit(self._update, bucket, flat, host_S, copied, lr)
+            bucket.host.update = self._thread.submit(self._update, bucket, flat, rates, lr)
 
     @torch.no_grad()
-    def _update(
-        self,
-        bucket: Bucket,
-        flat: _Moments,
-        rates_S: torch.Tensor,
-        copied: torch.cuda.Event | None,
-        lr: float,
-    ) -> None:
+    def _update(self, bucket: Bucket, flat: _Moments, rates: LateNumbers, lr: float) -> None:
         host = bucket.host
         assert host is not None
-        if copied is not None:  # after which the device no longer uses the weights of before
-            copied.synchronize()
-        clip, *_, skipped, step = rates_S.tolist()
+        # Once they are here, the device no longer uses the weights of before.
+        clip, *_, skipped, step = rates.read().tolist()
         host.await_gradient()
         if skipped:
             return

@@ -25,7 +25,7 @@ from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.offload.activations import _PAGE, _ActivationOffload
+from moetrain.parallel.offload.activations import _PAGE, ActivationOffload
 from moetrain.parallel.offload.arena import DeviceBytes
 from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.metrics import peak_memory_gib
@@ -83,7 +83,7 @@ def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -
 def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Time ``steps`` steps after some that warm up."""
     offload = trainer.model.call_block
-    host = offload.host if isinstance(offload, _ActivationOffload) else None
+    host = offload.host if isinstance(offload, ActivationOffload) else None
     for _ in range(WARMUP_STEPS):
         trainer.train_step()
     wait(trainer)

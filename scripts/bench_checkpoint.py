@@ -90,7 +90,9 @@ class Bench:
         staging = trainer.snapshots.staging
         assert staging is not None  # SETTINGS ask for it
         row = {
-            "reserve_seconds": self.slowest(lambda: staging.reserve(trainer.engine.state_bytes()))
+            "reserve_seconds": self.slowest(
+                lambda: staging.memory.reserve(trainer.engine.state_bytes())
+            )
         }
         for _ in range(3):
             trainer.train_step()
@@ -125,12 +127,12 @@ class Bench:
         trainer.begin_save()
         blocked = time.perf_counter() - started
         seconds, steps, losses = 0.0, [], []
-        while trainer.snapshots.is_busy:
+        while (save := trainer.snapshots.under_way) is not None:
             started = time.perf_counter()
             losses.append(trainer.train_step().loss.item())
             steps.append(time.perf_counter() - started)
             # All ranks make as many steps: as long as one of them still writes.
-            if not self.largest(trainer.snapshots.is_writing):
+            if not self.largest(not save.done()):
                 saved = trainer.snapshots.wait()
                 assert saved is not None
                 self.path, self.mine, seconds = saved.path, saved.num_bytes, saved.seconds

@@ -125,8 +125,8 @@ def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None
     profiled = profile_step(trainer)
     breakdown = attribute(profiled)
     waits = {part: ms for part, ms in breakdown.items() if part == "idle" or "exposed" in part}
-    rendezvous = trainer.world.rendezvous
-    by_rank = [] if rendezvous is None else rendezvous.gather(json.dumps(waits))
+    world = trainer.world
+    by_rank = world.rendezvous.gather(json.dumps(waits)) if world.size > 1 else []
     row = {
         "settings": config.describe(),
         "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",

@@ -4,10 +4,12 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch.distributed import HashStore
 
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.parallel.mesh import TensorSlice
+from moetrain.parallel.processes import Rendezvous
 
 GROUPS = ("model", "optim", "rng")
 
@@ -16,12 +18,17 @@ def state_of(step):
     return {"step": step, "tokens": 0, "sample_index": 0, "architecture": {}, "config": {}}
 
 
+def alone():
+    """A rendezvous of one rank."""
+    return Rendezvous(HashStore(), 0, 1)
+
+
 def save_tensors(root, step, groups, state=None, **plan):
     """Write whole tensors, by group and name, as one rank does."""
     parts = {
         g: {name: TensorSlice.all_of(x) for name, x in named.items()} for g, named in groups.items()
     }
-    saver = Saver(None)
+    saver = Saver(alone())
     saver.start(SavePlan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
     saved = saver.wait()
     assert saved is not None

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import save, save_tensors, state_of, tensors_of
+from checkpoints import alone, save, save_tensors, state_of, tensors_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -166,7 +166,7 @@ def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
 
 def test_a_tensor_that_no_rank_has_whole_is_not_saved(tmp_path):
     part = TensorSlice(torch.zeros(3), [6], (slice(0, 3),))
-    saver = Saver(None)
+    saver = Saver(alone())
     saver.start(SavePlan(tmp_path, 1, 2), {"model": {"x": part}}, state_of(1))
     with pytest.raises(ValueError, match="nobody has all of"):
         saver.wait()

@@ -87,7 +87,7 @@ def test_what_is_saved_behind_the_steps_is_what_a_step_left(tiny, tmp_path, slow
 
     def watched():
         result = step()
-        busy.append(trainer.snapshots.is_busy)
+        busy.append(trainer.snapshots.under_way is not None)
         return result
 
     trainer.train_step = watched

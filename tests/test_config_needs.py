@@ -28,6 +28,9 @@ PROBES += (
     "float32",
     "dpo",
     "next_token",
+    "token",
+    "k1",
+    "reward",
 )
 
 

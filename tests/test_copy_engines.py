@@ -98,7 +98,7 @@ def tell(words):
     gradients = {name: x.grad for name, x in locals_of(engine).items() if x.grad is not None}
     assert gradients
     keep("gradients", gradients)
-    engine._forget()
+    engine.forget()
     learn(0)
     learn(1)
     step("plain")

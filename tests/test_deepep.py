@@ -261,7 +261,7 @@ def check_agreement() -> None:
 def check_choice() -> None:
     use_fake()
     lines: list[str] = []
-    apply._logger.info = lambda text, *args: lines.append(text % args)
+    apply.logger.info = lambda text, *args: lines.append(text % args)
 
     def choose(*overrides: str, device=GPU) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]

@@ -112,7 +112,7 @@ def rounded(runs):
             if member.rule.trainable:
                 assert member.parameter.grad.dtype == member.local.grad.dtype == torch.bfloat16
                 found[parameter] = member.layout.whole(member.local.grad).to("cpu", copy=True)
-        narrow._forget()
+        narrow.forget()
         micro = narrow.config.train.micro_batch_size
         answers[name] = (found, norms, train(narrow, range(3), micro))
     return answers
@@ -129,7 +129,7 @@ def check(world, runs, **kwargs):
         norm = engine.fsdp.gradient_norm().item()
         members = {n: m for n, m in engine.fsdp.members.items() if m.rule.trainable}
         exact[kind] = ({n: m.local.grad.cpu() for n, m in members.items()}, norm)
-        engine._forget()
+        engine.forget()
         exact[kind] += (train(engine, range(3)),)
     ranks = [rounded(runs)] if world == 1 else spawn(world, rounded, runs, **kwargs)
     for name in runs:
@@ -177,7 +177,7 @@ def test_later_gradients_are_added_in_fp32_to_what_is_kept():
         learn(engine, step)
         learn(wide, step)
         new = gradients_of(wide)
-        wide._forget()
+        wide.forget()
         kept = (
             new if expected is None else [a.float() + b for a, b in zip(expected, new, strict=True)]
         )

@@ -1,6 +1,7 @@
 """``activation.offload`` storage by storage: what a block saves, whoever wrote the block."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from test_activation_offload import CPU, slow_links, small_pages
 from torch import nn
 
 from moetrain.parallel.offload import activations as activation_offload
-from moetrain.parallel.offload.activations import _ActivationOffload, _HostCopy, _HostPages, _stays
+from moetrain.parallel.offload.activations import ActivationOffload, _HostCopy, _HostPages
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,13 @@ class Toy(nn.Module):
 def toys(function, layers=4, share=1.0, device=CPU):
     """Toy blocks in a row as one function of what the first one gets; and what offloads."""
     blocks = [Toy(function).to(device) for _ in range(layers)]
-    numbers = {block: number for number, block in enumerate(blocks)}
 
     def call(block, x_BSD, context):
         return block(x_BSD, context)
 
-    stay = _stays([range(layers)])
-    done = _ActivationOffload(call, numbers, stay, share, lambda *_: 0.0, device)
+    arch = SimpleNamespace(layers=lambda: [()] * layers)
+    model = SimpleNamespace(layers=blocks, arch=arch, call_block=call)
+    done = ActivationOffload(model, share, [range(layers)], 1, device)
 
     def run(x_BSD, context=()):
         for block in blocks:
@@ -272,7 +273,6 @@ def test_the_share_is_of_the_bytes(x):
 def test_auto_fills_the_link_and_no_more(x):
     blocks, each = 42, 1.5 * X_BYTES
     run, done, _ = toys(lambda block, x, _: (x @ block.weight).sin(), layers=blocks, share="auto")
-    done.allowance = lambda number, x: each
     left = []
 
     class Count(_HostCopy):
@@ -282,6 +282,7 @@ def test_auto_fills_the_link_and_no_more(x):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "_HostCopy", Count)
+        patch.setattr(activation_offload, "link_bytes", lambda *_: each)
         run(x).sum().backward()
     assert done.host.bytes_down == (blocks - 2) * each
     # Not before the link has had the time, from the second block on; and soon after that.

@@ -89,7 +89,7 @@ REFUSED = [
     ({"rl.env": "jsonl", "rl.reward": "exact"}, "rl.prompts: not set, and rl.env 'jsonl' needs"),
     (
         {"rl.env": "jsonl", "rl.reward": "exact", "rl.prompts": "FOLDER/none.jsonl"},
-        "rl.prompts: cannot read 'FOLDER/none.jsonl'",
+        "rl.prompts: 'FOLDER/none.jsonl' cannot be read",
     ),
     (
         {"rl.env": "jsonl", "rl.reward": "good", "rl.prompts": "FOLDER/p.jsonl"},

@@ -22,8 +22,6 @@ out on purpose: models and ranks, and which checkpoint a run resumes
 (:mod:`moetrain.train.run_folder`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -31,10 +29,10 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -123,13 +121,13 @@ class ManifestEntry:
     pieces: tuple[FilePiece, ...]
     """They never overlap."""
 
-    def joined(self, name: str, other: ManifestEntry) -> ManifestEntry:
+    def joined(self, name: str, other: Self) -> Self:
         """Add the pieces of ``other`` that lie nowhere yet; ``name`` is for the error."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
         boxes = {(piece.starts, piece.stops) for piece in self.pieces}
         new = (piece for piece in other.pieces if (piece.starts, piece.stops) not in boxes)
-        return ManifestEntry(self.dtype, self.shape, (*self.pieces, *new))
+        return replace(self, pieces=(*self.pieces, *new))
 
 
 class FileSum(NamedTuple):
@@ -153,14 +151,14 @@ class Contents:
         return _CONTENTS.dump_python(self, mode="json")
 
     @classmethod
-    def from_json(cls, value: Any) -> Contents:
+    def from_json(cls, value: Any) -> "Contents":
         """Invert :meth:`to_json`; raises KeyError, TypeError or ValueError for anything else."""
         try:
             return _CONTENTS.validate_python(value)
         except ValidationError as error:  # which has several lines
             raise ValueError(error.errors()[0]["msg"]) from None
 
-    def add(self, other: Contents) -> None:
+    def add(self, other: Self) -> None:
         """Add what ``other`` has; a piece that is here already stays."""
         self.files.update(other.files)
         for group, entries in other.groups.items():
@@ -169,7 +167,7 @@ class Contents:
                 known[name] = known[name].joined(name, entry) if name in known else entry
 
     @classmethod
-    def together(cls, parts: Sequence[Contents]) -> Contents:
+    def together(cls, parts: Sequence[Self]) -> Self:
         """Join all ranks' reports. A piece that several ranks have is taken from the first.
 
         Raises:

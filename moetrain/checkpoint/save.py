@@ -11,11 +11,8 @@ complete checkpoints stay as they were. The machines of a run must share one fil
 to host memory while the next step already runs, so that the saver can write the copies.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
-import logging
 import os
 import re
 import shutil
@@ -47,7 +44,7 @@ from moetrain.checkpoint.read import (
     sealed,
     step_of,
 )
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.mesh import TensorSlice
@@ -63,8 +60,6 @@ WRITERS = 4
 _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
 _Groups = Mapping[str, Mapping[str, TensorSlice]]
-
-_logger = logging.getLogger("moetrain")
 
 
 @dataclass(frozen=True)
@@ -121,16 +116,12 @@ class Saver:
     Every rank makes the same calls in the same order.
     """
 
-    def __init__(self, rendezvous: Rendezvous | None) -> None:
-        """``rendezvous`` with the other ranks, for this saver alone; None: there are none."""
-        self._rendezvous, self._rank = rendezvous, 0 if rendezvous is None else rendezvous.rank
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        """``rendezvous`` with the other ranks, for this saver alone."""
+        self._rendezvous, self._rank = rendezvous, rendezvous.rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[Saved] | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save was started whose result has not been taken yet."""
-        return self._under_way is not None
+        self.under_way: Future[Saved] | None = None
+        """The save that was started, until its result is taken."""
 
     def start(
         self,
@@ -148,8 +139,8 @@ class Saver:
             ready: a function that the thread calls first; it returns when the tensors have their
                 values.
         """
-        assert not self.is_busy  # whoever starts has waited
-        self._under_way = self._thread.submit(self._save, plan, groups, state, ready)
+        assert self.under_way is None  # whoever starts has waited
+        self.under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
         """Return the checkpoint that has become complete since the last call; None: there is none.
@@ -157,16 +148,12 @@ class Saver:
         Raises:
             RunFailed: it could not be written; nothing of it is left.
         """
-        return None if self.is_writing else self.wait()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save has begun that is not complete."""
-        return self._under_way is not None and not self._under_way.done()
+        is_writing = self.under_way is not None and not self.under_way.done()
+        return None if is_writing else self.wait()
 
     def wait(self) -> Saved | None:
         """Wait until the save is complete; otherwise like :meth:`finished`."""
-        future, self._under_way = self._under_way, None
+        future, self.under_way = self.under_way, None
         return None if future is None else future.result()
 
     # ---- in the thread -------------------------------------------------------------------------
@@ -178,7 +165,7 @@ class Saver:
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
         mine = {group: _written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
-        reports = [report] if self._rendezvous is None else self._rendezvous.gather(report)
+        reports = self._rendezvous.gather(report)
         try:
             self._tell_all(lambda: _complete(plan, new, reports, state), plan)
         finally:
@@ -192,9 +179,7 @@ class Saver:
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
         """Return on every rank what the main rank's ``act`` returns; RunFailed if that fails."""
         outcome = _attempt(act) if self._rank == 0 else ""
-        if self._rendezvous is not None:
-            outcome = self._rendezvous.broadcast(outcome)
-        answer = json.loads(outcome)
+        answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
             left = "there is no earlier one, so the next run begins where this one did"
             if list_checkpoints(plan.root):
@@ -271,17 +256,9 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
+        self.memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
-
-    def reserve(self, size: int) -> None:
-        """Allocate ``size`` bytes; earlier copies are lost.
-
-        Raises:
-            RunFailed: the system does not grant so much pinned memory.
-        """
-        self._memory.reserve(size)
 
     def copy(self, groups: _Groups) -> tuple[_Groups, Callable[[], object]]:
         """Copy what this rank writes of ``groups``, as it is at this point of the device's work.
@@ -291,7 +268,7 @@ class Staging:
         """
         groups = {group: _written_here(parts) for group, parts in groups.items()}
         parts = [part for named in groups.values() for part in named.values()]
-        self.reserve(sum(aligned(part.tensor.nbytes) for part in parts))
+        self.memory.reserve(sum(aligned(part.tensor.nbytes) for part in parts))
         start = 0
         staged: dict[str, dict[str, TensorSlice]] = {group: {} for group in groups}
         if self._stream is not None:
@@ -300,7 +277,7 @@ class Staging:
             for group, named in groups.items():
                 for name, part in named.items():
                     tensor = part.tensor.detach()
-                    flat = self._memory.bytes[start : start + tensor.nbytes].view(tensor.dtype)
+                    flat = self.memory.bytes[start : start + tensor.nbytes].view(tensor.dtype)
                     host = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
                     staged[group][name] = part._replace(tensor=host)
                     start += aligned(tensor.nbytes)
@@ -453,7 +430,7 @@ def _remove(checkpoint: Path) -> None:
         checkpoint.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
-        _logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
+        logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
 
 
 def _hidden(checkpoint: Path, kind: str) -> Path:

@@ -6,8 +6,6 @@ ten unless the command line, a file or the environment says otherwise.
 ``scripts/bench_train.py`` says besides where the time of a step goes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -11,15 +11,13 @@ holds one parameter and two files in host memory, the others one file. Other exi
 one line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -36,7 +34,7 @@ from moetrain.checkpoint.read import (
     open_checkpoint,
 )
 from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
@@ -48,7 +46,8 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
 
 
-def _run(argv: Sequence[str] | None) -> int:
+@command
+def main(argv: Sequence[str] | None) -> int:
     parser = Parser("checkpoint", __doc__)
     parser.add_argument("command", choices=list(_COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
@@ -238,8 +237,3 @@ _COMMANDS = {
     "import-hf": _import_hf,
     "diff": _diff,
 }
-
-main = partial(run_command, _run)
-
-if __name__ == "__main__":
-    sys.exit(main())

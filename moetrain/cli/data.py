@@ -4,20 +4,17 @@ The same code as a run's reads, renders, tokenises and packs the data; what it l
 green here. Left out on purpose: statistics over all of a large source; they are of its first rows.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moetrain.cli.main import Parser, run_command
-from moetrain.config import Config
+from moetrain.cli.main import Parser, command
+from moetrain.config import Config, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
 from moetrain.train.setup import resolve_run
@@ -28,14 +25,15 @@ _BAR = 40
 """Characters of the longest bar of the histogram."""
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
     parser.prog = "moetrain data"
     parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("moetrain").setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)
     config = Config.load(overrides=["--data.path", options.path, *settings], once=True)
     config, arch = resolve_run(config)
     data = build_data(config, arch.vocab_size)
@@ -46,9 +44,6 @@ def _run(argv: Sequence[str] | None) -> None:
     for number, row in enumerate(rows[: options.show]):
         console.rule(f"row {number}", align="left")
         console.print(_coloured(data, row), soft_wrap=True)
-
-
-main = partial(run_command, _run)
 
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
@@ -98,7 +93,3 @@ def _coloured(data: Data, row: Row) -> Text:
             text.append(said, "green" if learned_S[a] else "dim")
         text.append("\n│\n", "cyan")
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

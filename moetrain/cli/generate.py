@@ -4,13 +4,10 @@ PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. 
 written to standard output as it is made. Exit codes: 0, or 2 and one line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
-from functools import partial
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _SAMPLING = {
@@ -23,7 +20,8 @@ _SAMPLING = {
 """Options that SamplingParams has under the same names: default and meaning."""
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("generate", __doc__)
     parser.add_model()
     parser.add_argument(
@@ -84,8 +82,6 @@ def _run(argv: Sequence[str] | None) -> None:
         raise ConfigError("max_tokens", str(error)) from None
     print()
 
-
-main = partial(run_command, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

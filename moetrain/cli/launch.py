@@ -15,8 +15,6 @@ to import torch, in which the launcher checks the settings; then it waits for a 
 the launcher creates once it has. Left out on purpose: several machines (torchrun, srun).
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -8,8 +8,6 @@ of their own (:class:`Parser`). In both, whatever is wrong raises :class:`Config
 line goes to standard error, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -17,7 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from functools import partial
+from functools import wraps
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -66,23 +64,26 @@ def error_line(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
 
 
-def run_command(
-    work: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None
-) -> int:
-    """Call ``work(argv)`` and return its exit code; a ConfigError is one line, and 2.
+def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
+    """Make ``work(argv)`` a command, which returns its exit code; a ConfigError is one line, and 2.
 
-    ``argv`` is a command line; None: the process's own.
+    ``argv`` is a command line; None, or not given: the process's own.
     """
-    let_idle_threads_sleep()
-    try:
-        with reader_may_leave():
-            return work(argv) or 0
-        return 0  # whoever reads standard output has left
-    except ConfigError as error:
-        print(error_line(f"error: {error}"), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+    @wraps(work)
+    def run(argv: Sequence[str] | None = None) -> int:
+        let_idle_threads_sleep()
+        try:
+            with reader_may_leave():
+                return work(argv) or 0
+            return 0  # whoever reads standard output has left
+        except ConfigError as error:
+            print(error_line(f"error: {error}"), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+    return run
 
 
 @contextmanager
@@ -127,7 +128,8 @@ class Parser(argparse.ArgumentParser):
 # ---- moetrain COMMAND ----------------------------------------------------------------------------
 
 
-def _run(argv: Sequence[str] | None) -> int | None:
+@command
+def main(argv: Sequence[str] | None) -> int | None:
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     match name:
         case "completion":
@@ -143,9 +145,6 @@ def _run(argv: Sequence[str] | None) -> int | None:
             problem = f"{name!r} is none; use {', '.join(_COMMANDS)}, completion or version"
             raise ConfigError("command", problem)
     return None
-
-
-main = partial(run_command, _run)
 
 
 def _complete(words: Sequence[str]) -> None:

@@ -6,19 +6,17 @@ not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of ti
 Left out on purpose: settings that trade host memory for device memory, which the dry run proposes.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import recipe_names
@@ -53,7 +51,7 @@ class _Layout(NamedTuple):
 
     def cells(self, gpus: int) -> list[str]:
         """Return what is printed of it."""
-        settings = {name: _value(self.config, name) for name in self.COLUMNS}
+        settings = {name: attrgetter(name)(self.config) for name in self.COLUMNS}
         replicate, tp, pp = (settings[f"parallel.{x}"] for x in ("dp_replicate", "tp", "pp"))
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
         shown = [_shown(value) for value in settings.values()]
@@ -66,7 +64,8 @@ _HEADS = (
 )
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("plan", __doc__)
     parser.prog = "moetrain plan"
     parser.usage = "%(prog)s MODEL --gpus N [--gpu KIND] [--top N] [--section.key value ...]"
@@ -78,13 +77,7 @@ def _run(argv: Sequence[str] | None) -> None:
     if given.gpus < 1 or (given.gpus > GPUS_OF_MACHINE and given.gpus % GPUS_OF_MACHINE):
         whole = f"1 to {GPUS_OF_MACHINE}, or whole machines of {GPUS_OF_MACHINE}"
         raise ConfigError("gpus", f"{given.gpus}: give {whole}")
-    _print_plan(given.model, words, given.gpus, given.gpu, given.top)
-
-
-main = partial(run_command, _run)
-
-
-def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: int) -> None:
+    model, gpus, gpu = given.model, given.gpus, given.gpu
     source, own = _source(model, words)
     config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
     found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
@@ -92,7 +85,7 @@ def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: 
     if not found:
         problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
         raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-    rows = [_HEADS, *(layout.cells(gpus) for layout in found[:top])]
+    rows = [_HEADS, *(layout.cells(gpus) for layout in found[: given.top])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
     for row in rows:
@@ -123,7 +116,7 @@ def _command(
     chosen = [
         word
         for name, value in change.items()
-        if value != _value(config, name)
+        if value != attrgetter(name)(config)
         for word in (f"--{name}", _shown(value))
     ]
     return shlex.join([*start, *named, *words, *chosen])
@@ -171,7 +164,7 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
                 yield _estimated(tried, whole, gpu)
 
 
-def _fastest(plan: MemoryPlan, change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
+def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
     """Return the fastest micro-batch that fits, and whether the largest of all does."""
     best, fits = None, False
     rows: Sequence[int] = _MICRO_BATCHES
@@ -193,7 +186,7 @@ def _fastest(plan: MemoryPlan, change: _Change, gpu: GpuName) -> tuple[_Layout |
     return best, fits
 
 
-def _estimated(plan: MemoryPlan, change: _Change, gpu: GpuName) -> _Layout:
+def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
     from moetrain.train.speed import step_seconds
 
     ranks, config = plan.sizes(), plan.config
@@ -224,7 +217,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     }
     for name in options:
         if _is_users(config, name):
-            options[name] = [_value(config, name)]
+            options[name] = [attrgetter(name)(config)]
     for values in product(*options.values()):
         tp, pp, ep, replicas, states = values
         if gpus % (tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
@@ -239,18 +232,13 @@ def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield what to keep for the backward, the cheapest first."""
     for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
         change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
-        if all(_value(config, n) == x for n, x in change.items() if _is_users(config, n)):
+        if all(attrgetter(n)(config) == x for n, x in change.items() if _is_users(config, n)):
             yield change
 
 
 def _is_users(config: Config, name: str) -> bool:
     """Return whether a user has set ``name``; what a recipe proposes is free."""
     return not config.origins.get(name, "recipe ").startswith("recipe ")
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
 
 
 def _shown(value: Any) -> str:

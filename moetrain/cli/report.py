@@ -1,18 +1,16 @@
 """``moetrain report FOLDER``: write ``report.html`` of a run, which may still be training."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     parser = Parser("report", "Write report.html of a run, a page without a server.")
     parser.add_argument("folder", type=Path, help="the output folder of the run")
     folder = parser.parse_args(argv).folder
@@ -24,8 +22,6 @@ def _run(argv: Sequence[str] | None) -> None:
         problem = f"{shortened(str(folder))} has no run that can be read: {error}"
         raise ConfigError("report", f"{problem}; give the output_dir of one") from None
 
-
-main = partial(run_command, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,14 +5,11 @@ stop the server once it has answered the requests that it has begun. Exit codes:
 line that says what is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 
-from moetrain.cli.main import Parser, run_command
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
 from moetrain.rollout.access import Access
@@ -55,7 +52,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _run(argv: Sequence[str] | None) -> None:
+@command
+def main(argv: Sequence[str] | None) -> None:
     args = _parse(argv)
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
@@ -79,8 +77,6 @@ def _run(argv: Sequence[str] | None) -> None:
     print(f"serving {name} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
 
-
-main = partial(run_command, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

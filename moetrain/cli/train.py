@@ -4,8 +4,6 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 143 after SIGTERM and 130 after Ctrl-C, each with a checkpoint written.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import json
@@ -28,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from moetrain.cli import launch
 from moetrain.cli.main import error_line, reader_may_leave, version
-from moetrain.config import Config, ConfigError, Recipes
+from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
@@ -123,7 +121,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         place = launched_place()
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
-            logging.getLogger("moetrain").setLevel(logging.INFO)
+            logger.setLevel(logging.INFO)
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
@@ -303,7 +301,3 @@ def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: boo
     sys.stderr.flush()
     # Ending in the usual way closes communicators, which can wait for ranks that do not come.
     os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,14 +10,13 @@ Those checks live where the thing is built (:mod:`moetrain.train.setup`) and rai
 :class:`ConfigError` too.
 """
 
-from __future__ import annotations
-
 import json
+import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import PrivateAttr, field_validator
 
@@ -42,6 +41,9 @@ from moetrain.config.sections import (
     TrainSection,
 )
 from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
+
+logger = logging.getLogger("moetrain")
+"""The logger of the whole package."""
 
 
 class Fact(StrEnum):
@@ -85,6 +87,7 @@ class _Need(NamedTuple):
     """Other settings or facts, and the values with which they satisfy the need; one is enough."""
     when: Container[Any] = _ANY
     """Values of the settings that have this need."""
+    remedy: str = "unset one"
 
     def covers(self, name: str) -> bool:
         """Return whether this is about the setting ``name``."""
@@ -143,6 +146,12 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
     _Need("activation.save", {"activation.policy": {"selective"}}),
     _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
+    # Only compiled blocks leave what they keep to be sent.
+    _Need(
+        "activation.offload",
+        {"activation.policy": _Other("selective"), "compile.enabled": {True, "auto"}},
+        remedy="set compile.enabled yes, or activation.policy none",
+    ),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
     _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
@@ -153,6 +162,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
     _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
+    # A step cannot be done again over stages.
+    _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
     _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
@@ -175,6 +186,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
     _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
     _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    # Which has these weights in it already.
+    _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
+    _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
+    # In the loss its gradient is 0 in expectation.
+    _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
+    # The others compare within a group.
+    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp"}}, {1}, "use 2 or more"),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
@@ -227,7 +245,7 @@ class Config(Section):
         recipes: Recipes = Recipes.TRAIN,
         *,
         once: bool = False,
-    ) -> Config:
+    ) -> Self:
         """Return the validated config of one run.
 
         Args:
@@ -259,7 +277,7 @@ class Config(Section):
         section, _, key = name.rpartition(".")
         return key in (getattr(self, section) if section else self).model_fields_set
 
-    def filled(self, values: Mapping[str, Any], origin: str) -> Config:
+    def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = Reader(type(self)).build({**mine, **values})
@@ -267,7 +285,7 @@ class Config(Section):
         filled._recipe = self._recipe
         return filled
 
-    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
+    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Self:
         """Return a copy in which no setting is without effect.
 
         Settings that only a recipe proposes go back to their defaults.
@@ -323,14 +341,6 @@ class Config(Section):
         self.checkpoint.check()
         if t.steps is not None:
             self.log.check(t.steps)
-        activation = self.activation
-        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
-            raise ConfigError(
-                "activation.offload",
-                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
-                "blocks leave what they keep to be sent; set compile.enabled yes, or "
-                "activation.policy none",
-            )
 
 
 def _name_of_run(config: Config) -> str:
@@ -363,7 +373,7 @@ def _unmet(
         others = " and ".join(f"{other} {_shown(known[other])}" for other in need.of)
         for name in changed:
             if need.covers(name) and values[name] in need.when:
-                why = f", but {fact}; unset it" if fact else f" contradicts {others}; unset one"
+                why = f", but {fact}; unset it" if fact else f" contradicts {others}; {need.remedy}"
                 yield name, _shown(values[name]) + why
 
 

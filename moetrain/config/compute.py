@@ -3,14 +3,12 @@
 They change results by rounding alone, except for how experts are balanced.
 """
 
-from __future__ import annotations
+from typing import Annotated, Literal
 
-from typing import Literal
-
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from moetrain.config.environment import GpuName
-from moetrain.config.sections import Section
+from moetrain.config.sections import Section, checked
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
@@ -34,7 +32,13 @@ class ParallelSection(Section):
     a rank, for shorter waits; it takes micro-batches in multiples of pp."""
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
-    pp_split: tuple[int, ...] | None = None
+    pp_split: Annotated[
+        tuple[int, ...] | None,
+        checked(
+            lambda sizes: sizes is None or min(sizes, default=0) > 0,
+            "a stage has one block at least",
+        ),
+    ] = None
     """Blocks of each stage in order, separated by commas, the head with the last; unset: a split
     that gives the slowest rank the least arithmetic."""
     ep: PositiveInt = 1
@@ -45,7 +49,12 @@ class ParallelSection(Section):
     """Context parallel ranks, which share the tokens of the same rows. In attention they share its
     heads instead (Ulysses), so cp * tp divides the query heads, and the key and value heads are a
     multiple of cp * tp or a divisor of it."""
-    reshard_after_forward: bool | int = False
+    reshard_after_forward: Annotated[
+        bool | int,
+        checked(
+            lambda n: isinstance(n, bool) or n > 1, "give yes, no, or a number of blocks from 2 on"
+        ),
+    ] = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
     of its backward: less memory for one more gather. A number N: only the first N blocks of a rank
     do so. The last blocks keep theirs, because their backward comes first. With activation.policy
@@ -65,20 +74,6 @@ class ParallelSection(Section):
     optim.offload_fraction keeps on the host, and sums with a parallel.reduce other than
     fp32_accum, always use collectives."""
 
-    @field_validator("reshard_after_forward")
-    @classmethod
-    def _of_two_blocks_at_least(cls, value: bool | int) -> bool | int:
-        if not isinstance(value, bool) and value < 2:
-            raise ValueError("give yes, no, or a number of blocks from 2 on")
-        return value
-
-    @field_validator("pp_split")
-    @classmethod
-    def _of_a_block_at_least(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is not None and (not value or min(value) < 1):
-            raise ValueError("a stage has one block at least")
-        return value
-
 
 class MoeSection(Section):
     """Routing, balancing and dispatch of MoE layers."""
@@ -86,7 +81,13 @@ class MoeSection(Section):
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
     """How tokens reach their experts; auto: local if parallel.ep is 1, else deepep where it runs,
     else alltoall."""
-    deepep_num_sms: Literal["auto"] | int = "auto"
+    deepep_num_sms: Annotated[
+        Literal["auto"] | int,
+        checked(
+            lambda n: n == "auto" or (n > 0 and n % 2 == 0),
+            "SMs are used in pairs: give auto or a positive even number",
+        ),
+    ] = "auto"
     """SMs that DeepEP uses: an even number, or auto for the fastest at the number of ranks."""
     dispatch_mode: Literal["exact", "static"] = "exact"
     """How DeepEP sizes a rank's receive buffers. exact: by the counts, for which the host waits
@@ -118,13 +119,6 @@ class MoeSection(Section):
         if self.aux_loss_layers == "auto":
             return model_path is not None
         return self.aux_loss_layers == "pooled"
-
-    @field_validator("deepep_num_sms")
-    @classmethod
-    def _even_sms(cls, value: str | int) -> str | int:
-        if isinstance(value, int) and (value <= 0 or value % 2):
-            raise ValueError("SMs are used in pairs: give auto or a positive even number")
-        return value
 
 
 class KernelsSection(Section):
@@ -179,24 +173,23 @@ class ActivationSection(Section):
     """What selective keeps, separated by commas: dispatch (tokens that expert parallel ranks
     exchange), attention (its output), experts (pre-activations of the grouped products), linear
     (results of dense products)."""
-    offload: float | Literal["auto"] = 0.0
+    offload: Annotated[
+        float | Literal["auto"],
+        checked(lambda x: x == "auto" or 0 <= x <= 1, "give auto or a number from 0 to 1"),
+    ] = 0.0
     """Share, from 0 to 1, of the kept activations that waits in pinned host memory and comes back
     one block ahead; only tensors of 8 MiB or more move. auto: as much as the link to the host
     carries while blocks compute (50 GB/s at 450 TFLOP/s); more costs time. With activation.policy
     selective blocks must be compiled; with full nothing is left to move."""
 
-    @field_validator("offload")
-    @classmethod
-    def _share(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and not 0 <= value <= 1:
-            raise ValueError("give auto or a number from 0 to 1")
-        return value
-
 
 class LaunchSection(Section):
     """Processes of a run, and the machines that --dry_run plans for."""
 
-    nproc: int | Literal["auto"] = 1
+    nproc: Annotated[
+        int | Literal["auto"],
+        checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of processes"),
+    ] = 1
     """Processes to start on this machine; auto: one for each GPU, or one on a CPU. Under torchrun
     or srun nothing is started: the run takes its place among their processes."""
     join_timeout: float = Field(default=300.0, gt=0)
@@ -210,10 +203,3 @@ class LaunchSection(Section):
     gpu: GpuName | None = None
     """Kind of GPU that --dry_run plans for; unset: this machine's, or h100 if it has none and
     launch.gpus or train.device asks for GPUs."""
-
-    @field_validator("nproc")
-    @classmethod
-    def _positive(cls, value: str | int) -> str | int:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("give auto or a positive number of processes")
-        return value

@@ -5,8 +5,6 @@ None of this is a setting; variables that are (``MOETRAIN_*``) are read in
 (:mod:`moetrain.train.speed`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

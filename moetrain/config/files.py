@@ -4,8 +4,6 @@ It lies in the lowest package, because models, checkpoints, metrics and jobs all
 and none of these packages may import another's helpers.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -6,16 +6,16 @@ learning and jobs are in :mod:`moetrain.config.rl`, checks that span sections in
 :mod:`moetrain.config`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -71,9 +71,21 @@ class Section(BaseModel):
         return value
 
 
-def from_home(value: str | None) -> str | None:
-    """Expand ~ in a path: no shell does that in a file or after =."""
-    return value and os.path.expanduser(value)
+_FROM_HOME = AfterValidator(lambda path: path and os.path.expanduser(path))
+GivenPath = Annotated[str, _FROM_HOME]
+"""A path in which ~ is expanded: no shell does that in a file or after =."""
+MaybePath = Annotated[str | None, _FROM_HOME]
+
+
+def checked(is_right: Callable[[Any], bool], remedy: str) -> AfterValidator:
+    """Return a validator that refuses a value with ``remedy`` unless it ``is_right``."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(remedy)
+        return value
+
+    return AfterValidator(check)
 
 
 _SIZE = Field(default=None, gt=0, le=2**20)
@@ -124,7 +136,7 @@ class ModelSection(Section):
 class MixEntry(Section):
     """One source of a mixture, a table [[data.mix]]. What is unset is as in the section data."""
 
-    path: str
+    path: GivenPath
     """File, folder, pattern or hub's name to read."""
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
@@ -136,14 +148,12 @@ class MixEntry(Section):
     """First records or files that are read of it; unset: all."""
     source: Literal["text", "records"] | None = None
     """Kind of data; unset: by the end of its path."""
-    eval_path: str | None = None
+    eval_path: MaybePath = None
     """What to evaluate on; unset: data.eval_fraction of it is held out."""
     split: str | None = None
     subset: str | None = None
     format: str | None = None
     text_field: str | None = None
-
-    _paths = field_validator("path", "eval_path")(from_home)
 
     def label(self) -> str:
         """Return the entry's name."""
@@ -158,7 +168,7 @@ class DataSection(Section):
     folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
     data set that was saved or that a hub has; jsonl: another name for records; synthetic: random
     tokens. Unset, the end of data.path decides."""
-    path: str | None = None
+    path: MaybePath = None
     """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
     mix: tuple[MixEntry, ...] | None = None
     """Sources of a mixture, instead of data.path: tables [[data.mix]] with path, name, weight,
@@ -176,16 +186,16 @@ class DataSection(Section):
     train_on: Literal["all", "completion", "last"] = "all"
     """Turns of the assistant that are learned: all; completion: those behind the user's last turn;
     last: the last one. Of a prompt and its completion only the completion is ever learned."""
-    eval_path: str | None = None
+    eval_path: MaybePath = None
     """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents that is held out for evaluation, chosen by a hash of their names or
     text; of too few documents the last tokens, as large a share."""
     text_field: str = "text"
     """Field of a record that holds its text, if it is no conversation."""
-    chat_template: str | None = None
+    chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
-    tokenizer: str = "byte"
+    tokenizer: GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""
     seq_len: int = Field(default=256, gt=1)
@@ -200,14 +210,10 @@ class DataSection(Section):
     part is limited."""
     workers: NonNegativeInt | None = None
     """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
-    cache_dir: str | None = None
+    cache_dir: MaybePath = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Rows of the synthetic source."""
-
-    _paths = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
-        from_home
-    )
 
     @field_validator("mix", mode="before")
     @classmethod
@@ -217,7 +223,7 @@ class DataSection(Section):
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
 
-    def sources(self) -> dict[str, DataSection]:
+    def sources(self) -> dict[str, Self]:
         """Return the settings of each source of the mixture by name; raises ConfigError."""
         entries = {entry.label(): entry for entry in self.mix or ()}
         if len(entries) < len(self.mix or ()):
@@ -334,15 +340,13 @@ class LoraSection(Section):
     """Dtype in which blocks' frozen matrices are stored. auto: train.dtype; float8: e4m3 with a
     scale for every 32 numbers (MXFP8), which halves the memory of bf16 and the bytes gathered, and
     is converted whenever a block runs."""
-    path: str | None = None
+    path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
     """How those files hold adapters of routed experts. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
-
-    _paths = field_validator("path")(from_home)
 
     @property
     def scale(self) -> float:
@@ -416,7 +420,7 @@ class CheckpointSection(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
-    resume: str = "auto"
+    resume: GivenPath = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir, if there is one; never:
     start anew; or the folder of a checkpoint."""
     save_hf: bool = False
@@ -434,8 +438,6 @@ class CheckpointSection(Section):
                 "is saved then; make it one",
             )
 
-    _paths = field_validator("resume")(from_home)
-
 
 class EvalSection(Section):
     """Benchmarks of EleutherAI's lm-evaluation-harness (`moetrain[eval]`) while a model trains."""
@@ -450,10 +452,8 @@ class EvalSection(Section):
     """Solved examples before each question; unset: as many as the task says."""
     chat: bool = False
     """Ask by the chat template."""
-    task_folder: str | None = None
+    task_folder: MaybePath = None
     """Folder of further tasks, YAML files in the library's format."""
-
-    _paths = field_validator("task_folder")(from_home)
 
 
 class LogSection(Section):

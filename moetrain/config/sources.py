@@ -5,8 +5,6 @@ puts a recipe under them if the user named none, and merges them. Unknown names 
 where the message can name the source; what a value may be is the sections' own.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

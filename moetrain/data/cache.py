@@ -16,13 +16,10 @@ sources only to see whether they changed (a file's path, size and time of change
 content).
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -38,19 +35,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
-from moetrain.data.containers import FilePart
 from moetrain.data.sources import Document, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer
 
-_logger = logging.getLogger("moetrain")
+_T = TypeVar("_T")
 
 _FORMAT = 4
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
@@ -91,7 +87,7 @@ class TokenCache(NamedTuple):
         return len(self.targets)
 
     @classmethod
-    def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
+    def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Self:
         """Open the cache of ``source``, and build it first if no earlier run did.
 
         Raises:
@@ -106,7 +102,7 @@ class TokenCache(NamedTuple):
         return cls.opened(folder)
 
     @classmethod
-    def opened(cls, folder: Path) -> TokenCache:
+    def opened(cls, folder: Path) -> Self:
         """Map the cache in ``folder``; ConfigError if it is damaged."""
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:
@@ -154,11 +150,9 @@ class Blocks:
     ) -> None:
         """List the blocks of ``share`` of ``source``; ``workers`` processes make them."""
         parts = source.file_parts(share)
-        self._groups: list[list[FilePart]] = [[]]
-        for i in np.random.Generator(np.random.PCG64(0)).permutation(len(parts)):
-            if sum(part.size for part in self._groups[-1]) >= _BLOCK_BYTES:
-                self._groups.append([])
-            self._groups[-1].append(parts[i])
+        order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
+        shuffled = (parts[i] for i in order)
+        self._groups = list(_grouped(shuffled, lambda part: part.size, _BLOCK_BYTES)) or [[]]
         self.num_bytes = sum(part.size for part in parts)
         self._source, self._share, self._tokenizer = source, share, tokenizer
         names = [[part.file.name, *part[1:]] for part in parts]
@@ -228,16 +222,9 @@ class Blocks:
                     yield (turn, place, chunk), f"{order[place]}-{chunk}", found
 
     def _chunks(self, group: int) -> Iterator[list[Any]]:
-        found, num_bytes = [], 0
-        for part in self._groups[group]:
-            for each in self._source.read(part, self._share):
-                found.append(each)
-                num_bytes += each.num_bytes
-                if num_bytes >= 2 * _BLOCK_BYTES:
-                    yield found
-                    found, num_bytes = [], 0
-        if found:
-            yield found
+        parts = self._groups[group]
+        records = (each for part in parts for each in self._source.read(part, self._share))
+        return _grouped(records, lambda each: each.num_bytes, 2 * _BLOCK_BYTES)
 
     @cached_property
     def _pool(self) -> Any:
@@ -322,7 +309,7 @@ def _build(
             raise ConfigError("data.cache_dir", problem) from None
         return
     if meta["num_documents"] and not is_block:
-        _logger.info(
+        logger.info(
             "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
         )
 
@@ -380,7 +367,7 @@ def _encoded(
     Documents begin with ``bos_ids``, unless a template says how; all end with EOS.
     """
     is_start = True
-    for batch in _batches(documents):
+    for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
             ids_T, masked_T = encoded.ids, None
@@ -401,16 +388,17 @@ def _encoded(
             yield document, ids_T, masked_T
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], least: int) -> Iterator[list[_T]]:
+    """Yield the items in groups that are as short as their sizes, ``least`` together, allow."""
+    group, size = [], 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _masked(offsets_T2: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:

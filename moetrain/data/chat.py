@@ -10,8 +10,6 @@ Left out on purpose: turns after the last assistant turn (they carry no loss), a
 space of a turn (layout, not speech).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from jinja2.ext import Extension
@@ -105,11 +103,11 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
     """Variables of the template: ``bos_token``, ..."""
-    with_tools: ChatTemplate | None = None
+    with_tools: "ChatTemplate | None" = None
     """The template for conversations that have tools; None: the same one."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> ChatTemplate:
+    def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
         """Take the template of ``data.chat_template``, else the tokenizer's, else ChatML.
 
         Raises:

@@ -8,14 +8,11 @@ Left out on purpose: remote files other than a hub's data sets, which a program 
 as an iterable (docs/library.md).
 """
 
-from __future__ import annotations
-
 import bz2
 import glob
 import gzip
 import io
 import json
-import logging
 import lzma
 import os
 import re
@@ -29,11 +26,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError
-
-_logger = logging.getLogger("moetrain")
 
 _TABLES = {".arrow", ".parquet"}
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -320,7 +315,7 @@ def list_files(
             if os.path.isfile(file):
                 found.append(file)
             else:
-                _logger.info("%s is no file, or a link to none; skipped", file)
+                logger.info("%s is no file, or a link to none; skipped", file)
     if not found:
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
         problem = f"holds no {ends} files; name a file, or a folder with some"
@@ -337,7 +332,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
         for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
-            _logger.info("%s is a link to a folder; not followed", link)
+            logger.info("%s is a link to a folder; not followed", link)
         yield from (Path(folder, name) for name in sorted(names))
 
 

@@ -15,8 +15,6 @@ An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful
 goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping

@@ -10,11 +10,8 @@ memory-mapped file; a step's rows take microseconds each.
 Shapes: B rows, S tokens of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 
-from moetrain.config import Config, ConfigError, DataSection
+from moetrain.config import Config, ConfigError, DataSection, logger
 from moetrain.config.environment import launched_place, user_cache_dir
 from moetrain.config.sections import MixEntry
 from moetrain.data.cache import Blocks, TokenCache
@@ -47,8 +44,6 @@ from moetrain.data.packing import (
 from moetrain.data.sources import PAIRED, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
-
-_logger = logging.getLogger("moetrain")
 
 
 class Data(NamedTuple):
@@ -138,7 +133,7 @@ def _mixed(
     train = Mixture(parts, counts, seed)
     shares = {name: n / len(train) for name, n in zip(parts, counts, strict=True)}
     of_part = ", ".join(f"{n:,} of {name}" for name, n in zip(parts, counts, strict=True))
-    _logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
+    logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
     return train, {name: (rows, shares[name]) for name, rows in held_out.items()}, template
 
 
@@ -149,7 +144,7 @@ def _from_text(
     source = Source.of(data, tokenizer, limit)
     other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
     if said := source.describe():
-        _logger.info("%s", said)
+        logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
     is_streamed = data.streaming == "yes"
     if data.streaming == "auto" and data.source != "stdlib" and limit is None:
@@ -160,7 +155,7 @@ def _from_text(
         train, held_out, has_chats = _tokenised(data, source, other, tokenizer, cache_dir)
     for side, dataset in (("", train), ("held out: ", held_out)):
         if isinstance(dataset, (WholeDataset, PairDataset)):
-            _logger.info("%s%s", side, dataset.describe())
+            logger.info("%s%s", side, dataset.describe())
     return train, held_out, source.reader.template.source if source.reader and has_chats else None
 
 
@@ -226,7 +221,7 @@ def _streamed(
     _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = Streamed(blocks, partial(_rows, data=fixed), seed)
-    _logger.info(
+    logger.info(
         "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
         source.path,
         f"{len(train):,}",
@@ -285,7 +280,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         train = _rows(cache, data, 0, border)
         held_out = _rows(cache, data, border)
         if len(train) and len(held_out):
-            _logger.info(
+            logger.info(
                 "data.eval_fraction %s of the documents leaves a side without a row: held out are "
                 "the last %d of all %d %s instead",
                 data.eval_fraction,
@@ -341,7 +336,7 @@ class Batch(NamedTuple):
     """What else an objective knows of the targets, by name: [B, S, ...] each."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Batch:
+    def of(cls, rows: Sequence[Row]) -> Self:
         """Stack ``rows`` to a micro-batch; ConfigError if their extra fields differ."""
         shapes = [{name: field.shape for name, field in row.extra.items()} for row in rows]
         if other := next((found for found in shapes if found != shapes[0]), None):
@@ -360,7 +355,7 @@ class Batch(NamedTuple):
             {n: torch.from_numpy(np.stack([row.extra[n] for row in rows])) for n in shapes[0]},
         )
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """Copy the batch to ``device``, without waiting for the copy."""
         tensors = tensors_on(device, self._asdict())
         return self._replace(**tensors, extra=tensors_on(device, self.extra))

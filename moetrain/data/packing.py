@@ -10,8 +10,6 @@ and 5 s in rows of 32,768, and the memory of a few integers each; the documents 
 Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -13,12 +13,9 @@ Left out on purpose: synthetic data, which needs no text (packing.py), renaming 
 records (a line of the user's own script does that), and images and sounds in ``content``.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json
-import logging
 import os
 import sysconfig
 from collections import Counter
@@ -27,9 +24,9 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
-from moetrain.config import ConfigError, DataSection
+from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import (
@@ -42,7 +39,6 @@ from moetrain.data.containers import (
 )
 from moetrain.data.tokenizer import Tokenizer
 
-_logger = logging.getLogger("moetrain")
 _T = TypeVar("_T")
 
 _PART_BYTES = 1 << 20
@@ -95,7 +91,7 @@ class Source(Files):
     that are not UTF-8 become U+FFFD.
     """
 
-    reader: RecordReader | None = None
+    reader: "RecordReader | None" = None
     """What reads the records; None: the files are texts."""
     limit: int | None = None
     """Records to read at most, before the share is chosen; None: all."""
@@ -105,7 +101,7 @@ class Source(Files):
     @classmethod
     def of(
         cls, data: DataSection, tokenizer: Tokenizer, limit: int | None = None, field: str = "path"
-    ) -> Source:
+    ) -> Self:
         """Open what ``field`` of ``data`` names: list the files, and read nothing yet.
 
         Args:
@@ -125,7 +121,7 @@ class Source(Files):
             return cls("data.source", path, list_files("data.source", path, (".py",), _NOT_STDLIB))
         return cls(name, path, list_files(name, path)[:limit])
 
-    def only(self, share: HashRange) -> Source:
+    def only(self, share: HashRange) -> Self:
         """Return the records, or the text files, that are in ``share``."""
         if self.reader is not None:
             return replace(self, share=share)
@@ -193,7 +189,7 @@ class Source(Files):
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
 
-    def _told(self, raw: Raw, read: Callable[[RecordReader, Any], _T]) -> _T:
+    def _told(self, raw: Raw, read: "Callable[[RecordReader, Any], _T]") -> _T:
         """Return what ``read`` makes of a record; ConfigError says where it is, if it is bad."""
         assert self.reader is not None
         try:
@@ -201,7 +197,7 @@ class Source(Files):
         except BadLineError as error:
             raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
 
-    def for_workers(self) -> Source:
+    def for_workers(self) -> Self:
         """Return a copy without its files, whose :meth:`documents_of` another process calls."""
         return replace(self, files=[], table=None)
 
@@ -239,7 +235,7 @@ class RecordReader:
     one alone."""
 
     @classmethod
-    def of(cls, data: DataSection, tokenizer: Tokenizer) -> RecordReader:
+    def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template)
         if data.packing not in PAIRED:
@@ -434,7 +430,7 @@ def _text_parts(path: Path) -> Iterator[Document]:
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
         if b"\0" in raw:
-            _logger.warning("%s is not text; skipped", path)
+            logger.warning("%s is not text; skipped", path)
         if b"\0" in raw or not raw.strip():
             return
         while raw:

@@ -7,11 +7,8 @@ special tokens that a post-processor would put behind a text (documents end with
 Shapes: T tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +20,9 @@ import huggingface_hub
 import numpy as np
 import tokenizers
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.models.hf.files import TokenizerFiles, follow, read_json, small_files
 
-_logger = logging.getLogger("moetrain")
 _wrong = partial(ConfigError, "data.tokenizer")
 
 # The files of a hub id that are read here or that a tokenizer's export copies.
@@ -195,7 +191,7 @@ class _HFTokenizer(Tokenizer):
             if name is None:
                 problem = f"{file} has no known end-of-text token; name one as eos_token in a "
                 raise _wrong(f"{problem}tokenizer_config.json beside it")
-            _logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
+            logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
             self.special_tokens["eos_token"] = name
         self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         self.eos_id = self._id_of("eos_token")
@@ -210,7 +206,7 @@ class _HFTokenizer(Tokenizer):
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
-                _logger.warning(
+                logger.warning(
                     "data.tokenizer: PAD is %s (%r, id %s). Loss is masked by position, not by id, "
                     "so real ones keep their loss",
                     " and ".join(roles),

@@ -4,8 +4,6 @@ A request that is taken up can be served: the model has its token ids, its rows 
 finite. Otherwise one line says what is wrong (:class:`Refused`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +68,7 @@ class Limits:
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
 
-    def parse(self, kind: str, body: object) -> _JobBody:
+    def parse(self, kind: str, body: object) -> "_JobBody":
         """Parse and check the JSON value ``body`` of a request ``kind``; raises Refused."""
         if kind not in KINDS:
             raise Refused(f"{shortened(kind)} is not one of {', '.join(KINDS)}")

@@ -10,8 +10,6 @@ Requests are numbered, so that one whose answer got lost can be sent again and i
 ``patience`` set, a client does not notice that the service was killed and started again.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import secrets
@@ -41,7 +39,7 @@ class Client:
     token: str | None = None
     patience: float = 0.0
 
-    def create(self, seed: int = 0, name: str | None = None) -> _RemoteJob:
+    def create(self, seed: int = 0, name: str | None = None) -> "_RemoteJob":
         """Make a new job, or go on with the job of id ``name``."""
         name = secrets.token_hex(16) if name is None else name
         known = self.call("POST", "/v1/jobs", {"id": name, "seed": seed})

@@ -4,16 +4,13 @@ Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs 
 and waiting clients are told.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
@@ -21,8 +18,6 @@ from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
 from moetrain.train.setup import resolve_run, stop_signals
-
-_logger = logging.getLogger("moetrain")
 
 _IDLE_SECONDS = 0.1
 """Between looks at stop signals, while no request waits."""
@@ -67,9 +62,9 @@ class JobRun:
             with Service(self.config) as service, stop_signals() as stop, self.serving(service):
                 settings = json.dumps(service.config.to_dict(), indent=2)
                 (service.folder / "config.json").write_text(settings, "utf-8")
-                _logger.info("settings:\n%s", service.config.describe())
+                logger.info("settings:\n%s", service.config.describe())
                 work = sum(job.has_work for job in service.jobs.values())
-                _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
+                logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
                 service.is_stopping = lambda: bool(stop)
                 while not stop:
                     service.turn()

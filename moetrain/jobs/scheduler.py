@@ -9,9 +9,6 @@ the newest checkpoint of each job and computes again what that has not seen. An 
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
-from __future__ import annotations
-
-import logging
 import re
 import secrets
 import shutil
@@ -24,15 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moetrain.config import Config
+from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed
 from moetrain.jobs.api import KINDS, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
-
-_logger = logging.getLogger("moetrain")
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _REMOVED = ".removed"
@@ -108,7 +103,7 @@ class Service(AbstractContextManager["Service"]):
             job.status = "failed"
             job.error = error
             job.tell_waiting(error)
-        _logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
+        logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
@@ -186,7 +181,7 @@ class Service(AbstractContextManager["Service"]):
                 try:
                     answer = job.answer_of(number)
                 except DamagedJob as error:  # the job itself can go on
-                    _logger.warning("job %s: %s", job.label, error)
+                    logger.warning("job %s: %s", job.label, error)
                     answer = {"error": str(error)}
             future: Future[dict[str, Any]] = Future()
             future.set_result(answer)
@@ -291,7 +286,7 @@ class Service(AbstractContextManager["Service"]):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             answer = {"error": _line_of(error), "refused": False}
             session.forget(job.id)
-            _logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
+            logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
         with self._lock:
             try:
                 job.answer(number, answer)

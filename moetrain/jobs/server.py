@@ -13,8 +13,6 @@ line; after ``?wait=SECONDS`` (60), with its number alone and status 202. With `
 the job's request N, which can be sent again and is done once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from functools import partial

@@ -15,8 +15,6 @@ Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`); a rank 
 middle of a collective, for which the others wait until that gives up, as in any run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -62,12 +60,12 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _together(
-    method: Callable[Concatenate[JobSession, _P], _R],
-) -> Callable[Concatenate[JobSession, _P], _R]:
+    method: "Callable[Concatenate[JobSession, _P], _R]",
+) -> "Callable[Concatenate[JobSession, _P], _R]":
     """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
 
     @wraps(method)
-    def call(session: JobSession, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(session: "JobSession", *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if session.is_told or session.world.size == 1:
             return method(session, *args, **kwargs)
         assert not kwargs

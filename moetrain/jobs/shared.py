@@ -4,8 +4,6 @@ Between two steps a job's state is what a checkpoint holds. In the middle of one
 besides, which fit this layout alone and are of no use to another process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,9 +141,6 @@ class SharedEngine(Engine):
     def _tensors(self) -> dict[str, torch.Tensor]:
         groups = self.state().items()
         return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
-
-    def forget(self) -> None:
-        self._forget()
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

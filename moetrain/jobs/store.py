@@ -11,8 +11,6 @@ JSON files end with a checksum, but for those of earlier versions. A request's n
 in the job's order, from 0; sent again under its number, it gets the first one's answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -10,10 +10,7 @@ gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's sta
 a fingerprint.
 """
 
-from __future__ import annotations
-
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import ceil
@@ -23,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.kernels.optim.adamw import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
@@ -40,15 +37,13 @@ from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
 from moetrain.parallel.mesh import Layout, Sliceable
-from moetrain.parallel.offload.activations import offload_activations
+from moetrain.parallel.offload.activations import ActivationOffload
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
 
 _CHECKED_NUMBERS = 2**24
 """Numbers of a tensor that a fingerprint sums at a time."""
-
-_logger = logging.getLogger("moetrain")
 
 
 def place_model(
@@ -84,7 +79,7 @@ def place_model(
     model.set_recomputation(config.activation)
     if offload := config.activation.offload:
         seq_len = config.data.seq_len
-        offload_activations(model, offload, stages.plan.ranges, seq_len, world.device)
+        ActivationOffload(model, offload, stages.plan.ranges, seq_len, world.device)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
@@ -100,15 +95,10 @@ def _parallelize(
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     for name in styles.keys() - here:
         del styles[name]
-    fsdp = FSDP(
-        parallel.reduce,
-        device,
-        is_alone=world.size == 1,
-        reshard=resharded_blocks(config, world.size, len(units)),
-        reduce_last=parallel.reduce_at == "last",
-    )
+    reshard = resharded_blocks(config, world.size, len(units))
+    fsdp = FSDP(parallel, device, is_alone=world.size == 1, reshard=reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
-    fsdp.connect(parallel, meshes.everyone)
+    fsdp.connect(meshes.everyone)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
@@ -164,7 +154,7 @@ def choose_dispatcher(
         reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
-        _logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None
     if moe.dispatch_mode == "static":
@@ -186,7 +176,7 @@ def choose_dispatcher(
         static=static,
         precision=kernels.precision,
     )
-    _logger.info(
+    logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         dispatcher.num_sms,
         moe.dispatch_mode,

@@ -21,14 +21,12 @@ all ask :class:`Layout`.
 Left out on purpose: layouts that put a machine's ranks anywhere but side by side.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -77,7 +75,7 @@ class ParallelDims:
             )
 
     @classmethod
-    def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> ParallelDims:
+    def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
         """Make the dims of ``world_size`` ranks that train ``arch``, inferring a dp_shard of -1.
 
         Raises:
@@ -302,7 +300,7 @@ class TensorSlice(NamedTuple):
     """How many ranks hold this very part."""
 
     @classmethod
-    def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
+    def all_of(cls, tensor: torch.Tensor) -> Self:
         """Wrap a whole tensor that this rank alone has."""
         return cls(tensor, tensor.shape, tuple(slice(0, size) for size in tensor.shape))
 
@@ -321,7 +319,7 @@ class Layout:
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, shape: torch.Size, style: ParameterStyle, meshes: Meshes) -> Layout:
+    def of(cls, shape: torch.Size, style: ParameterStyle, meshes: Meshes) -> Self:
         """Lay out a parameter of ``shape`` over the ranks of ``meshes`` as ``style`` says."""
         if style == "expert":
             return cls(shape, style, meshes.expert_parameters)

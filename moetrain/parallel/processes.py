@@ -9,8 +9,6 @@ Left out on purpose: starting processes (:mod:`moetrain.cli.launch`), and notici
 has died, which is the launcher's business.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket
@@ -153,8 +151,9 @@ class Rendezvous:
         stopped = threading.Event()
         self.end = weakref.finalize(self, stopped.set)
         """A call that ends this rank's signs of life."""
-        life = (self._store, f"life/{rank}", stopped)
-        threading.Thread(target=_show_life, args=life, daemon=True).start()
+        if size > 1:
+            life = (self._store, f"life/{rank}", stopped)
+            threading.Thread(target=_show_life, args=life, daemon=True).start()
 
     def barrier(self) -> None:
         """Return when every rank has come here, however long that takes.

@@ -24,8 +24,6 @@ Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / 
 V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

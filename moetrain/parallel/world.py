@@ -3,8 +3,6 @@
 One process is a world of one, with meshes like any other.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,8 +44,8 @@ class World:
     meshes: Meshes
     owns_group: bool
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
-    rendezvous: Rendezvous | None
-    """How ranks wait for one another on the host; None in a world of one."""
+    rendezvous: Rendezvous
+    """How ranks wait for one another on the host."""
 
     @property
     def data_rank(self) -> int:
@@ -86,23 +84,18 @@ class World:
 
     def barrier(self) -> None:
         """Return when every rank has come here. Raises RunFailed when one is gone."""
-        if self.rendezvous is not None:
-            self.rendezvous.barrier()
+        self.rendezvous.barrier()
 
     def broadcast(self, text: str) -> str:
         """Give every rank the main rank's ``text``; waits as :meth:`barrier` does."""
-        return text if self.rendezvous is None else self.rendezvous.broadcast(text)
+        return self.rendezvous.broadcast(text)
 
     def any(self, text: str) -> str:
         """Give every rank the first rank's ``text`` that is not empty, if there is one. Waits."""
-        if self.rendezvous is None:
-            return text
         return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
-    def own_rendezvous(self) -> Rendezvous | None:
+    def own_rendezvous(self) -> Rendezvous:
         """Make another :attr:`rendezvous`, for a thread that calls by itself. Collective."""
-        if self.rendezvous is None:
-            return None
         return Rendezvous(_get_default_store(), self.rank, self.size)
 
     def leave(self) -> None:
@@ -112,8 +105,7 @@ class World:
         from under them before this rank's error was reported.
         """
         self.barrier()  # what the main rank leaves behind takes its time
-        if self.rendezvous is not None:
-            self.rendezvous.end()
+        self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
             disconnect()
             dist.barrier()  # gloo's connections end at once, even if others still read from them
@@ -189,10 +181,10 @@ def join_world(config: Config, arch: Architecture) -> World:
                 # Binding the device connects the communicator now, and lets others be split off it.
                 device_id=device if device.type == "cuda" else None,
             )
-    meshes, rendezvous = build_meshes(dims, device.type), None
+    meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)
-        rendezvous = Rendezvous(_get_default_store(), rank, size)
+    rendezvous = Rendezvous(_get_default_store(), rank, size)
     return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
 
 

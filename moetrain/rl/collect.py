@@ -17,10 +17,7 @@ is left behind.
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
 
-from __future__ import annotations
-
 import asyncio
-import logging
 import math
 import random
 import threading
@@ -37,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.rl.envs import Demonstration, Environment, Episode, Turn
@@ -45,8 +42,6 @@ from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.rows import Trajectory
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request, SamplingParams
-
-_logger = logging.getLogger("moetrain")
 
 _PATIENCE = 0.01
 """Seconds to wait at once for awaited answers, while there is nothing else to do."""
@@ -173,7 +168,7 @@ def try_reward(environment: Jsonl, name: str, limit: float) -> None:
     for answer, found in calls.all_finished().items():
         case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
         if isinstance(found, _Failed):
-            _logger.warning(
+            logger.warning(
                 "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
                 *(case, found.reason, found.detail[:400]),
             )
@@ -399,7 +394,7 @@ class Collector:
         trajectory.fault, trajectory.detail, trajectory.is_over = reason, detail, True
         if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
-            _logger.warning(
+            logger.warning(
                 "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
                 *(trajectory.task, reason, detail),
             )

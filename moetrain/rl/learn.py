@@ -3,8 +3,6 @@
 Every denominator is the global batch's, so the split among ranks does not change the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice

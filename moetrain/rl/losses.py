@@ -50,8 +50,6 @@ the logits of every kept token again; where filters are on, the whole distributi
 Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +64,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Outputs, Term
+from moetrain.train.objectives import Outputs, Term, token_losses
 
 _EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order
@@ -169,12 +167,7 @@ class _TokenStats(NamedTuple):
 def _token_stats(
     model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
 ) -> _TokenStats:
-    losses = model.vocabulary.token_losses(
-        hidden_BSD.flatten(0, 1),
-        model.head_weight,
-        batch.targets_BS.flatten(),
-        temperature=temperature,
-    )
+    losses = token_losses(model, hidden_BSD, batch, temperature)
     shape = batch.targets_BS.shape
     return _TokenStats(-losses.loss_T.view(shape), losses.entropy_T.view(shape))
 

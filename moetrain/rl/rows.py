@@ -20,8 +20,6 @@ Left out on purpose: cutting a sample that is longer than a row.
 Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers, K experts a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -155,7 +153,7 @@ class Trajectory:
 
     @staticmethod
     def to_state(
-        trajectories: Iterable[Trajectory],
+        trajectories: "Iterable[Trajectory]",
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
         rows: list[dict[str, Any]]
@@ -226,7 +224,7 @@ class RolloutBatch(NamedTuple):
     weights_BS: torch.Tensor | None = None
     """Importance weights, 0 where they have masked a token; None: ones."""
 
-    def to(self, device: torch.device) -> RolloutBatch:
+    def to(self, device: torch.device) -> Self:
         return self._replace(**tensors_on(device, self._asdict()))
 
     @property

@@ -8,14 +8,13 @@ its resumption, while edited prompts are refused. Edited code may be what mends 
 run goes on with it and says so. Of a user's file its own bytes are compared, not what it imports.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +116,9 @@ class Setup:
         for name, was in then.items():
             if was == now.get(name):
                 continue
-            section, _, key = name.partition(".")
             value = now[name]  # "64 of 1000"
-            if key != "eval_tasks":
-                value = shortened(getattr(getattr(self.config, section), key))
+            if name != "rl.eval_tasks":
+                value = shortened(attrgetter(name)(self.config))
             raise ConfigError(
                 name,
                 f"{value} is another than {str(found.folder)!r} was trained with, or was edited "

@@ -8,9 +8,6 @@ prompts; all ranks know the trajectories, so that groups, rows and what is left 
 the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits.
 """
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
@@ -38,8 +35,6 @@ from moetrain.train.engine import Engine
 from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
-
-_logger = logging.getLogger("moetrain")
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
@@ -451,7 +446,7 @@ class RlTrainer(Run):
         for name in self.setup.edited_since(found):
             if self.world.is_main:
                 text = "%s: its code was edited since %s; the run goes on with it as it is now"
-                _logger.warning(text, name, found.folder)
+                logger.warning(text, name, found.folder)
         super().resume(found)
         self.began_at = self.logged_at = self.step
 

@@ -18,8 +18,6 @@ Left out on purpose: metrics.jsonl and the terminal, which every run has
 (:mod:`moetrain.train.metrics`), and reading traces (scripts/bench_train.py adds one up by part).
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections import Counter

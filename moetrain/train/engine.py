@@ -12,16 +12,13 @@ backward runs.
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
-from moetrain.config import Config
+from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
@@ -33,12 +30,11 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState
-
-_logger = logging.getLogger("moetrain")
 
 _B = TypeVar("_B", bound=MicroBatch)
 
@@ -52,24 +48,6 @@ class Totals(NamedTuple):
     """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
     routing: RoutingStats | None
     """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
-
-
-class LateNumbers:
-    """Numbers that the device is still computing; reading waits for them and nothing later."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_cuda = numbers.device.type == "cuda"
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self._host.copy_(numbers, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> torch.Tensor:
-        """Return the numbers, on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
 
 
 class _StepOutcome(NamedTuple):
@@ -135,20 +113,20 @@ class Engine(ModelState):
                         run = self._learn(batches, objective, sizes)
                 self._since_step.append(run.totals())
             except BaseException:
-                self._forget()
+                self.forget()
                 raise
         return self._since_step[-1]
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
-    ) -> _Pass[_B]:
+    ) -> "_Pass[_B]":
         key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
         drops = self.config.lora.dropout > 0
         with self.work(), own_draws(key, self.world.device) if drops else nullcontext():
             return _Pass(self, objective, sizes, learns=True).over(batches)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        super().forget()
         self._since_step = []
 
     def forward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
@@ -359,7 +337,7 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         launches = launches_of(_fake_step(config, arch, world).run)
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
-        _logger.warning("kernels will be compiled as they are launched: %s", error)
+        logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
 def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:

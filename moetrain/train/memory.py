@@ -14,13 +14,11 @@ a lower bound: the process itself and the plain reference kernels take more.
 Bytes unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -156,7 +154,7 @@ class RankSizes:
     @classmethod
     def of_ranks(
         cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-    ) -> list[RankSizes]:
+    ) -> list[Self]:
         """Size every pipeline rank; ``dtype`` is the one that is computed in."""
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
@@ -170,7 +168,7 @@ class RankSizes:
         ]
 
     @staticmethod
-    def least_sleep(ranks: Sequence[RankSizes], room: float) -> SleepName:
+    def least_sleep(ranks: "Sequence[RankSizes]", room: float) -> SleepName:
         """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
         asked = ranks[0].config.rl.sleep
         if asked != "auto":

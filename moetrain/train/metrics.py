@@ -5,8 +5,6 @@ what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finit
 programs are :mod:`moetrain.train.callbacks`.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
@@ -52,7 +50,9 @@ class Throughput:
             peaks = (gpu.peak_flops for kind, gpu in GPUS.items() if kind.upper() in name)
             self.peak = next(peaks, None)
         self._started: float | None = None
-        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+        self.blocked = 0.0
+        """Seconds in which a checkpoint held training up."""
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
@@ -84,10 +84,6 @@ class Throughput:
         self._tokens += tokens
         self._steps += 1
 
-    def count_blocked(self, seconds: float) -> None:
-        """Count seconds in which a checkpoint held training up."""
-        self._blocked += seconds
-
     def take(self) -> dict[str, float | None]:
         """Return the rates and the parts' seconds a step since the last call, per device."""
         seconds = max(self._seconds, 1e-9)
@@ -101,9 +97,9 @@ class Throughput:
             "step_seconds": seconds / max(self._steps, 1),
         }
         row |= {f"seconds/{name}": x / max(self._steps, 1) for name, x in self._parts().items()}
-        if self._blocked:
-            row["checkpoint_blocked_seconds"] = self._blocked
-        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+        if self.blocked:
+            row["checkpoint_blocked_seconds"] = self.blocked
+        self._seconds, self._tokens, self._steps, self.blocked = 0.0, 0, 0, 0.0
         self._marks = []
         return row
 

@@ -11,10 +11,8 @@ micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no
 Legend: B rows, S tokens of a row, T = B * S, D model width, K classes, or a teacher's candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -28,20 +26,12 @@ from moetrain.models.transformer import Inputs, Transformer
 
 
 class MicroBatch(Protocol):
-    """Rows that go through the model at once; objectives use further fields of their own kind."""
+    """Rows that go through the model at once; objectives may use further fields of their own."""
 
     @property
     def inputs(self) -> Inputs:
         """The model's inputs."""
         ...
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy on ``device``, without waiting for it."""
-        ...
-
-
-class _Targeted(MicroBatch, Protocol):
-    """A micro-batch of tokens that each predict another."""
 
     @property
     def targets_BS(self) -> torch.Tensor:
@@ -51,6 +41,10 @@ class _Targeted(MicroBatch, Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens that are not padding."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on ``device``, without waiting for it."""
         ...
 
 
@@ -120,11 +114,11 @@ class CrossEntropy:
 
     balances = False
 
-    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         return {"targets": sum(int((b.targets_BS >= 0).sum()) for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
+        self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         targets_T = batch.targets_BS.flatten()
         # The weight goes in rather than onto the result, so that gradients are rounded once.
@@ -134,10 +128,12 @@ class CrossEntropy:
         return {"cross_entropy": Term(loss.total)}
 
 
-def token_losses(model: Transformer, hidden_BSD: torch.Tensor, batch: _Targeted) -> TokenLosses:
+def token_losses(
+    model: Transformer, hidden_BSD: torch.Tensor, batch: MicroBatch, temperature: float = 1.0
+) -> TokenLosses:
     """Return [T] loss, lse and entropy of every token, all 0 where there is no target."""
-    targets_T = batch.targets_BS.flatten()
-    return model.vocabulary.token_losses(hidden_BSD.flatten(0, 1), model.head_weight, targets_T)
+    what = hidden_BSD.flatten(0, 1), model.head_weight, batch.targets_BS.flatten()
+    return model.vocabulary.token_losses(*what, temperature=temperature)
 
 
 class Classification:
@@ -153,13 +149,13 @@ class Classification:
         """Tell ``classes`` apart, each given by its token."""
         self._classes_K = self._there_K = torch.tensor(classes)
 
-    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         return {
             "labels": sum(int(torch.isin(b.targets_BS, self._classes_K).sum()) for b in batches)
         }
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
+        self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
         self._there_K = self._there_K.to(targets_T.device)  # which waits once in a run
@@ -208,61 +204,46 @@ class Distillation:
 
 
 @dataclass(frozen=True)
-class RouterLosses:
-    """The routers' auxiliary losses, which an objective adds to its own terms."""
+class Pretraining:
+    """The terms of an objective, and the routers' auxiliary losses."""
 
     load_balancing: float
     router_z: float
     is_pooled: bool
     """Whether all layers are balanced together: see :func:`moetrain.models.load_balancing_loss`."""
+    own: Objective[Any]
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture, **more: Any) -> Self:
-        """Return the losses that ``config`` asks for, or ``arch`` where a setting is unset.
-
-        Args:
-            more: further fields of a subclass.
-        """
+    def of(cls, config: Config, arch: Architecture, own: Objective[Any] | None = None) -> Self:
+        """Add to ``own``, or cross-entropy, the losses that ``config``, or else ``arch``, wants."""
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
-        return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model.path), **more)
+        pooled = moe.pools_aux_loss(config.model.path)
+        return cls(aux, moe.z_loss_coef, pooled, own or CrossEntropy())
 
     @property
     def balances(self) -> bool:
         return self.load_balancing > 0
 
-    def router_terms(self, outputs: Outputs, num_tokens: torch.Tensor) -> dict[str, Term]:
-        """Return the terms that are on; ``num_tokens`` (0-d) counts the global batch's tokens."""
-        terms, routing, load = {}, outputs.routing, outputs.load
-        if routing is None:
-            return terms
-        if load is not None:
+    def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
+        return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+
+    def terms(
+        self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
+    ) -> dict[str, Term]:
+        terms = {**self.own.terms(model, outputs, batch, sizes)}
+        routing, load, num_tokens = outputs.routing, outputs.load, sizes["tokens"]
+        if routing is not None and load is not None:
             balance = load_balancing_loss(
                 load.counts_LE, routing.prob_sum_LE, load.num_tokens, pooled=self.is_pooled
             )
             # This is the loss of a part of the global batch, weighted by its share of the tokens.
             share = load.num_tokens / num_tokens
             terms["load_balancing"] = Term(share * balance, self.load_balancing)
-        if self.router_z > 0:
+        if routing is not None and self.router_z > 0:
             z = router_z_loss(routing.z_sum_L, num_tokens)
             terms["router_z"] = Term(z, self.router_z)
         return terms
-
-
-@dataclass(frozen=True)
-class Pretraining(RouterLosses):
-    """The terms of an objective, and the routers' auxiliary losses."""
-
-    own: Objective[Any] = field(default_factory=CrossEntropy)
-
-    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
-        return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
-
-    def terms(
-        self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
-    ) -> dict[str, Term]:
-        terms = self.own.terms(model, outputs, batch, sizes)
-        return terms | self.router_terms(outputs, sizes["tokens"])
 
 
 def routing_losses(routing: RoutingStats, *, pooled: bool) -> dict[str, float]:

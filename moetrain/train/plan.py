@@ -16,19 +16,17 @@ of settings that are tried.
 Bytes unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 import math
 import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import GIB
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
@@ -36,8 +34,6 @@ from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
 from moetrain.train.memory import MemoryEstimate, RankSizes
-
-_logger = logging.getLogger("moetrain")
 
 _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
@@ -60,7 +56,7 @@ class MemoryPlan(NamedTuple):
     """Whether the run generates beside training (reinforcement learning)."""
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> MemoryPlan:
+    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
         """Plan ``config`` as it is.
 
         Raises:
@@ -84,7 +80,7 @@ class MemoryPlan(NamedTuple):
         sleep = RankSizes.least_sleep(ranks, capacity) if self.generates else None
         return [rank.peak(sleep) for rank in ranks]
 
-    def changed(self, change: _Change) -> MemoryPlan | None:
+    def changed(self, change: _Change) -> Self | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
         try:
             config = self.config.filled(change, "the plan")
@@ -231,10 +227,8 @@ def check_host(ranks: Sequence[RankSizes], world: World) -> None:
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
     report = json.dumps([socket.gethostname(), mine, _room_here()])
-    reports = [report] if world.rendezvous is None else world.rendezvous.gather(report)
-    problem = json.loads(
-        world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, map(json.loads, reports))))
-    )
+    reports = map(json.loads, world.rendezvous.gather(report))
+    problem = json.loads(world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, reports))))
     if problem is not None:
         raise ConfigError(*problem)
 
@@ -256,9 +250,8 @@ def _what_is_wrong(
         need = sum(takes.values())
         if need <= min(room):
             continue
-        section, _, key = setting.partition(".")
         problem = (
-            f"{getattr(getattr(config, section), key)!r} takes more host memory than {name} has "
+            f"{attrgetter(setting)(config)!r} takes more host memory than {name} has "
             f"free: {_described(takes)}, in {len(found)} process{'es' * (len(found) > 1)}"
         )
         if need > room.most:
@@ -266,7 +259,7 @@ def _what_is_wrong(
             remedy = "ask for less of it, or use more machines or larger ones"
             return setting, f"{problem}; it has {room.most / GIB:.1f} GiB {why}; {remedy}"
         free = f"it has {room.available / GIB:.1f} GiB free, though its control group may use more"
-        _logger.warning("%s: %s; %s", setting, problem, free)
+        logger.warning("%s: %s; %s", setting, problem, free)
     return None
 
 

@@ -14,11 +14,8 @@ Left out on purpose: pairs that share a row, and a reference other than the firs
 Legend: P pairs of a micro-batch, G segments of a pair (2, or 3 for KTO), T tokens, S of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.files import write_atomically
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Data
@@ -37,8 +34,6 @@ from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Sizes, Term, token_losses
-
-_logger = logging.getLogger("moetrain")
 
 _AGAIN = "give what the run began with, or set never to begin again"
 
@@ -137,7 +132,7 @@ class Reference(Callback):
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
-            _logger.info("the reference reads %s preference pairs", f"{pairs:,}")
+            logger.info("the reference reads %s preference pairs", f"{pairs:,}")
             for dataset in self._datasets:
                 _fill(dataset, run)
             if run.world.is_main:

@@ -8,8 +8,6 @@ keeps ``routing.npz``, which has what metrics.jsonl leaves out: how many tokens 
 Legend: N points in time, L layers with experts, E experts.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -6,11 +6,8 @@ stop is decided here. Within a step nothing here waits for the device: skipped s
 it and read one step late.
 """
 
-from __future__ import annotations
-
 import gc
 import json
-import logging
 import math
 import signal
 import time
@@ -24,22 +21,21 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint, checkpoint_name, list_checkpoints
 from moetrain.checkpoint.save import Saved
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
+from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
-from moetrain.train.engine import Engine, LateNumbers
+from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
-
-_logger = logging.getLogger("moetrain")
 
 _SAVE = 1 << 32
 """Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
@@ -429,7 +425,7 @@ class Run(ABC):
         self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())
-        self.clock.count_blocked(time.perf_counter() - started)
+        self.clock.blocked += time.perf_counter() - started
         self.saved_at, self.continues = self.step, path
         self.saved_time = time.monotonic()
         self.clock.start()
@@ -468,7 +464,7 @@ class Run(ABC):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:
-                _logger.warning("a damaged checkpoint is passed over: %s", damaged)
+                logger.warning("a damaged checkpoint is passed over: %s", damaged)
             earlier = self.find(before=found.state["step"])
             if earlier is None:
                 raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")

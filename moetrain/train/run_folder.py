@@ -8,12 +8,9 @@ The main rank alone calls these methods, except :meth:`RunFolder.check_shared` a
 :meth:`RunFolder.open`, which are collective.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -34,12 +31,10 @@ from moetrain.checkpoint.read import (
     step_of,
 )
 from moetrain.checkpoint.save import remove_leftovers
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
-
-_logger = logging.getLogger("moetrain")
 
 _BEGUN, _LOCK, _MARK = ".begun", ".lock", ".rank-{}"
 """Files of a folder: whose content is that of the run last started there; whose lock a run holds;
@@ -180,7 +175,7 @@ class RunFolder:
             ConfigError: a rank cannot write there, or the main rank does not see its file, as on
                 machines that each have their own disk.
         """
-        if world.rendezvous is None:
+        if world.size == 1:
             return
         token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
         mine, problem = self.path / _MARK.format(world.rank), "there is no such folder"
@@ -245,7 +240,7 @@ class RunFolder:
                 damaged.append(error.problem)
                 continue
             for problem in damaged if before is None else ():
-                _logger.warning("a damaged checkpoint is passed over: %s", problem)
+                logger.warning("a damaged checkpoint is passed over: %s", problem)
             return newest
         if damaged:
             raise ConfigError(
@@ -311,12 +306,12 @@ class RunFolder:
                     shutil.copy2(folder / "metrics.jsonl", old)
                 for path in going:
                     path.rename(old / root.name / path.name)
-                _logger.info("checkpoints after step %d were moved to %s", step, old)
+                logger.info("checkpoints after step %d were moved to %s", step, old)
             else:
                 for name in (root.name, "metrics.jsonl", "tensorboard", "profile"):
                     if (folder / name).exists():
                         (folder / name).rename(old / name)
-                _logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+                logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
         (folder / _BEGUN).touch()
 
 
@@ -359,7 +354,7 @@ def _lock(descriptor: int, folder: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        _logger.warning(
+        logger.warning(
             "%s is on a file system without locks (%s): nothing keeps a second run out of it",
             folder,
             error.strerror,

@@ -11,10 +11,7 @@ Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whet
 and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world`).
 """
 
-from __future__ import annotations
-
 import gc
-import logging
 import os
 import signal
 import threading
@@ -25,7 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
@@ -43,8 +40,6 @@ from moetrain.train.callbacks import reporters_of
 from moetrain.train.memory import RankSizes
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
-
-_logger = logging.getLogger("moetrain")
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
@@ -173,8 +168,7 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
         on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
         found = {"compile.enabled": device == "cuda" or on_gpu}
-        config = config.filled(found, "auto, by the device")
-        config.check()
+        config = config.filled(found, "auto, by the device").fitting()
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
     longest = max(arch.max_positions, scaled)
@@ -292,7 +286,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
 
     before = {s: signal.signal(s, note) for s in _STOPS}
     try:

@@ -14,8 +14,6 @@ travel to it, and eager blocks.
 Seconds unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

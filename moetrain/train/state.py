@@ -7,9 +7,6 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
-from __future__ import annotations
-
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +18,7 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
@@ -37,8 +34,6 @@ from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
-
-_logger = logging.getLogger("moetrain")
 
 _Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
 _OFFLOADED: tuple[_Offloaded, ...] = get_args(_Offloaded)
@@ -80,7 +75,7 @@ class ModelState:
         """
         return self.fsdp.work()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Forget the gradients of the step so far."""
         self.fsdp.clear_gradients()
 
@@ -130,7 +125,7 @@ class ModelState:
         self._need("weights", "gradients", "moments")
         self.fsdp.settle()
         self.before_change()
-        self._forget()
+        self.forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
@@ -288,7 +283,7 @@ class Snapshots(Saver):
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
             if self.settings.interval or self.settings.minutes:
-                self.staging.reserve(engine.state_bytes())
+                self.staging.memory.reserve(engine.state_bytes())
 
     def save(
         self,
@@ -363,11 +358,11 @@ class Snapshots(Saver):
             damaged = error.problem
         if damaged := world.any(damaged):
             return damaged
-        _logger.info("resuming from %s", found.folder)
+        logger.info("resuming from %s", found.folder)
         before = dict(leaves(found.state["config"]))
         for name, value in leaves(engine.config.to_dict()):
             if before.get(name) != value:
-                _logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
+                logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
         return ""
 
     def _set_random_numbers(self, found: Checkpoint) -> None:
@@ -421,4 +416,4 @@ class Snapshots(Saver):
                 "or make train.steps or train.epochs longer to go on with it",
             )
         if changed and self.engine.world.is_main:
-            _logger.warning("%s %s; the run goes on from it", found.folder, what)
+            logger.warning("%s %s; the run goes on from it", found.folder, what)

@@ -5,8 +5,6 @@ something to resume from, and trains. What every kind of run has around its step
 :mod:`moetrain.train.run`; model and optimizer are in :class:`~moetrain.train.engine.Engine`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ members lie end to end in one flat shard, each padded to the same length on ever
 Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -24,8 +24,6 @@ read.
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -132,22 +130,15 @@ class FSDP(Sharding):
         reshard: how many of the first blocks take turns in two regions, instead of having one each.
         is_alone: whether this is the only rank, which frees full parameters after their last use,
             and allocates gradients at their first.
-        reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
-            travel with the last.
     """
 
     def __init__(
-        self,
-        mode: ReduceMode,
-        device: torch.device,
-        *,
-        is_alone: bool,
-        reshard: int,
-        reduce_last: bool,
+        self, setting: ParallelSection, device: torch.device, *, is_alone: bool, reshard: int
     ) -> None:
-        self.mode: ReduceMode = mode
-        self.device, self.is_alone = device, is_alone
-        self.reshards, self.reduce_last = reshard, reduce_last
+        self.setting, self.device, self.is_alone, self.reshards = setting, device, is_alone, reshard
+        self.mode: ReduceMode = setting.reduce
+        self.reduce_last = setting.reduce_at == "last"
+        """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
         # Alone, gradients come with their first use and go with the step.
         self.gradients = Arena("gradients", device, fixed=not is_alone)
@@ -181,7 +172,7 @@ class FSDP(Sharding):
         for unit in self.units:
             yield from unit.buckets
 
-    def connect(self, setting: ParallelSection, everyone: dist.ProcessGroup) -> None:
+    def connect(self, everyone: dist.ProcessGroup) -> None:
         """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
 
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
@@ -192,7 +183,7 @@ class FSDP(Sharding):
         """
         travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
-        near = reachable(groups, setting, self.device, everyone)
+        near = reachable(groups, self.setting, self.device, everyone)
         for bucket in travelling:
             name = str(bucket.group.group_name)
             if name in near:

@@ -16,8 +16,6 @@ multiple of 32 numbers.
 Legend: N numbers of one rank's shard of a bucket (of whole groups, in 8 bits), G groups, W ranks.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from concurrent.futures import Future

@@ -35,9 +35,6 @@ machines, multicast, sums on the way, and shards that lie nowhere but in peers' 
 Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 """
 
-from __future__ import annotations
-
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,15 +49,13 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
 from torch.distributed.tensor import Shard
 
-from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.config import Config, ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.offload.arena import DeviceBytes, aligned, call_driver
 from moetrain.parallel.processes import machine
-
-_logger = logging.getLogger("moetrain")
 
 ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
 
@@ -374,7 +369,7 @@ def reachable(
         elif setting.fsdp_transport == "copy":
             raise ConfigError("parallel.fsdp_transport", f"'copy' cannot be: {reason}; use nccl")
         else:
-            _logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
+            logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
     return found
 
 

@@ -16,11 +16,9 @@ Left out on purpose: tensors that recomputation in eager mode keeps for itself, 
 two blocks save, which then travel twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 from weakref import ref
@@ -218,30 +216,29 @@ class _Stash:
                 copy.reload()
 
 
-class _ActivationOffload:
-    """Calls blocks in the place of ``call``, and offloads part of what they save.
+class ActivationOffload:
+    """Calls the blocks of ``model``, and offloads part of what they save.
+
+    Make it after ``set_recomputation``: it calls blocks as the model did before.
 
     Args:
-        call: how a block is called.
-        numbers: the number of every block in the model, by its module.
-        stay: the blocks of which nothing travels.
         offload: the share of the bytes of large storages that travels, or ``auto``.
-        allowance: the bytes that the link carries in the forward of block ``i`` with ``x``, for
-            ``auto``.
+        ranges: the blocks of every stage.
+        seq_len: the length of rows that ``auto`` counts with.
     """
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        numbers: Mapping[nn.Module, int],
-        stay: frozenset[int],
+        model: Transformer,
         offload: float | Literal["auto"],
-        allowance: Callable[[int, torch.Tensor], float],
+        ranges: Sequence[range],
+        seq_len: int,
         device: torch.device,
     ) -> None:
-        self.call, self.numbers, self.stay = call, numbers, stay
+        self.call, model.call_block = model.call_block, self
+        self.numbers = {block: number for number, block in enumerate(model.layers)}
+        self.layers, self.seq_len, self.stay = model.arch.layers(), seq_len, _stays(ranges)
         self.share = None if offload == "auto" else offload
-        self.allowance = allowance
         self.host = _HostPages(device)
         self._next = -1
         """The number of the block that goes on with the last block's micro-batch."""
@@ -291,7 +288,8 @@ class _ActivationOffload:
         self._next = number + 1
         self._blocks_begun += 1
         if self.share is None:
-            self._per_block = self.allowance(number, x_BSD)
+            tokens = x_BSD.numel() / x_BSD.shape[-1]
+            self._per_block = link_bytes(self.layers[number], self.seq_len, tokens)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
         while self._leaving and self._leaving[0][0] <= self._blocks_begun:
@@ -320,28 +318,3 @@ def _stays(ranges: Sequence[range]) -> frozenset[int]:
     last stage, whose backward follows its forward, the one before it too."""
     ends = [blocks.stop - 1 for blocks in ranges]
     return frozenset((*ends, ends[-1] - 1))
-
-
-def offload_activations(
-    model: Transformer,
-    offload: float | Literal["auto"],
-    ranges: Sequence[range],
-    seq_len: int,
-    device: torch.device,
-) -> _ActivationOffload:
-    """Let the blocks of ``model`` offload what they save; after ``set_recomputation``.
-
-    Args:
-        ranges: the blocks of every stage.
-        seq_len: the length of rows that ``auto`` counts with.
-    """
-    layers = model.arch.layers()
-
-    def allowance(number: int, x_BSD: torch.Tensor) -> float:
-        return link_bytes(layers[number], seq_len, x_BSD.numel() / x_BSD.shape[-1])
-
-    numbers = {block: number for number, block in enumerate(model.layers)}
-    stay = _stays(ranges)
-    done = _ActivationOffload(model.call_block, numbers, stay, offload, allowance, device)
-    model.call_block = done
-    return done

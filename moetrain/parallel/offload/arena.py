@@ -12,8 +12,6 @@ has it inside its allocator alone. Where there is none, and where memory is to c
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import Counter
@@ -75,6 +73,24 @@ class HostMemory:
             self._unpin.atexit = False
         self.bytes = memory
         return memory
+
+
+class LateNumbers:
+    """Numbers that the device is still computing; reading waits for them and nothing later."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        on_cuda = numbers.device.type == "cuda"
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self._host.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """Return the numbers, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
 
 
 def _cudart() -> Any:

@@ -14,8 +14,6 @@ a stage's output between its sending and its backward.
 Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stages so far.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence

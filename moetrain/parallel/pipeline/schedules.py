@@ -18,12 +18,10 @@ Left out on purpose: schedules that split the backward (zero bubble), which comp
 allow, and forwards merged with backwards; LOG.md has what they gave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from moetrain.config import ConfigError
 
@@ -72,7 +70,7 @@ class Schedule:
     """By rank, in order."""
 
     @classmethod
-    def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Self:
         """Make the schedule ``name`` of ``ranks``, each with every ``ranks``-th stage.
 
         Raises:
@@ -92,7 +90,7 @@ class Schedule:
         return cls(name, tuple(range(ranks)) * stages_per_rank, micro_batches, actions)
 
     @classmethod
-    def forward_only(cls, rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
+    def forward_only(cls, rank_of_stage: tuple[int, ...], micro_batches: int) -> Self:
         """Make the schedule of every stage's forward of each micro-batch, in turn."""
         stages = list(enumerate(rank_of_stage))
         numbers = range(micro_batches)
@@ -129,7 +127,7 @@ class Schedule:
         self,
         time_of: Callable[[Action], float] = lambda action: action.unit_time,
         communication: float = 0.0,
-    ) -> _Timeline:
+    ) -> "_Timeline":
         """Find when every action runs, if each starts as soon as its rank and what it needs allow.
 
         Args:

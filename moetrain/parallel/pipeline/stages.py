@@ -7,8 +7,6 @@ embeddings both ends have the one matrix: each keeps a copy, and their gradients
 the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, permutations
@@ -100,12 +98,6 @@ class StagePlan:
 
     def check(self, dims: ParallelDims) -> None:
         """Raise :class:`ConfigError` unless several ranks of ``dims`` can train by these stages."""
-        if self.config.moe.dispatch_mode == "static":
-            raise ConfigError(
-                "moe.dispatch_mode",
-                f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again "
-                "over stages; use exact",
-            )
         number = self.config.train.micro_batches(dims.data_ranks)
         if number < dims.pp:
             raise ConfigError(

@@ -12,8 +12,6 @@ once; asynchronous ones run beside generation, on one event loop for all, and mu
 Ours are in :mod:`moetrain.rl.envs.shipped`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType

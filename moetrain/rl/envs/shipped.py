@@ -12,8 +12,6 @@ needs: ``answer``, for ours.
     rl.reward = "file.py:reward"
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
@@ -31,6 +29,7 @@ from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.data.containers import Files
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import (
     Demonstration,
@@ -249,7 +248,7 @@ class Jsonl(TextEnvironment):
 
     def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
         super().__init__(prompts)
-        self.lines = _read_lines(Path(os.path.expanduser(path)))
+        self.lines = _read_lines(path)
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
@@ -331,33 +330,24 @@ def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     return found
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        texts = path.read_text("utf-8").split("\n")  # JSON text may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("rl.prompts", f"cannot read {str(path)!r}: {error}") from None
-    lines = []
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        here = f"{str(path)!r} line {number}"
+def _read_lines(path: str) -> list[dict[str, Any]]:
+    lines, file = [], Path(os.path.expanduser(path))
+    files = Files("rl.prompts", path, [file])
+    with files.reading(file):
+        pieces = files.pieces()
+    for raw in (raw for piece in pieces for raw in files.records(piece)):
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError("rl.prompts", f"{here}: {error}") from None
-        is_good = isinstance(line, dict) and (
-            isinstance(line.get("prompt"), str)
-            or (line.get("prompt") is None and isinstance(line.get("messages"), list))
-        )
-        if not is_good:
-            raise ConfigError("rl.prompts", f"{here} has neither a prompt nor messages")
-        try:
-            ChatTemplate.variables_of(line if line.get("prompt") is None else {})
+            line: Any = raw.value()
+            prompt = line.get("prompt") if isinstance(line, dict) else 0
+            if not isinstance(prompt, str):
+                if prompt is not None or not isinstance(line.get("messages"), list):
+                    raise BadLineError("has neither a prompt nor messages")
+                ChatTemplate.variables_of(line)
         except BadLineError as error:
-            raise ConfigError("rl.prompts", f"{here}: {error}") from None
+            raise ConfigError("rl.prompts", f"{raw.where}: {error}") from None
         lines.append(line)
     if not lines:
-        raise ConfigError("rl.prompts", f"{str(path)!r} has no lines")
+        raise ConfigError("rl.prompts", f"{path!r} has no lines")
     return lines
 
 
