@@ -194,9 +194,8 @@ CASES = {
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith("qwen3_")]
-"""Families with gated delta nets, for which there is no generation."""
+"""Families with gated delta nets."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
-GENERATING_CASES = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
 
 
 def limits(case):

@@ -10,7 +10,6 @@ from distributed import spawn
 from family_cases import (
     EXTRA,
     FAMILY_CASES,
-    GENERATING_CASES,
     ROUTED_CASES,
     architecture_of,
     save_reference,
@@ -95,7 +94,7 @@ def follow_families(archs):
 
 
 def test_a_generator_follows_a_trainer_of_every_family():
-    archs = [architecture_of(case, num_experts=8) for case in GENERATING_CASES]
+    archs = [architecture_of(case, num_experts=8) for case in FAMILY_CASES]
     spawn(2, follow_families, archs, timeout=200)
 
 
