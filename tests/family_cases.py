@@ -226,10 +226,10 @@ def architecture_of(case, **changes):
     return arch.model_copy(update=changes)
 
 
-def random_reference(case):
+def random_reference(case, **sizes):
     """transformers' own model of ``case``, none of whose choices are near a tie."""
     torch.manual_seed(len(case))
-    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case], **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

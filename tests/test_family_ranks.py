@@ -88,7 +88,8 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
 
 def follow_families(archs):
     for arch in archs:
-        for words in (["parallel.tp=2", "parallel.ep=2"], ["parallel.pp=2"]):
+        experts = ["parallel.ep=2"] * bool(arch.num_experts)
+        for words in (["parallel.tp=2", *experts], ["parallel.pp=2"]):
             config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
             follow(Engine(config, arch, join_world(config, arch)))
 

@@ -167,6 +167,8 @@ def gated_delta_step(
         cache: in the dtypes of these.
         reads: of these tokens; no two sequences have one slot, but slot 0.
     """
+    if len(v_THV) == 0:
+        return torch.empty_like(v_THV)
 
     def rows(x_T: torch.Tensor, kept_PI: torch.Tensor) -> torch.Tensor:
         """Return the rows of one input, whose open chunks are kept."""
