@@ -102,20 +102,26 @@ class GatedDeltaNet(AttentionPart):
 
     def activations(self, share: Workload) -> float:
         """Return the bytes of the products' results, of what the convolutions make of them, of the
-        rule's result before and after its gate, and of what the rule keeps of its chunks."""
+        rule's result before and after its gate, and of what the rule keeps of its chunks.
+
+        Without the compiler all but the rule keeps fp32: each tap's product its input, each silu
+        and norm of a key what they take, and the gate its factors.
+        """
         (k_dim, v_dim), w = self.widths, share.width
-        numbers = (2 * k_dim + 2 * v_dim) + (2 * k_dim + v_dim) + 2 * v_dim
-        if not share.is_compiled:  # convolutions and norms in fp32
-            numbers += 2 * (2 * k_dim + 2 * v_dim) * FP32 / w
+        channels = 2 * k_dim + v_dim
+        values = w * (2 * channels + 3 * v_dim)
+        if not share.is_compiled:
+            wide = (self.linear_conv_kernel_dim + 1) * channels + 2 * k_dim + 3 * v_dim
+            values = w * (channels + 2 * v_dim) + FP32 * wide
         heads = self.linear_num_value_heads * (CHUNK * w + 5 * FP32)
-        return share.tokens * (numbers * w + heads) / share.tp
+        return share.tokens * (values + heads) / share.tp
 
     def state_bytes(self, width: int) -> float:
         (k_dim, v_dim), heads = self.widths, self.linear_num_value_heads
         channels = 2 * k_dim + v_dim
-        chunk = CHUNK * (channels * width + heads * (FP32 + width))
-        before = (self.linear_conv_kernel_dim - 1) * channels * FP32
-        return v_dim * self.linear_key_head_dim * FP32 + chunk + before
+        places = CHUNK + self.linear_conv_kernel_dim - 1
+        kept = places * channels * width + CHUNK * heads * (FP32 + width)
+        return v_dim * self.linear_key_head_dim * FP32 + kept
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (k_dim, v_dim), w = self.widths, share.width
@@ -153,10 +159,10 @@ class LinearStates:
         """Return what :func:`_earlier` does, with inputs of steps before, and keep ``x_TC``."""
         ring, tokens = taps - 1, len(x_TC)
         if ring == 0:
-            return []
+            return [x_TC]
         if name not in self.inputs:
             self.inputs[name] = x_TC.new_zeros(self.slots, ring, x_TC.shape[1])
-        kept_PJC, found = self.inputs[name], []
+        kept_PJC, found = self.inputs[name], [x_TC]
         for back in range(1, taps):
             now_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
             then_TC = kept_PJC[reads.slots_T, (reads.place_T - back) % ring]
@@ -208,7 +214,7 @@ class LinearAttention(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
         q_TQK, k_TQK, v_THV = (
-            self._convolved(name, y.to(wide), filters, context).unflatten(-1, (-1, width))
+            self._convolved(name, y, filters, context).unflatten(-1, (-1, width))
             for name, y, filters, width in (
                 ("q", q, self.conv_q, self.key_dim),
                 ("k", k, self.conv_k, self.key_dim),
@@ -237,21 +243,27 @@ class LinearAttention(nn.Module):
     def _convolved(
         self, name: str, x_TC: torch.Tensor, filters_C1J: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """Return silu of each channel's causal convolution within documents, [T, C]."""
-        filters_JC, taps = filters_C1J[:, 0].t().to(x_TC.dtype), filters_C1J.shape[-1]
+        """Return silu of each channel's causal convolution within documents, [T, C] in fp32."""
+        wide, taps = torch.promote_types(x_TC.dtype, torch.float32), filters_C1J.shape[-1]
+        filters_JC = filters_C1J[:, 0].t().to(wide)
         if self.states is not None:
             assert isinstance(context.documents, Reads)
-            found = self.states.earlier(name, x_TC, taps, context.documents)
+            x_TC, *earlier = self.states.earlier(name, x_TC, taps, context.documents)
         else:
             assert context.place_T is not None
-            found = _earlier(x_TC, taps, context.place_T)
-        y_TC = x_TC * filters_JC[-1]
-        for back, before_TC in enumerate(found, 1):
-            y_TC = y_TC + before_TC * filters_JC[taps - 1 - back]
+            x_TC, *earlier = _earlier(x_TC, taps, context.place_T)
+        y_TC = x_TC.to(wide) * filters_JC[-1]
+        for back, before_TC in enumerate(earlier, 1):
+            y_TC = y_TC + before_TC.to(wide) * filters_JC[taps - 1 - back]
         return F.silu(y_TC)
 
 
 def _earlier(x_TC: torch.Tensor, taps: int, place_T: torch.Tensor) -> list[torch.Tensor]:
-    """Return the inputs 1, 2, ... places before each token in its document, zeros before it."""
-    shifted = (F.pad(x_TC, (0, 0, back, 0))[: len(x_TC)] for back in range(1, taps))
-    return [x.where((place_T > i)[:, None], 0.0) for i, x in enumerate(shifted)]
+    """Return the inputs 0, 1, ... ``taps`` - 1 places before each token, zeros before its document.
+
+    They are views of one tensor, which is all that a compiled graph keeps of them.
+    """
+    padded_TC, tokens = F.pad(x_TC, (0, 0, taps - 1, 0)), len(x_TC)
+    views = [padded_TC[taps - 1 - back :][:tokens] for back in range(taps)]
+    own = (x.where((place_T >= back)[:, None], 0.0) for back, x in enumerate(views[1:], 1))
+    return [views[0], *own]
