@@ -23,6 +23,7 @@ from moetrain.config import Config, Recipes
 from moetrain.config.sections import LoraSection
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.kernels.linear_attention.convolution import convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
 from moetrain.kernels.linear_attention.gated_delta_step import (
     DeltaCache,
@@ -90,7 +91,14 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
     cache = DeltaCache.empty(4, inputs)
     for tensor in cache:  # of whoever had the slots before
         tensor[1:] = torch.nan
+    # And the convolution, of J taps.
+    x_TC = torch.randn(T, 12, generator=draw, device=device)
+    filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
+    place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+    want_Thd = convolved(x_TC, filters_C1J, place_T, 4, normalised=True)
+    kept_PJC = x_TC.new_full((4, 3, 12), torch.nan)
     free, slot_of, seen, got_THV = [3, 1, 2], {}, [0] * 4, torch.empty_like(want_THV)
+    got_Thd = torch.empty_like(want_Thd)
     while seen != list(lengths):
         planned = []
         for i in rng.sample(range(4), 4):
@@ -106,13 +114,18 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
             reads, rows = Reads.of_singles(slots.int(), places.int()), [*rows, 0]
         step = [x[rows].contiguous() for x in inputs]
         o_THV = gated_delta_step(*step, cache, reads, K**-0.5, backend)
+        how = {"normalised": True, "backend": backend}
+        y_Thd = convolution_step(x_TC[rows], filters_C1J, kept_PJC, reads, 4, **how)
         number = sum(number for _, number in planned)
+        got_Thd[rows[:number]] = y_Thd[:number]
         got_THV[rows[:number]] = o_THV[:number]
         for i, number in planned:
             seen[i] += number
             if seen[i] == lengths[i]:
                 free.append(slot_of.pop(i))
     assert torch.equal(got_THV, want_THV)
+    # On a CPU silu's rounding depends on a number's place in a vector register.
+    torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)

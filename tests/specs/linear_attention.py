@@ -1,9 +1,10 @@
-"""Specs of the gated delta rule, and of its steps in generation."""
+"""Specs of the gated delta rule, and of what generation does with it and its convolutions."""
 
 import itertools
 
 import torch
 
+from moetrain.kernels.linear_attention.convolution import convolution_step
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Documents,
@@ -94,6 +95,31 @@ def _step_cost(case: Case) -> tuple[Cost, Cost]:
     return Cost(read, 2.0 * rows * H * (2 * CHUNK * K + CHUNK * (K + V) + 2 * K * V)), Cost()
 
 
+def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    sequences, C, J = case["sequences"], case["heads"] * case["width"], case["J"]
+    T = sum(number for _, number in sequences)
+    planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
+    return {
+        "x_TC": normal(generator, T, C).to(dtype),
+        "filters_C1J": normal(generator, C, 1, J).to(case.get("weights", dtype)),
+        "kept_PJC": normal(generator, len(sequences) + 1, J - 1, C).to(dtype),
+        "reads": Reads.of(planned, generator.device),
+        "width": case["width"],
+        "normalised": case.get("normalised", True),
+    }
+
+
+def _convolution(*, kept_PJC, backend="triton", **inputs):
+    """The heads, and the inputs that are kept in the slots that have an owner."""
+    kept_PJC = kept_PJC.clone()
+    return convolution_step(**inputs, kept_PJC=kept_PJC, backend=backend), kept_PJC[1:]
+
+
+def _convolution_cost(case: Case) -> tuple[Cost, Cost]:
+    tokens = sum(number for _, number in case["sequences"])
+    return Cost(2 * tokens * case["heads"] * case["width"] * (2 + case["J"])), Cost()
+
+
 _SIZES = {"H": 32, "Q": 32, "K": 128}
 
 SPECS = (
@@ -156,6 +182,22 @@ SPECS = (
         # As the rule's, from whose kernels it is made.
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_step_cost,
+    ),
+    KernelSpec(
+        name="convolution_step",
+        fast=_convolution,
+        reference=lambda **inputs: _convolution(**inputs, backend="reference"),
+        make_inputs=_make_convolution_inputs,
+        cases=(
+            {"sequences": ((0, 5), (1, 1), (7, 1), (2, 3)), "heads": 3, "width": 20, "J": 4},
+            {"sequences": ((3, 1), (0, 1)), "heads": 2, "width": 64, "J": 2, "normalised": False},
+            {"sequences": ((2, 2),), "heads": 1, "width": 8, "J": 1, "weights": torch.float32},
+            {"sequences": ((1, 4), (0, 2)), "heads": 2, "width": 33, "J": 3},
+            {"sequences": (), "heads": 2, "width": 8, "J": 4},
+        ),
+        benches=(Bench({"sequences": ((500, 1),) * 64, "heads": 16, "width": 128, "J": 4}),),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cost=_convolution_cost,
     ),
 )
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.linear_attention.convolution import convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
 from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
@@ -155,22 +156,23 @@ class LinearStates:
         for tensor in (*(self.cache or ()), *self.inputs.values()):
             tensor.zero_()
 
-    def earlier(self, name: str, x_TC: torch.Tensor, taps: int, reads: Reads) -> list[torch.Tensor]:
-        """Return what :func:`_earlier` does, with inputs of steps before, and keep ``x_TC``."""
-        ring, tokens = taps - 1, len(x_TC)
-        if ring == 0:
-            return [x_TC]
+    def convolved(
+        self,
+        name: str,
+        x_TC: torch.Tensor,
+        filters_C1J: torch.Tensor,
+        reads: Reads,
+        width: int,
+        *,
+        normalised: bool,
+        backend: Backend,
+    ) -> torch.Tensor:
+        """Go on with the convolution ``name``; as :func:`convolution_step`."""
         if name not in self.inputs:
-            self.inputs[name] = x_TC.new_zeros(self.slots, ring, x_TC.shape[1])
-        kept_PJC, found = self.inputs[name], [x_TC]
-        for back in range(1, taps):
-            now_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
-            then_TC = kept_PJC[reads.slots_T, (reads.place_T - back) % ring]
-            both_TC = torch.where((reads.before_T >= back)[:, None], now_TC, then_TC)
-            found.append(both_TC.where((reads.place_T >= back)[:, None], 0.0))
-        slots_T = torch.where(reads.after_T < ring, reads.slots_T, 0)
-        kept_PJC[slots_T, reads.place_T % ring] = x_TC
-        return found
+            shape = (self.slots, filters_C1J.shape[-1] - 1, x_TC.shape[1])
+            self.inputs[name] = x_TC.new_zeros(shape)
+        given = (x_TC.contiguous(), filters_C1J, self.inputs[name], reads, width)
+        return convolution_step(*given, normalised=normalised, backend=backend)
 
     def rule(
         self, inputs: tuple[torch.Tensor, ...], reads: Reads, scale: float, backend: Backend
@@ -213,20 +215,11 @@ class LinearAttention(nn.Module):
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
-        q_TQK, k_TQK, v_THV = (
-            self._convolved(name, y, filters, context).unflatten(-1, (-1, width))
-            for name, y, filters, width in (
-                ("q", q, self.conv_q, self.key_dim),
-                ("k", k, self.conv_k, self.key_dim),
-                ("v", v, self.conv_v, self.value_dim),
-            )
-        )
-        q_TQK, k_TQK = (y * torch.rsqrt(y.square().sum(-1, True) + 1e-6) for y in (q_TQK, k_TQK))
         a_TH = self.wa(x_TD).to(wide) + self.dt_bias
         inputs = (
-            q_TQK.to(dtype),
-            k_TQK.to(dtype),
-            v_THV.to(dtype),
+            self._convolved("q", q, self.conv_q, context),
+            self._convolved("k", k, self.conv_k, context),
+            self._convolved("v", v, self.conv_v, context),
             -self.a_log.to(wide).exp() * F.softplus(a_TH),
             self.wb(x_TD).sigmoid(),
         )
@@ -243,27 +236,12 @@ class LinearAttention(nn.Module):
     def _convolved(
         self, name: str, x_TC: torch.Tensor, filters_C1J: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """Return silu of each channel's causal convolution within documents, [T, C] in fp32."""
-        wide, taps = torch.promote_types(x_TC.dtype, torch.float32), filters_C1J.shape[-1]
-        filters_JC = filters_C1J[:, 0].t().to(wide)
+        """Return the heads that a convolution makes, those of queries and keys with norm 1."""
+        is_key = name != "v"
+        width = self.key_dim if is_key else self.value_dim
         if self.states is not None:
             assert isinstance(context.documents, Reads)
-            x_TC, *earlier = self.states.earlier(name, x_TC, taps, context.documents)
-        else:
-            assert context.place_T is not None
-            x_TC, *earlier = _earlier(x_TC, taps, context.place_T)
-        y_TC = x_TC.to(wide) * filters_JC[-1]
-        for back, before_TC in enumerate(earlier, 1):
-            y_TC = y_TC + before_TC.to(wide) * filters_JC[taps - 1 - back]
-        return F.silu(y_TC)
-
-
-def _earlier(x_TC: torch.Tensor, taps: int, place_T: torch.Tensor) -> list[torch.Tensor]:
-    """Return the inputs 0, 1, ... ``taps`` - 1 places before each token, zeros before its document.
-
-    They are views of one tensor, which is all that a compiled graph keeps of them.
-    """
-    padded_TC, tokens = F.pad(x_TC, (0, 0, taps - 1, 0)), len(x_TC)
-    views = [padded_TC[taps - 1 - back :][:tokens] for back in range(taps)]
-    own = (x.where((place_T >= back)[:, None], 0.0) for back, x in enumerate(views[1:], 1))
-    return [views[0], *own]
+            given = (name, x_TC, filters_C1J, context.documents, width)
+            return self.states.convolved(*given, normalised=is_key, backend=self.backend)
+        assert context.place_T is not None
+        return convolved(x_TC, filters_C1J, context.place_T, width, normalised=is_key)
