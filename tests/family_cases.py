@@ -194,9 +194,8 @@ CASES = {
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith("qwen3_")]
-"""Families with gated delta nets, for which there is no generation."""
+"""Families with gated delta nets."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
-GENERATING_CASES = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
 
 
 def limits(case):
@@ -227,10 +226,10 @@ def architecture_of(case, **changes):
     return arch.model_copy(update=changes)
 
 
-def random_reference(case):
+def random_reference(case, **sizes):
     """transformers' own model of ``case``, none of whose choices are near a tie."""
     torch.manual_seed(len(case))
-    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case], **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

@@ -169,14 +169,6 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 def generation(case, tmp_path):
     """Greedy tokens are those of transformers."""
     theirs = random_reference(case).eval()
-    if "linear_attention" in (getattr(theirs.config, "layer_types", None) or ()):
-        theirs.save_pretrained(tmp_path)
-        model, tokens_BS = load_hf(tmp_path), tokens(1, 5)
-        want = model(tokens_BS)
-        with pytest.raises(ValueError, match="has layers that have no cache here"):
-            Generator(model)
-        assert torch.equal(model(tokens_BS), want)  # what was refused has changed nothing
-        return
     for parameter in theirs.parameters():  # so that texts do not repeat one token
         parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     theirs.save_pretrained(tmp_path)

@@ -10,7 +10,6 @@ from distributed import spawn
 from family_cases import (
     EXTRA,
     FAMILY_CASES,
-    GENERATING_CASES,
     ROUTED_CASES,
     architecture_of,
     save_reference,
@@ -89,13 +88,14 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
 
 def follow_families(archs):
     for arch in archs:
-        for words in (["parallel.tp=2", "parallel.ep=2"], ["parallel.pp=2"]):
+        experts = ["parallel.ep=2"] * bool(arch.num_experts)
+        for words in (["parallel.tp=2", *experts], ["parallel.pp=2"]):
             config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
             follow(Engine(config, arch, join_world(config, arch)))
 
 
 def test_a_generator_follows_a_trainer_of_every_family():
-    archs = [architecture_of(case, num_experts=8) for case in GENERATING_CASES]
+    archs = [architecture_of(case, num_experts=8) for case in FAMILY_CASES]
     spawn(2, follow_families, archs, timeout=200)
 
 

@@ -12,9 +12,14 @@ from estimates import estimate_memory
 from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.environment import GIB, GPUS
+from moetrain.kernels.backend import INTERPRETED
+from moetrain.models.architecture import Workload
+from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.layers import Context
+from moetrain.models.transformer import _documents
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.train.memory import RankSizes
@@ -131,6 +136,41 @@ def estimated_and_held(words):
     ranks = RankSizes.of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
     estimate = ranks[engine.stages.rank].peak(None)
     return {name: (getattr(estimate, name), size) for name, size in held.items()}
+
+
+@pytest.mark.parametrize("taps", [4, 2])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps):
+    """In bf16, by the kernels, with the compiler's choice of what to compute again."""
+    if not torch.cuda.is_available() and not INTERPRETED:
+        pytest.skip("needs Triton")
+    device, tokens = "cuda" if torch.cuda.is_available() else "cpu", 640
+    sizes = {"hidden_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    part = GatedDeltaNet(**sizes, linear_conv_kernel_dim=taps)
+    module = part.build(KernelsSection(backend="triton"), MoeSection()).to(device, torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    documents, place_T = _documents(None, None, 1, tokens, torch.device(device))
+    context = Context((place_T, place_T), None, documents=documents, place_T=place_T)
+    x_BSD = torch.randn(1, tokens, 256, device=device).bfloat16().requires_grad_()
+    others = [x_BSD, place_T, *documents, *module.parameters()]
+    own, kept = {x.untyped_storage().data_ptr() for x in others}, {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    run = module
+    if is_compiled:
+        torch.compiler.reset()
+        run = torch.compile(module, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        assert run(x_BSD, context).requires_grad
+    said = part.activations(Workload(tokens, 1, 1, 2, is_compiled))
+    assert sum(size for size, _ in kept.values()) == pytest.approx(said, rel=0.03)
 
 
 def test_the_estimate_of_state_is_what_a_rank_allocates():

@@ -43,8 +43,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(folder):
+@contextlib.contextmanager
+def process_serving(folder):
     """The process that serves, and a client of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -71,6 +71,12 @@ def server(folder):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with process_serving(folder) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

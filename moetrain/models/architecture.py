@@ -140,6 +140,13 @@ class Part(ABC):
         """Count the numbers that generation caches for every token that was read."""
         return 0
 
+    def state_bytes(self, width: int) -> float:
+        """Return the bytes that generation keeps for a running sequence, whatever its length.
+
+        ``width``: bytes of a number in the compute dtype.
+        """
+        return 0.0
+
     def _matrices(self) -> Iterator[Weight]:
         return (weight for weight in self.weights.values() if len(weight.shape) > 1)
 

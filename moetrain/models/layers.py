@@ -25,6 +25,7 @@ from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.kernels.linear_attention.gated_delta_step import Reads
 from moetrain.kernels.loss.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,
@@ -328,9 +329,9 @@ class Context(NamedTuple):
     routes_BSK: torch.Tensor | None = None
     """int32: the experts of this layer to use again (-1: the router chooses); None: the router
     chooses for all tokens."""
-    documents: Documents | None = None
+    documents: Documents | Reads | None = None
     """The documents over the B * S tokens, and below each token's place in its own, [B * S]; None
-    where no layer carries a state from token to token."""
+    where no layer carries a state from token to token. In generation what a step reads."""
     place_T: torch.Tensor | None = None
     whole: tuple[int, int] | None = None
     """B and S of the rows that ``mask`` is for, where this device has a part of their tokens; all

@@ -396,6 +396,12 @@ class Layout:
         return torch.Size(part.stop - part.start for part in self.gathered_box)
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether using it takes other ranks' parts, be they empty."""
+        is_split = self.style != "expert" and isinstance(STYLES[self.style], Shard)
+        return self.mesh.size(2) > 1 or (is_split and self.mesh.size(1) > 1)
+
+    @property
     def padded_numel(self) -> int:
         """How many numbers the largest rank's piece has, which each gives to a gather."""
         rows, *rest = self.gathered_shape

@@ -83,10 +83,13 @@ class Generator:
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         self.model, self.tokenizer, self.experts = model, tokenizer, experts
-        self.pages = Pages(num_pages or _pages_that_fit(model, page_size), page_size)
+        num_pages = num_pages or _pages_that_fit(model, page_size, max_sequences)
+        self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
-        self.steps = Steps(model, self.pages, min(known, model.arch.vocab_size), experts)
-        self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
+        known = min(known, model.arch.vocab_size)
+        self.steps = Steps(model, self.pages, known, experts, max_sequences)
+        shares = not model.carries_state
+        self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version, self.paused, self.is_asleep = 0, False, False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         """Storages of parameters whose memory was freed, and their bytes."""
@@ -468,14 +471,16 @@ def load_model(
     return model, tokenizer
 
 
-def _pages_that_fit(model: Transformer, page_size: int) -> int:
+def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int) -> int:
     """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)
     numbers = sum(part.cached_numbers() for part, _ in model.arch.layers())
     free = torch.cuda.mem_get_info(weight.device)[0]
-    fitting = int(_MEMORY_SHARE * free) // (max(1, numbers) * weight.element_size() * page_size)
+    states = sum(part.state_bytes(weight.element_size()) for part, _ in model.arch.layers())
+    room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
+    fitting = room // (max(1, numbers) * weight.element_size() * page_size)
     if fitting < 1:
         raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
     return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))

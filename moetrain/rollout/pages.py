@@ -177,6 +177,8 @@ class Running:
         self.pages: list[int] = []
         self.table = np.zeros(most_pages, np.int32)
         """Its page table, which begins with ``pages``."""
+        self.slot = 0
+        """Where layers that carry a state keep it; 0: it does not run."""
         self.num_read = 0
         """Tokens whose keys and values lie in ``pages``."""
         self.routes: list[torch.Tensor] = []
@@ -202,10 +204,15 @@ class Scheduler:
     Args:
         max_sequences: sequences that run at once.
         max_tokens: tokens that one step reads.
+        shares: whether sequences that begin alike share pages. Where layers carry states they do
+            not: a state at the end of a page takes dozens of times the page.
     """
 
-    def __init__(self, pages: Pages, max_sequences: int, max_tokens: int) -> None:
-        self.pages = pages
+    def __init__(
+        self, pages: Pages, max_sequences: int, max_tokens: int, *, shares: bool = True
+    ) -> None:
+        self.pages, self.shares = pages, shares
+        self._free_slots = list(range(max_sequences, 0, -1))
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
@@ -234,7 +241,7 @@ class Scheduler:
             if not left or len(self.running) >= self.max_sequences:
                 break
             request, size = sequence.request, self.pages.page_size
-            if not request.params.reads_all:
+            if self._shares(sequence):
                 if request.id in reading and len(request.tokens) > size:
                     continue  # it waits until another completion has read the prompt
                 # The last token is read in any case.
@@ -246,6 +253,7 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            sequence.slot = self._free_slots.pop()
             begun.append((sequence, number))
             left -= number
             if sequence.num_unread > 1:
@@ -256,7 +264,7 @@ class Scheduler:
         """Note that ``number`` more tokens of ``sequence`` lie in its pages."""
         before, size = sequence.num_read, self.pages.page_size
         sequence.num_read += number
-        if not sequence.params.reads_all and before // size < sequence.num_read // size:
+        if self._shares(sequence) and before // size < sequence.num_read // size:
             self.pages.publish(sequence.pages[: sequence.num_read // size], sequence.tokens)
 
     def remove(self, sequence: Running) -> None:
@@ -276,6 +284,9 @@ class Scheduler:
         self.num_preempted += 1
         return sequence
 
+    def _shares(self, sequence: Running) -> bool:
+        return self.shares and not sequence.params.reads_all
+
     def _grow(self, sequence: Running, number: int) -> bool:
         """Allocate pages for ``number`` more tokens than were read; False: there are too few."""
         size = self.pages.page_size
@@ -290,6 +301,9 @@ class Scheduler:
 
     def _give_back(self, sequence: Running) -> None:
         self.pages.release(sequence.pages)
+        if sequence.slot:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = 0
         sequence.pages, sequence.num_read, sequence.routes, sequence.scores = [], 0, [], []
 
 

@@ -8,7 +8,7 @@ The noise is a hash of seed, completion, position and token id, and of nothing e
 the batch, nor preemption, nor earlier requests change a request's tokens. With several ranks
 (:class:`ExpertParallel`) all take a step of the same form.
 
-Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 5 + M numbers
+Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 6 + M numbers
 of a lane, D model width, K experts a token, V vocabulary.
 """
 
@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import nn
 
 from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.linear_attention.gated_delta_step import Reads
 from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
 from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
@@ -43,9 +44,19 @@ from moetrain.rollout.request import Request, SamplingParams
 _Planned = Sequence[tuple[Running, int]]
 """Sequences of one step and how many tokens of each it reads, those that read one first."""
 
+
+class _Cache(Protocol):
+    """What one layer keeps of the sequences, in memory that its first use allocates."""
+
+    def free(self) -> None: ...
+
+    def wipe(self) -> None:
+        """Fill it with zeros."""
+
+
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 _SALT = 0x9E3779B9
-_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # columns of a lane
+_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _PAGES = range(7)  # columns of a lane
 
 
 class _Step(NamedTuple):
@@ -136,26 +147,35 @@ class Steps:
     """Runs ``model`` with paged attention in place of its own."""
 
     def __init__(
-        self, model: Transformer, pages: Pages, known: int, experts: ExpertParallel | None
+        self,
+        model: Transformer,
+        pages: Pages,
+        known: int,
+        experts: ExpertParallel | None,
+        max_sequences: int,
     ) -> None:
         self.model, self.pages, self.known, self.experts = model, pages, known, experts
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
-        self.caches: list[PagedAttention] = []
-        attentions = [getattr(block, "attn", None) for block in model.layers]
-        for attention in attentions:
-            core = getattr(attention, "core", None)
-            if core is not masked_attention and not isinstance(core, PagedAttention):
+        self.caches: list[_Cache] = []
+        names = [f"layers.{i}.{part.name}" for i, (part, _) in enumerate(model.arch.layers())]
+        mixers = [model.get_submodule(name) for name in names]
+        for mixer in mixers:
+            core = getattr(mixer, "core", None)
+            is_paged = core is masked_attention or isinstance(core, PagedAttention)
+            if not is_paged and not hasattr(mixer, "keep_states"):
                 problem = "has layers that have no cache here, so it cannot generate"
                 raise ConfigError(
                     "model", f"{model.arch.family} {problem}; other programs can serve its export"
                 )
-        for window, attention in zip(model.windows, attentions, strict=True):
-            assert isinstance(attention, Attention)
-            attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
-            self.caches.append(attention.core)
+        for window, mixer in zip(model.windows, mixers, strict=True):
+            if isinstance(mixer, Attention):
+                mixer.core = PagedAttention(pages.num_pages, pages.page_size, window)
+                self.caches.append(mixer.core)
+            else:
+                self.caches.append(getattr(mixer, "keep_states")(max_sequences + 1))  # noqa: B009
         for module in model.modules():
             if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010
@@ -244,9 +264,12 @@ class Steps:
             torch.from_numpy(x).to(self.device) for x in integers
         )
         num_single = sum(number == 1 for _, number in planned)
-        rows = PagedRows(slots_T, ends_N, seen_N, pages_NM, num_single)
+        rows, reads = PagedRows(slots_T, ends_N, seen_N, pages_NM, num_single), None
+        if self.model.carries_state:
+            seen = [(s.slot, s.num_read, number) for s, number in planned]
+            reads = Reads.of(seen, self.device)
         with self._noted(routes) as chosen:
-            hidden_TD = self._read(tokens_T, positions_T, rows, None)
+            hidden_TD = self._read(tokens_T, positions_T, rows, None, reads)
         last_N = ends_N[1:].long() - 1
         how = (streams_N, positions_T[last_N], how_2N)
         return self._choose(hidden_TD, hidden_TD[last_N], *how, chosen)
@@ -257,11 +280,12 @@ class Steps:
         positions_T: torch.Tensor,
         rows: PagedRows,
         is_pad_T: torch.Tensor | None,
+        reads: Reads | None,
     ) -> torch.Tensor:
-        """Return hidden states [T, D]; stores keys and values of the tokens."""
+        """Return hidden states [T, D]; stores keys, values and states of the tokens."""
         model, rotation = self.model, self.model.rope(positions_T[None])
         is_pad_BS = None if is_pad_T is None else is_pad_T[None]
-        context = Context(rotation, rows, is_pad_BS=is_pad_BS)  # pyright: ignore[reportArgumentType]
+        context = Context(rotation, rows, is_pad_BS=is_pad_BS, documents=reads)  # pyright: ignore[reportArgumentType]
         contexts = Rows(1, tokens_T.shape[0], dict.fromkeys(model.windows, context))
         x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), contexts)
         return model.head(x_BSD, contexts)[0]
@@ -308,7 +332,8 @@ class Steps:
         rows[:used, _POSITION] = [sequence.num_read for sequence in sequences]
         rows[:used, _STREAM] = [sequence.stream for sequence in sequences]
         how = np.array([[s.inverse for s in sequences], [s.scale for s in sequences]], np.float32)
-        rows[:used, _INVERSE:_PAGES] = how.view(np.int32).T
+        rows[:used, _INVERSE:_SLOT] = how.view(np.int32).T
+        rows[:used, _SLOT] = [sequence.slot for sequence in sequences]
         for row, sequence in zip(rows, sequences, strict=False):
             row[_PAGES:] = sequence.table
         rows[used:size] = 0
@@ -318,7 +343,7 @@ class Steps:
     def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> _Step:
         """Read one token a lane. Shapes do not depend on the content of ``lanes_LC``."""
         tokens_L, positions_L, streams_L = lanes_LC[:, :_INVERSE].unbind(1)
-        how_2L = lanes_LC[:, _INVERSE:_PAGES].T.contiguous().view(torch.float32)
+        how_2L = lanes_LC[:, _INVERSE:_SLOT].T.contiguous().view(torch.float32)
         is_empty_L, size = positions_L < 0, self.pages.page_size
         positions_L = positions_L.clamp(min=0)
         pages_LM = lanes_LC[:, _PAGES:]
@@ -327,8 +352,11 @@ class Steps:
         lanes = lanes_LC.shape[0]
         ends = torch.arange(lanes + 1, dtype=torch.int32, device=lanes_LC.device)
         rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
+        reads = None
+        if self.model.carries_state:  # those of empty lanes go to slot 0
+            reads = Reads.of_singles(lanes_LC[:, _SLOT], positions_L)
         with self._noted(routes) as chosen:
-            hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
+            hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L, reads)
         return self._choose(hidden_LD, hidden_LD, streams_L, positions_L, how_2L, chosen)
 
     def _capture(self, size: int) -> _CapturedStep:

@@ -96,9 +96,7 @@ def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
         return None
-    layout = member.layout
-    used = layout.gathered_shape if layout.style == "expert" else layout.shape
-    return member.local.detach() if layout.local_shape == used else None
+    return None if member.layout.is_gathered else member.local.detach()
 
 
 def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
@@ -160,7 +158,7 @@ class WeightUpdate:
                     f"WeightUpdate: the generator's {pair.member.name} is {list(shape)}, "
                     f"and the engine's {list(layout.shape)}"
                 )
-            if shape == layout.local_shape:
+            if shape == layout.local_shape and not layout.is_gathered:
                 self._here.append(pair)
             elif is_expert:  # large, and gathered alone it needs no second copy
                 group = everyone.get_group("fsdp") if is_whole else layout.group

@@ -69,7 +69,7 @@ class MemoryEstimate:
     generator: float = 0.0
     """Weights that generation has for itself, in the compute dtype."""
     cache: float = 0.0
-    """Generation's keys and values."""
+    """Generation's keys, values and states."""
     host: float = 0.0
     """Activations in pinned host memory, which :attr:`total` leaves out."""
 
@@ -372,11 +372,12 @@ class RankSizes:
         return self._unlike_kept * self.share.width * numbers
 
     def _cache(self) -> float:
-        """Count bytes of one rank's keys and values."""
+        """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
-        each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
-        return self.share.width * tokens * each
+        width, parts = self.share.width, [part for part, _ in self.arch.layers()]
+        states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
+        return width * tokens * sum(part.cached_numbers() for part in parts) + states
 
     def _host(self) -> float:
         """Count bytes of all blocks' activations on the host."""

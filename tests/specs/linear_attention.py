@@ -1,15 +1,21 @@
-"""Spec of the gated delta rule."""
+"""Specs of the gated delta rule, and of what generation does with it and its convolutions."""
 
 import itertools
 
 import torch
 
+from moetrain.kernels.linear_attention.convolution import convolution_step
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Documents,
     _gated_delta,
     _gated_delta_gradients,
     gated_delta,
+)
+from moetrain.kernels.linear_attention.gated_delta_step import (
+    DeltaCache,
+    Reads,
+    gated_delta_step,
 )
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
@@ -49,6 +55,71 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     return forward, Cost(2 * read + 2 * T * H * V, 5.0 * products)
 
 
+def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Tokens to read, and slots with states and open chunks as they may be; slot 0 is nobody's."""
+    sequences, number = case["sequences"], len(case["sequences"])
+    planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
+    sizes = {name: case[name] for name in "HQKV" if name in case}
+    tokens = {"lengths": [sum(number for _, number in sequences)], **sizes}
+    inputs = _make_inputs(tokens, dtype, generator)
+    inputs = {name: inputs[name] for name in ("q_TQK", "k_TQK", "v_THV", "g_TH", "beta_TH")}
+    kept = _make_inputs({"lengths": [(number + 1) * CHUNK], **sizes}, dtype, generator)
+    states = (number + 1, case["H"], case["K"], case.get("V", case["K"]))
+    inputs["states_PHKV"] = normal(generator, *states) / 9
+    for old, new in zip(list(inputs)[:5], DeltaCache._fields[1:], strict=True):
+        inputs[new] = kept[old].unflatten(0, (number + 1, CHUNK))
+    reads = Reads.of(planned, generator.device)
+    if all(number == 1 for _, number in sequences):
+        slots, places, _ = torch.tensor(planned, device=generator.device).long().view(-1, 3).T
+        reads = Reads.of_singles(slots, places)
+    return {**inputs, "reads": reads, "in_place": case.get("in_place", False)}
+
+
+def _step(*, reads, in_place, backend="triton", **inputs):
+    """The outputs, and the states that are left; ``in_place``: in ``inputs``, to be timed."""
+    scale = inputs["k_TQK"].shape[2] ** -0.5
+    cache = DeltaCache(*(inputs.pop(name) for name in DeltaCache._fields))
+    if not in_place:
+        cache = DeltaCache(*(x.clone() for x in cache))
+    out_THV = gated_delta_step(**inputs, cache=cache, reads=reads, scale=scale, backend=backend)
+    return out_THV, cache.states_PHKV
+
+
+def _step_cost(case: Case) -> tuple[Cost, Cost]:
+    """The states and the open chunks are read once, each chunk's products made once."""
+    H, Q, K = case["H"], case["Q"], case["K"]
+    V = case.get("V", K)
+    rows = sum(seen % CHUNK + number for seen, number in case["sequences"])
+    states = 4 * len(case["sequences"]) * H * K * V
+    read = states + rows * (2 * (2 * Q * K + H * V) + 8 * H)
+    return Cost(read, 2.0 * rows * H * (2 * CHUNK * K + CHUNK * (K + V) + 2 * K * V)), Cost()
+
+
+def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    sequences, C, J = case["sequences"], case["heads"] * case["width"], case["J"]
+    T = sum(number for _, number in sequences)
+    planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
+    return {
+        "x_TC": normal(generator, T, C).to(dtype),
+        "filters_C1J": normal(generator, C, 1, J).to(case.get("weights", dtype)),
+        "kept_PJC": normal(generator, len(sequences) + 1, J - 1, C).to(dtype),
+        "reads": Reads.of(planned, generator.device),
+        "width": case["width"],
+        "normalised": case.get("normalised", True),
+    }
+
+
+def _convolution(*, kept_PJC, backend="triton", **inputs):
+    """The heads, and the inputs that are kept in the slots that have an owner."""
+    kept_PJC = kept_PJC.clone()
+    return convolution_step(**inputs, kept_PJC=kept_PJC, backend=backend), kept_PJC[1:]
+
+
+def _convolution_cost(case: Case) -> tuple[Cost, Cost]:
+    tokens = sum(number for _, number in case["sequences"])
+    return Cost(2 * tokens * case["heads"] * case["width"] * (2 + case["J"])), Cost()
+
+
 _SIZES = {"H": 32, "Q": 32, "K": 128}
 
 SPECS = (
@@ -86,6 +157,47 @@ SPECS = (
             "one dtype": lambda i: i | {"v_THV": i["v_THV"].double()},
             "contiguous": lambda i: i | {"v_THV": i["v_THV"].mT.contiguous().mT},
         },
+    ),
+    KernelSpec(
+        name="gated_delta_step",
+        fast=_step,
+        reference=lambda **inputs: _step(**inputs, backend="reference"),
+        make_inputs=_make_step_inputs,
+        cases=(
+            {"sequences": ((70, 60), (3, 1), (0, 65)), "H": 2, "Q": 1, "K": 64},
+            {"sequences": ((63, 1), (64, 1), (10, 1)), "H": 2, "Q": 1, "K": 64, "V": 128},
+            {"sequences": ((127, 2),), "H": 1, "Q": 1, "K": 128, "V": 64},
+            {"sequences": (), "H": 2, "Q": 2, "K": 64},
+        ),
+        benches=(
+            Bench(
+                {"sequences": ((500, 1),) * 64, **_SIZES, "Q": 16, "in_place": True},
+                check_case={"sequences": ((500, 1), (63, 1), (64, 1)), **_SIZES, "Q": 16},
+            ),
+            Bench(
+                {"sequences": ((2048, 2048),), **_SIZES, "Q": 16, "in_place": True},
+                check_case={"sequences": ((128, 70), (65, 10)), **_SIZES, "Q": 16},
+            ),
+        ),
+        # As the rule's, from whose kernels it is made.
+        tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
+        cost=_step_cost,
+    ),
+    KernelSpec(
+        name="convolution_step",
+        fast=_convolution,
+        reference=lambda **inputs: _convolution(**inputs, backend="reference"),
+        make_inputs=_make_convolution_inputs,
+        cases=(
+            {"sequences": ((0, 5), (1, 1), (7, 1), (2, 3)), "heads": 3, "width": 20, "J": 4},
+            {"sequences": ((3, 1), (0, 1)), "heads": 2, "width": 64, "J": 2, "normalised": False},
+            {"sequences": ((2, 2),), "heads": 1, "width": 8, "J": 1, "weights": torch.float32},
+            {"sequences": ((1, 4), (0, 2)), "heads": 2, "width": 33, "J": 3},
+            {"sequences": (), "heads": 2, "width": 8, "J": 4},
+        ),
+        benches=(Bench({"sequences": ((500, 1),) * 64, "heads": 16, "width": 128, "J": 4}),),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cost=_convolution_cost,
     ),
 )
 

@@ -7,7 +7,7 @@ and ``gates`` are offsets of its tokens' rows and of their gates.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 from moetrain.kernels.backend import tl, triton
 
@@ -61,17 +61,26 @@ def prepare_kernel(
 
 @triton.jit
 def states_kernel(
-    k_ptr, v_ptr, beta_ptr, sums_ptr, inverse_ptr, bounds_ptr, firsts_ptr, new_ptr, states_ptr,
+    k_ptr, v_ptr, beta_ptr, sums_ptr, inverse_ptr, begins_ptr, ends_ptr, firsts_ptr, new_ptr,
+    states_ptr, carried_ptr, slots_ptr, is_new_ptr,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over a document's chunks: write each one's first state, and its U."""
+    """Walk over a document's chunks: write each one's first state, and its U.
+
+    With ``CARRIED`` it begins with its slot's state, unless it is new, and leaves the state after
+    its last full chunk there.
+    """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(bounds_ptr + doc), tl.load(bounds_ptr + doc + 1)
+    begin, end = tl.load(begins_ptr + doc), tl.load(ends_ptr + doc)
     first, last = tl.load(firsts_ptr + doc), tl.load(firsts_ptr + doc + 1)
     i, dims = tl.arange(0, C), tl.arange(0, K)
     values = part * BV + tl.arange(0, BV)
     state = tl.zeros([K, BV], tl.float32)
+    if CARRIED:
+        slot = tl.cast(tl.load(slots_ptr + doc), tl.int64)
+        carried = carried_ptr + (slot * H + head) * K * V + dims[:, None] * V + values[None, :]
+        state = tl.where(tl.load(is_new_ptr + doc) == 0, tl.load(carried), state)
     for chunk in range(first, last):
         start = begin + (chunk - first) * C
         token = tl.cast(start + i, tl.int64)
@@ -94,7 +103,12 @@ def states_kernel(
         new = tl.dot(inverse, right, input_precision=PRECISION)
         tl.store(new_ptr + row, new.to(k.dtype), mask=valid[:, None])
         new = (new * tl.exp(final - sums)[:, None]).to(k.dtype)
-        state = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        after = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        if CARRIED:
+            after = tl.where(end - start >= C, after, state)
+        state = after
+    if CARRIED:
+        tl.store(carried, state)
 
 
 @triton.jit

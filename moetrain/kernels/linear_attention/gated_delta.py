@@ -83,6 +83,22 @@ class Documents(NamedTuple):
         return cls(bounds_N, starts_C.int(), sizes_C.int(), firsts_N.int())
 
 
+class Carried(NamedTuple):
+    """States that documents begin with, and leave for those that go on with them."""
+
+    states_PHKV: torch.Tensor
+    """fp32 (or wider, as the inputs), [slots, H, K, V], contiguous; written in place: a document
+    leaves the state after its last full chunk."""
+    slots_N: torch.Tensor
+    """int32: each document's slot."""
+    is_new_N: torch.Tensor
+    """int32: 1 where a document begins with zeros, whatever its slot holds."""
+    begins_N: torch.Tensor
+    """int32: each document's first token, and below where it ends; none is empty. Documents may lie
+    apart: of ``Documents`` the chunks alone are read."""
+    ends_N: torch.Tensor
+
+
 def gated_delta(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
@@ -103,20 +119,66 @@ def gated_delta(
         documents: of all T tokens.
         scale: of the outputs.
     """
-    (T, Q, K), (_, H, V) = k_TQK.shape, v_THV.shape
+    inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    if not use_fast(backend, v_THV):
+        return _chunked(*inputs, documents, scale)
+    return _gated_delta(*_fast_inputs(*inputs), *documents, scale)[0]
+
+
+def continued(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    documents: Documents,
+    carried: Carried,
+    scale: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return :func:`gated_delta` of documents that go on from states, without gradients.
+
+    Outputs of tokens outside the chunks are unspecified.
+    """
+    inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    if not use_fast(backend, v_THV):
+        return _chunked(*inputs, documents, scale, carried)
+    return _launch_forward(*_fast_inputs(*inputs), documents, scale, carried)[0]
+
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _checked(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+) -> _Inputs:
+    (T, Q, _), (_, H, _) = k_TQK.shape, v_THV.shape
     fits = q_TQK.shape == k_TQK.shape and v_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H) or beta_TH.shape != (T, H):
         takes = "[T, Q, K] twice, [T, H, V], [T, H] twice; Q divides H"
         given = {"q": q_TQK, "k": k_TQK, "v": v_THV, "g": g_TH, "beta": beta_TH}
         raise refusal("gated_delta", takes, **given)
-    if not use_fast(backend, v_THV):
-        return _chunked(q_TQK, k_TQK, v_THV, g_TH, beta_TH, documents, scale)
+    return q_TQK, k_TQK, v_THV, g_TH, beta_TH
+
+
+def _fast_inputs(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+) -> _Inputs:
+    """Return the inputs as the kernels take them."""
+    K, V = k_TQK.shape[2], v_THV.shape[2]
     if K not in _WIDTHS or V not in _WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:
         takes = f"one dtype, and widths of {', '.join(map(str, _WIDTHS))}"
         raise refusal("gated_delta", takes, q=q_TQK, k=k_TQK, v=v_THV)
     require_contiguous("gated_delta", q=q_TQK, k=k_TQK, v=v_THV, g=g_TH, beta=beta_TH)
-    inputs = q_TQK, k_TQK, v_THV, g_TH.float(), beta_TH.float()
-    return _gated_delta(*inputs, *documents, scale)[0]
+    return q_TQK, k_TQK, v_THV, g_TH.float(), beta_TH.float()
 
 
 def _chunked(
@@ -127,6 +189,7 @@ def _chunked(
     beta_TH: torch.Tensor,
     documents: Documents,
     scale: float,
+    carried: Carried | None = None,
 ) -> torch.Tensor:
     """Compute the chunks' formulas in plain torch, in fp32 or wider."""
     T, heads = len(v_THV), v_THV.shape[1] // k_TQK.shape[1]
@@ -154,15 +217,28 @@ def _chunked(
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     w, u = solved.split((k.shape[-1], v.shape[-1]), -1)
     final = sums[..., -1:, None]  # past a chunk's end g is 0
-    # Chunks in sequence; a document's first one begins with zeros.
-    is_first_C = torch.isin(torch.arange(len(w), device=w.device), documents.firsts_N)
-    state, states, news = w.new_zeros(w.shape[1], k.shape[-1], v.shape[-1]), [], []
+    # Chunks in sequence; a document's first one begins with zeros, or with what is carried.
+    at_C = torch.arange(len(w), device=w.device)
+    is_first_C = torch.isin(at_C, documents.firsts_N)
+    is_full_C = documents.sizes_C == CHUNK
+    state, states, news, ended = w.new_zeros(w.shape[1], k.shape[-1], v.shape[-1]), [], [], []
+    start_C = [torch.zeros_like(state)] * len(w)
+    if carried is not None:
+        first_N = carried.states_PHKV[carried.slots_N.long()].to(wide)
+        first_N = first_N.masked_fill(carried.is_new_N.bool()[:, None, None, None], 0)
+        doc_C = torch.searchsorted(documents.firsts_N, at_C, right=True) - 1
+        start_C = first_N[doc_C.clamp(max=len(first_N) - 1)]
     for c in range(len(w)):
-        state = torch.where(is_first_C[c], torch.zeros_like(state), state)
+        state = torch.where(is_first_C[c], start_C[c], state)
         states.append(state)
         news.append(u[c] - w[c] @ state)
         kept = k[c] * (final[c] - sums[c][..., None]).exp()
-        state = state * final[c].exp() + kept.mT @ news[c]
+        after = state * final[c].exp() + kept.mT @ news[c]
+        state = torch.where(is_full_C[c], after, state)
+        ended.append(state)
+    if carried is not None:
+        last_N = torch.stack(ended)[documents.firsts_N[1:].long() - 1]
+        carried.states_PHKV[carried.slots_N.long()] = last_N.to(carried.states_PHKV.dtype)
     out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
     rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
     o_THV = rows.new_zeros(T, *rows.shape[1:]).index_add(0, token_CI.flatten(), rows)
@@ -210,7 +286,21 @@ def _gated_delta(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The outputs, T of every chunk, and the running sums of ``g`` in their chunks."""
-    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), _sizes(k_TQK, v_THV)
+    documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
+    return _launch_forward(q_TQK, k_TQK, v_THV, g_TH, beta_TH, documents, scale)
+
+
+def _launch_forward(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    carried: Carried | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (_, starts_C, sizes_C, _), sizes = documents, _sizes(k_TQK, v_THV)
     H, C, V = v_THV.shape[1], starts_C.shape[0], v_THV.shape[2]
     inverse_CHII = k_TQK.new_empty(C, H, CHUNK, CHUNK)
     sums_TH = torch.empty_like(g_TH)
@@ -221,7 +311,7 @@ def _gated_delta(
         k_TQK, g_TH, beta_TH, starts_C, sizes_C, inverse_CHII, sums_TH,
         **sizes, num_warps=_PREPARE.warps, num_stages=_PREPARE.stages,
     )  # fmt: skip
-    new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH)
+    new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH, carried)
     columns = min(_OUTPUTS.columns, V)
     outputs_kernel[(V // columns, H, C)](
         q_TQK, k_TQK, new_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, scale,
@@ -246,16 +336,21 @@ def _states(
     documents: Documents,
     inverse_CHII: torch.Tensor,
     sums_TH: torch.Tensor,
+    carried: Carried | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return U [T, H, V] and each chunk's first state [C, H, K, V], in the inputs' dtype."""
     bounds_N, starts_C, _, firsts_N = documents
     H, K, V = v_THV.shape[1], k_TQK.shape[2], v_THV.shape[2]
     new_THV = torch.empty_like(v_THV)
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
-    columns = min(_STATES.columns, V)
-    states_kernel[(V // columns, H, len(bounds_N) - 1)](
-        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, bounds_N, firsts_N, new_THV, states_CHKV,
-        **_sizes(k_TQK, v_THV), BV=columns, num_warps=_STATES.warps, num_stages=_STATES.stages,
+    columns, states = min(_STATES.columns, V), (None, None, None)
+    begins_N, ends_N = bounds_N, bounds_N[1:]
+    if carried is not None:
+        *states, begins_N, ends_N = carried
+    states_kernel[(V // columns, H, len(ends_N))](
+        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, begins_N, ends_N, firsts_N, new_THV,
+        states_CHKV, *states, **_sizes(k_TQK, v_THV), BV=columns, CARRIED=carried is not None,
+        num_warps=_STATES.warps, num_stages=_STATES.stages,
     )  # fmt: skip
     return new_THV, states_CHKV
 

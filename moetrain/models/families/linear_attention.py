@@ -6,10 +6,12 @@
 Convolutions are causal and begin anew with each document, as the state does. Queries and keys have
 norm 1. A query or key head serves several heads of values.
 
-Left out on purpose: generation, for which states would have to be kept beside pages of keys.
+In generation a sequence has a slot of :class:`LinearStates` beside its pages of keys and values:
+the state, the inputs of its open chunk (:mod:`moetrain.kernels.linear_attention.gated_delta_step`)
+and the last inputs of the convolutions.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
-widths of a key and a value, C channels, J taps of a convolution.
+widths of a key and a value, C channels, J taps of a convolution, P slots.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
+from moetrain.kernels.linear_attention.convolution import convolution_step, convolved
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
+from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
@@ -99,13 +103,26 @@ class GatedDeltaNet(AttentionPart):
 
     def activations(self, share: Workload) -> float:
         """Return the bytes of the products' results, of what the convolutions make of them, of the
-        rule's result before and after its gate, and of what the rule keeps of its chunks."""
+        rule's result before and after its gate, and of what the rule keeps of its chunks.
+
+        Without the compiler all but the rule keeps fp32: each tap's product its input, each silu
+        and norm of a key what they take, and the gate its factors.
+        """
         (k_dim, v_dim), w = self.widths, share.width
-        numbers = (2 * k_dim + 2 * v_dim) + (2 * k_dim + v_dim) + 2 * v_dim
-        if not share.is_compiled:  # convolutions and norms in fp32
-            numbers += 2 * (2 * k_dim + 2 * v_dim) * FP32 / w
+        channels = 2 * k_dim + v_dim
+        values = w * (2 * channels + 3 * v_dim)
+        if not share.is_compiled:
+            wide = (self.linear_conv_kernel_dim + 1) * channels + 2 * k_dim + 3 * v_dim
+            values = w * (channels + 2 * v_dim) + FP32 * wide
         heads = self.linear_num_value_heads * (CHUNK * w + 5 * FP32)
-        return share.tokens * (numbers * w + heads) / share.tp
+        return share.tokens * (values + heads) / share.tp
+
+    def state_bytes(self, width: int) -> float:
+        (k_dim, v_dim), heads = self.widths, self.linear_num_value_heads
+        channels = 2 * k_dim + v_dim
+        places = CHUNK + self.linear_conv_kernel_dim - 1
+        kept = places * channels * width + CHUNK * heads * (FP32 + width)
+        return v_dim * self.linear_key_head_dim * FP32 + kept
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (k_dim, v_dim), w = self.widths, share.width
@@ -117,12 +134,65 @@ class GatedDeltaNet(AttentionPart):
         }
 
 
+class LinearStates:
+    """The slots of one layer, of which a running sequence has one; slot 0 is nobody's.
+
+    Nothing is cleared when a slot gets another sequence: its first tokens read no state, and no
+    input of a convolution that is not their own.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.cache: DeltaCache | None = None
+        """None: no memory is allocated, which happens at the first use."""
+        self.inputs: dict[str, torch.Tensor] = {}
+        """The last J - 1 inputs of each convolution, [P, J - 1, C]: a token's place modulo J - 1 is
+        its place there."""
+
+    def free(self) -> None:
+        self.cache, self.inputs = None, {}
+
+    def wipe(self) -> None:
+        for tensor in (*(self.cache or ()), *self.inputs.values()):
+            tensor.zero_()
+
+    def convolved(
+        self,
+        name: str,
+        x_TC: torch.Tensor,
+        filters_C1J: torch.Tensor,
+        reads: Reads,
+        width: int,
+        *,
+        normalised: bool,
+        backend: Backend,
+    ) -> torch.Tensor:
+        """Go on with the convolution ``name``; as :func:`convolution_step`."""
+        if name not in self.inputs:
+            shape = (self.slots, filters_C1J.shape[-1] - 1, x_TC.shape[1])
+            self.inputs[name] = x_TC.new_zeros(shape)
+        given = (x_TC.contiguous(), filters_C1J, self.inputs[name], reads, width)
+        return convolution_step(*given, normalised=normalised, backend=backend)
+
+    def rule(
+        self, inputs: tuple[torch.Tensor, ...], reads: Reads, scale: float, backend: Backend
+    ) -> torch.Tensor:
+        """Go on with the rule; ``inputs`` as :func:`gated_delta_step` takes them."""
+        if self.cache is None:
+            self.cache = DeltaCache.empty(self.slots, inputs)
+        q_TQK, k_TQK, v_THV, g_TH, beta_TH = inputs
+        given = (q_TQK, k_TQK, v_THV, g_TH, beta_TH, self.cache, reads)
+        return gated_delta_step(*given, scale, backend)
+
+
 class LinearAttention(nn.Module):
     """The module of :class:`GatedDeltaNet`."""
 
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
         super().__init__()
         self.backend: Backend = kernels.backend
+        self.states: LinearStates | None = None
+        """Of generation, whose contexts then have :class:`Reads` for documents."""
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         dim, v_dim, heads = sizes.hidden_size, sizes.widths[1], sizes.linear_num_value_heads
         self.wq, self.wk, self.wv, self.wz = (
@@ -135,46 +205,43 @@ class LinearAttention(nn.Module):
         self.norm = RMSNorm(self.value_dim, sizes.norm_eps, kernels)
         self.wo = Linear(v_dim, dim, kernels)
 
+    def keep_states(self, slots: int) -> LinearStates:
+        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots."""
+        self.states = LinearStates(slots)
+        return self.states
+
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
-        assert context.documents is not None  # the architecture has this part
-        assert context.place_T is not None
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
-        q_TQK, k_TQK, v_THV = (
-            _convolved(y, filters, context.place_T, wide).unflatten(-1, (-1, width))
-            for y, filters, width in (
-                (q, self.conv_q, self.key_dim),
-                (k, self.conv_k, self.key_dim),
-                (v, self.conv_v, self.value_dim),
-            )
-        )
-        q_TQK, k_TQK = (y * torch.rsqrt(y.square().sum(-1, True) + 1e-6) for y in (q_TQK, k_TQK))
         a_TH = self.wa(x_TD).to(wide) + self.dt_bias
-        o_THV = gated_delta(
-            q_TQK.to(dtype),
-            k_TQK.to(dtype),
-            v_THV.to(dtype),
+        inputs = (
+            self._convolved("q", q, self.conv_q, context),
+            self._convolved("k", k, self.conv_k, context),
+            self._convolved("v", v, self.conv_v, context),
             -self.a_log.to(wide).exp() * F.softplus(a_TH),
             self.wb(x_TD).sigmoid(),
-            context.documents,
-            self.key_dim**-0.5,
-            self.backend,
         )
+        documents, scale = context.documents, self.key_dim**-0.5
+        if self.states is not None:
+            assert isinstance(documents, Reads)  # a step of generation
+            o_THV = self.states.rule(inputs, documents, scale, self.backend)
+        else:
+            assert isinstance(documents, Documents)  # the architecture has this part
+            o_THV = gated_delta(*inputs, documents, scale, self.backend)
         y_THV = self.norm(o_THV).to(wide) * F.silu(z.unflatten(-1, (-1, self.value_dim)).to(wide))
         return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)
 
-
-def _convolved(
-    x_TC: torch.Tensor, filters_C1J: torch.Tensor, place_T: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return silu of each channel's causal convolution within documents, [T, C] in ``dtype``."""
-    tokens, taps = len(x_TC), filters_C1J.shape[-1]
-    filters_JC, x_TC = filters_C1J[:, 0].t().to(dtype), x_TC.to(dtype)
-    y_TC = x_TC * filters_JC[-1]
-    for back in range(1, taps):
-        before_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
-        is_own = (place_T >= back)[:, None]
-        y_TC = y_TC + before_TC.where(is_own, 0.0) * filters_JC[taps - 1 - back]
-    return F.silu(y_TC)
+    def _convolved(
+        self, name: str, x_TC: torch.Tensor, filters_C1J: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """Return the heads that a convolution makes, those of queries and keys with norm 1."""
+        is_key = name != "v"
+        width = self.key_dim if is_key else self.value_dim
+        if self.states is not None:
+            assert isinstance(context.documents, Reads)
+            given = (name, x_TC, filters_C1J, context.documents, width)
+            return self.states.convolved(*given, normalised=is_key, backend=self.backend)
+        assert context.place_T is not None
+        return convolved(x_TC, filters_C1J, context.place_T, width, normalised=is_key)

@@ -1,0 +1,328 @@
+"""Generation of models whose layers carry a state: the same tokens and bits, however it is cut."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from family_cases import LINEAR_CASES, architecture_of, random_reference, tokens
+from safetensors.torch import load_file
+from test_families import save_adapters
+from test_kernels import devices
+from test_models import relative_error
+from test_parallel import LAYOUTS
+from test_rl_run import even, lines_of, words_of  # noqa: F401 - the fixture
+from test_rollout import draw_request
+from test_sample import sample_of, samples_on_ranks
+from test_server import process_serving
+from transformers import AutoModelForCausalLM
+
+from moetrain.config import Config, Recipes
+from moetrain.config.sections import LoraSection
+from moetrain.data.chat import _CHATML
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.kernels.linear_attention.convolution import convolution_step, convolved
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
+from moetrain.kernels.linear_attention.gated_delta_step import (
+    DeltaCache,
+    Reads,
+    gated_delta_step,
+)
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import Transformer
+from moetrain.rl.trainer import RlTrainer
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.steps import ExpertParallel
+
+SIZES = {"vocab_size": 264, "max_positions": 512, "num_experts": 8}
+ARCH = architecture_of("qwen3_5_moe_text", **SIZES)
+
+
+def make_model(seed=0):
+    model = Transformer(ARCH)
+    model.init_weights(std=0.3, seed=seed)
+    return model
+
+
+def make_generator(seed=0, **settings):
+    return Generator(make_model(seed), ByteTokenizer(), **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(_CHATML))
+    return folder
+
+
+def draw_inputs(generator, T, H, Q, K, V, dtype):
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device=generator.device)
+
+    q_TQK, k_TQK = (torch.nn.functional.normalize(normal(T, Q, K), dim=-1) for _ in "qk")
+    g_TH, beta_TH = -normal(T, H).abs() / 9, normal(T, H).sigmoid()
+    return [q_TQK.to(dtype), k_TQK.to(dtype), normal(T, H, V).to(dtype), g_TH, beta_TH.to(dtype)]
+
+
+CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), "long": (1, 200)}
+
+
+@devices
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kernels", ["fast", "reference"])
+def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, device):
+    """Four sequences, some beside each other, in slots that have had others."""
+    rng, draw = random.Random(cut), torch.Generator(device).manual_seed(0)
+    is_fast = kernels == "fast"
+    dtype = torch.bfloat16 if is_fast else torch.float32
+    lengths = (1, CHUNK, 2 * CHUNK + 3, 70 if is_fast and device == "cpu" else 300)
+    H, Q, K, V = (2, 1, 64, 64) if is_fast else (4, 2, 6, 10)
+    T, backend = sum(lengths), "triton" if is_fast else "reference"
+    inputs = draw_inputs(draw, T, H, Q, K, V, dtype)
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    bounds_N = torch.tensor(bounds, dtype=torch.int32, device=device)
+    want_THV = gated_delta(*inputs, Documents.of(bounds_N, T), K**-0.5, backend)
+
+    cache = DeltaCache.empty(4, inputs)
+    for tensor in cache:  # of whoever had the slots before
+        tensor[1:] = torch.nan
+    # And the convolution, of J taps.
+    x_TC = torch.randn(T, 12, generator=draw, device=device)
+    filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
+    place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+    want_Thd = convolved(x_TC, filters_C1J, place_T, 4, normalised=True)
+    kept_PJC = x_TC.new_full((4, 3, 12), torch.nan)
+    free, slot_of, seen, got_THV = [3, 1, 2], {}, [0] * 4, torch.empty_like(want_THV)
+    got_Thd = torch.empty_like(want_Thd)
+    while seen != list(lengths):
+        planned = []
+        for i in rng.sample(range(4), 4):
+            left = lengths[i] - seen[i]
+            if left and (i in slot_of or free):
+                slot_of[i] = slot_of.get(i) or free.pop()
+                planned.append((i, min(left, rng.randint(*CUTS[cut]))))
+        sequences = [(slot_of[i], seen[i], number) for i, number in planned]
+        rows = [r for i, n in planned for r in range(bounds[i] + seen[i], bounds[i] + seen[i] + n)]
+        reads = Reads.of(sequences, device)
+        if all(number == 1 for _, number in planned):  # as decoding has it, and a lane is empty
+            slots, places, _ = torch.tensor([*sequences, (0, 0, 1)], device=device).T
+            reads, rows = Reads.of_singles(slots.int(), places.int()), [*rows, 0]
+        step = [x[rows].contiguous() for x in inputs]
+        o_THV = gated_delta_step(*step, cache, reads, K**-0.5, backend)
+        how = {"normalised": True, "backend": backend}
+        y_Thd = convolution_step(x_TC[rows], filters_C1J, kept_PJC, reads, 4, **how)
+        number = sum(number for _, number in planned)
+        got_Thd[rows[:number]] = y_Thd[:number]
+        got_THV[rows[:number]] = o_THV[:number]
+        for i, number in planned:
+            seen[i] += number
+            if seen[i] == lengths[i]:
+                free.append(slot_of.pop(i))
+    assert torch.equal(got_THV, want_THV)
+    # On a CPU silu's rounding depends on a number's place in a vector register.
+    torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES)
+@torch.no_grad()
+def test_prompts_longer_than_a_chunk_go_on_as_those_of_transformers(case, tmp_path):
+    theirs = random_reference(case, max_position_embeddings=512).eval()
+    for parameter in theirs.parameters():  # so that texts do not repeat one token
+        parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    theirs.save_pretrained(tmp_path)
+    generator = Generator(load_hf(tmp_path), num_pages=200, page_size=4, max_tokens=50)
+    requests, expected = [], []
+    for i, length in enumerate((60, 64, 130, 3)):
+        prompt = tokens(1, length)
+        how = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        expected.append(made[0, length:].tolist())
+        params = SamplingParams(max_tokens=70, temperature=0)
+        requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
+    found = [completions[0].tokens for completions in generator.generate(requests)]
+    assert found == expected
+    assert len({token for text in found for token in text}) > 9
+
+
+DISTURBED = {
+    "pages of one token": {"page_size": 1, "num_pages": 512},
+    "chunks": {"max_tokens": 3},
+    "two at a time": {"max_sequences": 2},
+    "hardly any room": {"page_size": 4, "num_pages": 50},
+}
+
+
+def longer(request, rng):
+    """The request, at times with a prompt of several chunks."""
+    more = tuple(rng.randrange(256) for _ in range(rng.choice([0, 0, 100])))
+    return Request(request.id, (*more, *request.tokens), request.params)
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_requests_do_not_notice_each_other(name):
+    rng = random.Random(name)
+    requests = [longer(draw_request(i, rng), rng) for i in range(12)]
+    generator = make_generator(**DISTURBED[name])
+    for request in requests[:6]:
+        generator.submit(request)
+    for _ in range(5):
+        generator.step()
+    generator.abort(requests[0].id)
+    found = generator.generate(requests[6:])
+    while generator.is_busy:
+        generator.step()
+    if "room" in name:
+        assert generator.scheduler.num_preempted > 0
+    for request, completions in zip(requests[6:], found, strict=True):
+        (alone,) = make_generator().generate([request])
+        assert [c.tokens for c in completions] == [c.tokens for c in alone], request
+    assert generator.pages.num_available == generator.pages.num_pages
+    slots = generator.scheduler._free_slots
+    assert sorted(slots) == list(range(1, generator.scheduler.max_sequences + 1))
+
+
+def test_requests_that_begin_alike_share_no_pages():
+    generator = make_generator(page_size=4)
+    request = Request("a", tuple(range(30)), SamplingParams(max_tokens=9, n=3, seed=1))
+    (completions,) = generator.generate([request])
+    assert not generator.scheduler.pages._texts
+    assert [c.tokens for c in completions] == [
+        c.tokens for c in make_generator().generate([request])[0]
+    ]
+
+
+@torch.no_grad()
+def test_log_probabilities_are_the_models_and_follow_its_weights():
+    generator = make_generator(max_tokens=45)
+    request = Request("a", tuple(range(100)), SamplingParams(max_tokens=60, prompt_logprobs=True))
+    for seed in (0, 1):
+        plain = make_model(seed)
+        generator.update_weights(plain.named_parameters())
+        ((completion,),) = generator.generate([request])
+        whole = torch.tensor([[*request.tokens, *completion.tokens]])
+        expected_SV = plain(whole)[0, :-1].log_softmax(-1)
+        chosen_S = expected_SV.gather(1, whole[0, 1:, None])[:, 0]
+        found_S = torch.tensor([*completion.prompt_logprobs, *completion.logprobs])
+        assert relative_error(found_S, chosen_S) < 1e-5
+
+
+def test_weights_that_change_on_the_way_are_used_for_all_tokens():
+    generator = make_generator()
+    params = SamplingParams(max_tokens=80, temperature=0)
+    generator.submit(Request("a", tuple(range(50)), params))
+    (completion,) = [generator.step()[0] for _ in range(30)][-1:]
+    generator.update_weights(make_model(1).named_parameters())
+    begun = [*completion.tokens]
+    while generator.is_busy:
+        generator.step()
+    others = Request("b", (*range(50), *begun), SamplingParams(max_tokens=50, temperature=0))
+    ((expected,),) = make_generator(1).generate([others])
+    assert completion.tokens == [*begun, *expected.tokens]
+
+
+def test_a_slot_takes_what_the_plan_says():
+    generator = make_generator(max_sequences=5)
+    generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
+    held = [c for c in generator.steps.caches if hasattr(c, "inputs")]
+    found = sum(x.nbytes for c in held for x in (*c.cache, *c.inputs.values()))
+    parts = [part for part, _ in ARCH.layers()]
+    assert len(held) == sum(part.carries_state for part in parts) == 3
+    assert found == 6 * sum(part.state_bytes(4) for part in parts)
+    generator.sleep()
+    assert all(c.cache is None and not c.inputs for c in held)
+    generator.wake()
+    generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
+    generator.wipe()
+    assert not any(x.any() for c in held for x in (*c.cache, *c.inputs.values()))
+
+
+# ---- ranks, runs, servers, adapters --------------------------------------------------------------
+
+
+def test_every_mesh_writes_the_same(folder, tiny_words, tmp_path):
+    words = [word for word in tiny_words if not word.startswith("model.")]
+    words += [f"model.path={folder}", "data.tokenizer=byte", "data.seq_len=100", "train.steps=2"]
+    words += ["train.sample_tokens=60", "train.global_batch_size=8"]
+    layouts = {name: LAYOUTS[4][name] for name in ("hsdp", "ep", "dp+tp", "dp+tp+ep")}
+    layouts["pp+ep"] = ["parallel.pp=2", "parallel.ep=2"]
+    _, expected = sample_of([*words, f"output_dir={tmp_path / 'one'}"])
+    assert len(expected) > 60  # past the first chunk
+    runs = {n: [*words, *w, f"output_dir={tmp_path / n}"] for n, w in layouts.items()}
+    for texts in spawn(4, samples_on_ranks, runs, timeout=200):
+        assert texts == dict.fromkeys(layouts, expected)
+
+
+def requests_of(rank):
+    """Some for the first rank, and none for others."""
+    rng = random.Random(rank)
+    return [longer(draw_request(i, rng), rng) for i in range(0 if rank else 5)]
+
+
+def serve_on_ranks():
+    model = make_model()
+    experts = ExpertParallel(model, dist.group.WORLD, "auto")
+    generator = Generator(model, ByteTokenizer(), experts=experts, max_tokens=70)
+    found = generator.generate(requests_of(dist.get_rank()))
+    return [[c.tokens for c in completions] for completions in found]
+
+
+def test_a_rank_without_requests_serves_others_with_its_experts():
+    expected = make_generator().generate(requests_of(0))
+    found, nothing = spawn(2, serve_on_ranks, timeout=120)
+    assert found == [[c.tokens for c in completions] for completions in expected]
+    assert nothing == []
+
+
+def learn(words):
+    RlTrainer(Config.load(None, words, environ={}, recipes=Recipes.RL)).fit()
+
+
+@pytest.mark.parametrize("values", [{}, {"lora.rank": 8}, {"parallel.tp": 2, "parallel.ep": 2}])
+def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
+    given = {**even, "train.steps": 2, "model.path": folder, "data.tokenizer": "byte", **values}
+    given |= {"rl.max_tokens": 40, "data.seq_len": 128, "rl.supervised_steps": 0}
+    words = [
+        w
+        for w in words_of(tmp_path / "out", **given)
+        if w.startswith("model.path") or w[:6] != "model."
+    ]
+    if "parallel.tp" in values:
+        spawn(2, learn, words, timeout=200)
+    else:
+        learn(words)
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(abs(row["mismatch"]) < 1e-8 for row in rows)  # of rounding alone
+
+
+def test_the_server_serves_it(folder):
+    prompt, how = list(range(70)), {"max_tokens": 9, "temperature": 0}
+    ((expected,),) = make_generator().generate([Request("a", tuple(prompt), SamplingParams(**how))])
+    with process_serving(folder) as (_, client):
+        found = client.completions.create(model="tiny", prompt=prompt, **how)
+    assert found.choices[0].text == ByteTokenizer().decode(expected.tokens)
+
+
+@torch.no_grad()
+def test_adapters_generate_as_those_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    random_reference("qwen3_5_moe_text").save_pretrained(tmp_path / "base")
+    model, prompt = load_hf(tmp_path / "base"), tokens(1, 7)
+    lora = LoraSection(rank=8, alpha=64, layout="fused")
+    save_adapters(model, lora, tmp_path / "adapter", prompt)
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    made = theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **how)
+    again = load_hf(tmp_path / "base")
+    plain = Generator(load_hf(tmp_path / "base"))
+    attach_peft(again, tmp_path / "adapter")
+    request = Request("a", tuple(prompt[0].tolist()), SamplingParams(max_tokens=30, temperature=0))
+    ((found,),), ((without,),) = (g.generate([request]) for g in (Generator(again), plain))
+    assert found.tokens == made[0, 7:].tolist() != without.tokens
