@@ -6,8 +6,9 @@
 
 It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.rollout.pages`)
 as its core, and log-probabilities by the function that the loss is made of. On Hopper in bf16 they
-have the bits of training with ``kernels.attention = "exact"``; elsewhere (a CPU, other GPUs), and
-where projections have biases, the two agree to rounding. Not there yet: tensor parallelism.
+have the bits of training with ``kernels.attention = "exact"``; elsewhere (a CPU, other GPUs), where
+projections have biases or layers carry states, they agree to rounding. Not there yet: tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Generator:
             tokenizer: needed for stop texts. Token ids that it does not have are never chosen.
             num_pages, page_size: the cache has num_pages * page_size tokens of all running
                 sequences; None: most of the device's free memory, on a CPU 16,384 tokens.
-            max_sequences: sequences that run at once; others wait.
+            max_sequences: sequences that run at once, each with a slot of states; others wait.
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
 

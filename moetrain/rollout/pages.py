@@ -205,7 +205,7 @@ class Scheduler:
         max_sequences: sequences that run at once.
         max_tokens: tokens that one step reads.
         shares: whether sequences that begin alike share pages. Where layers carry states they do
-            not: a state at the end of a page takes dozens of times the page.
+            not: the states at a page's end take some fifty times the memory of the page.
     """
 
     def __init__(

@@ -329,7 +329,8 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     ids = list(_prompt(data, train.sample_prompt))
     if not ids:
         raise CannotGenerate("the prompt has no tokens")
-    generator = generator_of(engine, data.tokenizer, -(-seq_len // Pages.SIZE))
+    sizes = {"num_pages": -(-seq_len // Pages.SIZE), "max_sequences": 1}
+    generator = generator_of(engine, data.tokenizer, **sizes)
     window = min(seq_len, generator.longest)
     start, end = len(ids), len(ids) + train.sample_tokens
 
@@ -358,8 +359,8 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     return ids
 
 
-def generator_of(engine: Engine, tokenizer: Tokenizer, num_pages: int | None = None) -> Generator:
-    """Return a generator with the engine's weights as they are now. Collective.
+def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generator:
+    """Return a generator of ``sizes`` with the engine's weights as they are now. Collective.
 
     Raises:
         CannotGenerate: a rank is short of memory, or the model has no generation.
@@ -371,7 +372,7 @@ def generator_of(engine: Engine, tokenizer: Tokenizer, num_pages: int | None = N
         raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
     model, experts = replica(engine)
     try:
-        generator = Generator(model, tokenizer, num_pages=num_pages, experts=experts)
+        generator = Generator(model, tokenizer, **sizes, experts=experts)
     except ValueError as error:
         raise CannotGenerate(str(error)) from None
     WeightUpdate(engine, generator)()

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from moetrain.kernels.linear_attention.convolution import convolution_step
+from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Documents,
@@ -109,10 +109,10 @@ def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Ge
     }
 
 
-def _convolution(*, kept_PJC, backend="triton", **inputs):
+def _convolution(*, kept_PJC, reads, backend="triton", **given):
     """The heads, and the inputs that are kept in the slots that have an owner."""
     kept_PJC = kept_PJC.clone()
-    return convolution_step(**inputs, kept_PJC=kept_PJC, backend=backend), kept_PJC[1:]
+    return convolution_step(Convolution(**given), kept_PJC, reads, backend), kept_PJC[1:]
 
 
 def _convolution_cost(case: Case) -> tuple[Cost, Cost]:

@@ -18,6 +18,7 @@ Legend: T tokens, C channels, J taps, P slots, h heads of width d.
 # pyright: reportOperatorIssue=false
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -28,60 +29,62 @@ from moetrain.kernels.linear_attention.gated_delta_step import Reads
 _EPS = 1e-6
 
 
-def convolved(
-    x_TC: torch.Tensor,
-    filters_C1J: torch.Tensor,
-    place_T: torch.Tensor,
-    width: int,
-    *,
-    normalised: bool,
-) -> torch.Tensor:
-    """Return the heads [T, h, d] of packed documents, in ``x_TC``'s dtype.
+class Convolution(NamedTuple):
+    """The input [T, C] and the filters [C, 1, J] of one, whose result is heads of ``width``."""
+
+    x_TC: torch.Tensor
+    filters_C1J: torch.Tensor
+    width: int
+    normalised: bool
+
+
+def convolved(given: Sequence[Convolution], place_T: torch.Tensor) -> list[torch.Tensor]:
+    """Return the heads [T, h, d] of packed documents, in the inputs' dtypes.
+
+    Sums come before norms: in another order the compiler, which bans what it takes for long chains
+    from being computed again, keeps some of the sums in fp32.
 
     Args:
-        filters_C1J: in any dtype, the last tap first in time.
         place_T: each token's place in its document.
-        width: of a head.
     """
-    taps, tokens = filters_C1J.shape[-1], len(x_TC)
-    padded_TC = F.pad(x_TC, (0, 0, taps - 1, 0))
+    sums = [_summed(_earlier(one, place_T), one.filters_C1J) for one in given]
+    return [_heads(y_TC, one) for y_TC, one in zip(sums, given, strict=True)]
+
+
+def _earlier(given: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
+    """Return the inputs 0, 1, ... places before each token: views of one tensor, and masks."""
+    taps, tokens = given.filters_C1J.shape[-1], len(given.x_TC)
+    padded_TC = F.pad(given.x_TC, (0, 0, taps - 1, 0))
     views = [padded_TC[taps - 1 - back :][:tokens] for back in range(taps)]
     earlier = (x.where((place_T >= back)[:, None], 0.0) for back, x in enumerate(views[1:], 1))
-    return _heads([views[0], *earlier], filters_C1J, width, normalised)
+    return [views[0], *earlier]
 
 
-def _heads(
-    inputs_TC: Sequence[torch.Tensor], filters_C1J: torch.Tensor, width: int, normalised: bool
-) -> torch.Tensor:
-    """Compute the formulas from the inputs 0, 1, ... places before each token."""
-    dtype = inputs_TC[0].dtype
-    wide, taps = torch.promote_types(dtype, torch.float32), len(inputs_TC)
+def _summed(inputs_TC: Sequence[torch.Tensor], filters_C1J: torch.Tensor) -> torch.Tensor:
+    wide, taps = torch.promote_types(inputs_TC[0].dtype, torch.float32), len(inputs_TC)
     filters_JC = filters_C1J[:, 0].t().to(wide)
     y_TC = inputs_TC[0].to(wide) * filters_JC[-1]
     for back in range(1, taps):
         y_TC = y_TC + inputs_TC[back].to(wide) * filters_JC[taps - 1 - back]
-    y_Thd = F.silu(y_TC).unflatten(-1, (-1, width))
-    if normalised:
+    return F.silu(y_TC)
+
+
+def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
+    y_Thd = y_TC.unflatten(-1, (-1, given.width))
+    if given.normalised:
         y_Thd = y_Thd * torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
-    return y_Thd.to(dtype)
+    return y_Thd.to(given.x_TC.dtype)
 
 
 def convolution_step(
-    x_TC: torch.Tensor,
-    filters_C1J: torch.Tensor,
-    kept_PJC: torch.Tensor,
-    reads: Reads,
-    width: int,
-    *,
-    normalised: bool,
-    backend: Backend = "auto",
+    given: Convolution, kept_PJC: torch.Tensor, reads: Reads, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Return :func:`convolved` of the tokens that a step reads, and keep their inputs.
+    """Return one of :func:`convolved` of the tokens that a step reads, and keep their inputs.
 
     Args:
-        x_TC: contiguous.
-        kept_PJC: [P, J - 1, C] in ``x_TC``'s dtype, contiguous.
+        kept_PJC: [P, J - 1, C] in the input's dtype; both are contiguous.
     """
+    x_TC, filters_C1J, width, normalised = given
     (tokens, channels), taps = x_TC.shape, filters_C1J.shape[-1]
     is_like = kept_PJC.shape[1:] == (taps - 1, channels) and kept_PJC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PJC.is_contiguous()):
@@ -96,7 +99,7 @@ def convolution_step(
                 BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=normalised, num_warps=1,
             )  # fmt: skip
     else:
-        y_Thd = _heads(_inputs(x_TC, taps, kept_PJC, reads), filters_C1J, width, normalised)
+        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PJC, reads), filters_C1J), given)
     if taps > 1:
         slots_T = torch.where(reads.after_T < taps - 1, reads.slots_T, 0)
         kept_PJC[slots_T, reads.place_T % (taps - 1)] = x_TC

@@ -83,6 +83,10 @@ class Documents(NamedTuple):
         return cls(bounds_N, starts_C.int(), sizes_C.int(), firsts_N.int())
 
 
+RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k, v, g and beta of :func:`gated_delta`."""
+
+
 class Carried(NamedTuple):
     """States that documents begin with, and leave for those that go on with them."""
 
@@ -146,16 +150,13 @@ def continued(
     return _launch_forward(*_fast_inputs(*inputs), documents, scale, carried)[0]
 
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def _checked(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
     v_THV: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-) -> _Inputs:
+) -> RuleInputs:
     (T, Q, _), (_, H, _) = k_TQK.shape, v_THV.shape
     fits = q_TQK.shape == k_TQK.shape and v_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H) or beta_TH.shape != (T, H):
@@ -171,7 +172,7 @@ def _fast_inputs(
     v_THV: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-) -> _Inputs:
+) -> RuleInputs:
     """Return the inputs as the kernels take them."""
     K, V = k_TQK.shape[2], v_THV.shape[2]
     if K not in _WIDTHS or V not in _WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:

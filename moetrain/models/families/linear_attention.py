@@ -25,8 +25,13 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.convolution import convolution_step, convolved
-from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
+from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
+from moetrain.kernels.linear_attention.gated_delta import (
+    CHUNK,
+    Documents,
+    RuleInputs,
+    gated_delta,
+)
 from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
@@ -157,32 +162,25 @@ class LinearStates:
             tensor.zero_()
 
     def convolved(
-        self,
-        name: str,
-        x_TC: torch.Tensor,
-        filters_C1J: torch.Tensor,
-        reads: Reads,
-        width: int,
-        *,
-        normalised: bool,
-        backend: Backend,
-    ) -> torch.Tensor:
-        """Go on with the convolution ``name``; as :func:`convolution_step`."""
-        if name not in self.inputs:
-            shape = (self.slots, filters_C1J.shape[-1] - 1, x_TC.shape[1])
-            self.inputs[name] = x_TC.new_zeros(shape)
-        given = (x_TC.contiguous(), filters_C1J, self.inputs[name], reads, width)
-        return convolution_step(*given, normalised=normalised, backend=backend)
+        self, given: Mapping[str, Convolution], reads: Reads, backend: Backend
+    ) -> list[torch.Tensor]:
+        """Go on with the convolutions, as :func:`convolution_step` does with one."""
+        found = []
+        for name, one in given.items():
+            if name not in self.inputs:
+                shape = (self.slots, one.filters_C1J.shape[-1] - 1, one.x_TC.shape[1])
+                self.inputs[name] = one.x_TC.new_zeros(shape)
+            one = one._replace(x_TC=one.x_TC.contiguous())
+            found.append(convolution_step(one, self.inputs[name], reads, backend))
+        return found
 
     def rule(
-        self, inputs: tuple[torch.Tensor, ...], reads: Reads, scale: float, backend: Backend
+        self, inputs: RuleInputs, reads: Reads, scale: float, backend: Backend
     ) -> torch.Tensor:
-        """Go on with the rule; ``inputs`` as :func:`gated_delta_step` takes them."""
+        """Go on with the rule, as :func:`gated_delta_step` does."""
         if self.cache is None:
             self.cache = DeltaCache.empty(self.slots, inputs)
-        q_TQK, k_TQK, v_THV, g_TH, beta_TH = inputs
-        given = (q_TQK, k_TQK, v_THV, g_TH, beta_TH, self.cache, reads)
-        return gated_delta_step(*given, scale, backend)
+        return gated_delta_step(*inputs, self.cache, reads, scale, backend)
 
 
 class LinearAttention(nn.Module):
@@ -215,33 +213,26 @@ class LinearAttention(nn.Module):
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
-        a_TH = self.wa(x_TD).to(wide) + self.dt_bias
-        inputs = (
-            self._convolved("q", q, self.conv_q, context),
-            self._convolved("k", k, self.conv_k, context),
-            self._convolved("v", v, self.conv_v, context),
-            -self.a_log.to(wide).exp() * F.softplus(a_TH),
-            self.wb(x_TD).sigmoid(),
-        )
-        documents, scale = context.documents, self.key_dim**-0.5
+        given = {
+            "q": Convolution(q, self.conv_q, self.key_dim, True),
+            "k": Convolution(k, self.conv_k, self.key_dim, True),
+            "v": Convolution(v, self.conv_v, self.value_dim, False),
+        }
+        reads, scale = context.documents, self.key_dim**-0.5
         if self.states is not None:
-            assert isinstance(documents, Reads)  # a step of generation
-            o_THV = self.states.rule(inputs, documents, scale, self.backend)
+            assert isinstance(reads, Reads)  # a step of generation
+            heads = self.states.convolved(given, reads, self.backend)
         else:
-            assert isinstance(documents, Documents)  # the architecture has this part
-            o_THV = gated_delta(*inputs, documents, scale, self.backend)
+            assert context.place_T is not None  # the architecture has this part
+            heads = convolved([*given.values()], context.place_T)
+        a_TH = self.wa(x_TD).to(wide) + self.dt_bias
+        g_TH, beta_TH = -self.a_log.to(wide).exp() * F.softplus(a_TH), self.wb(x_TD).sigmoid()
+        q_TQK, k_TQK, v_THV = heads
+        inputs = (q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+        if self.states is not None and isinstance(reads, Reads):
+            o_THV = self.states.rule(inputs, reads, scale, self.backend)
+        else:
+            assert isinstance(reads, Documents)
+            o_THV = gated_delta(*inputs, reads, scale, self.backend)
         y_THV = self.norm(o_THV).to(wide) * F.silu(z.unflatten(-1, (-1, self.value_dim)).to(wide))
         return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)
-
-    def _convolved(
-        self, name: str, x_TC: torch.Tensor, filters_C1J: torch.Tensor, context: Context
-    ) -> torch.Tensor:
-        """Return the heads that a convolution makes, those of queries and keys with norm 1."""
-        is_key = name != "v"
-        width = self.key_dim if is_key else self.value_dim
-        if self.states is not None:
-            assert isinstance(context.documents, Reads)
-            given = (name, x_TC, filters_C1J, context.documents, width)
-            return self.states.convolved(*given, normalised=is_key, backend=self.backend)
-        assert context.place_T is not None
-        return convolved(x_TC, filters_C1J, context.place_T, width, normalised=is_key)
