@@ -14,6 +14,7 @@ from moetrain.kernels.attention.batch_invariant import (
     paged_attention,
     store_in_pages,
 )
+from moetrain.kernels.attention.sinks import attention_packed_with_sinks
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.products import grouped_mm
 from moetrain.kernels.experts.swiglu import swiglu
@@ -70,15 +71,18 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "window"), SHAPES)
 def test_packed_chunked_and_single_tokens_have_one_answer(
-    place, lengths, heads, kv_heads, width, window
+    place, has_sinks, lengths, heads, kv_heads, width, window
 ):
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
-    out, lse = forward(q, k, v, ends, window)
-    wide = [x.double() for x in (q, k, v)]
-    expected = attention_packed(*wide, ends, max(lengths), window=window, backend="reference")
+    sinks = torch.linspace(-4, 6, heads, device=place).to(dtype) if has_sinks else None
+    out, lse = forward(q, k, v, ends, window, sinks)
+    wide = [x.double() for x in (q, k, v, *([sinks] if has_sinks else []))]
+    reference = attention_packed_with_sinks if has_sinks else attention_packed
+    expected = reference(*wide, ends, max(lengths), window=window, backend="reference")
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
@@ -92,8 +96,9 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
         seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
         for one_token in {False, most == 1}:
             found = paged_attention(
-                q[read], keys, values, starts, seen, table, window=window, one_token=one_token
-            )
+                q[read], keys, values, starts, seen, table, window=window, one_token=one_token,
+                sinks_H=sinks,
+            )  # fmt: skip
             if place == "cuda":
                 assert torch.equal(found, out[read]), (most, one_token)
             else:  # numpy's products have other bits for other shapes
