@@ -75,7 +75,6 @@ ATTENTION_PACKED = KernelSpec(
 )
 
 
-
 def _sink_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     inputs = _make_inputs(case, dtype, generator)
     return inputs | {"sinks_H": (3 * normal(generator, case["H"])).to(dtype)}
