@@ -152,6 +152,8 @@ class AttentionPart(Part):
 
     carries_state: ClassVar[bool] = False
     """Whether it carries a state from token to token, and so needs ``Context.documents``."""
+    needs_lse: ClassVar[bool] = False
+    """Whether its mask's backend must have the log-sum-exp."""
 
     window: int | None = None
     """How many tokens a token sees, itself included; None: all before it."""

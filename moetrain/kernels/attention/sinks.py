@@ -17,7 +17,7 @@ Worked example, one token, d = 1: q 0, v 3 and s 0 give scores [0, 0] with the s
 Legend: as in :mod:`moetrain.kernels.attention.attention`; Q queries and L keys of dense attention.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -59,8 +59,9 @@ def attention_with_sinks(
         run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
         grouped = q.shape[1] != k.shape[1]
         aux = AuxRequest(lse=True)
-        o, found = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped, return_aux=aux)
-        share = (found.lse - sinks_H.to(found.lse.dtype)[:, None]).sigmoid()
+        made: Any = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped, return_aux=aux)
+        o, lse = made[0], made[1].lse
+        share = (lse - sinks_H.to(lse.dtype)[:, None]).sigmoid()
         return (o * share[..., None]).to(o.dtype).transpose(1, 2)
     assert mask.backend == "reference"  # of masks made with needs_lse
     assert mask.dense_BSS is not None
@@ -142,7 +143,8 @@ def _attention_with_sinks(
     if is_invariant and q_THd.is_cuda:
         return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H)
     how = (max_seqlen, window, is_invariant)
-    return _with_sinks(*_attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how), sinks_H)
+    o_THd, lse_HT = _attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how)
+    return _with_sinks(o_THd, lse_HT, sinks_H)
 
 
 @_attention_with_sinks.register_fake

@@ -14,8 +14,9 @@ upstream ``dy``, beside the gradients of those products::
 It saves the tokens and ``a`` alone, as there. With LoRA adapters beside frozen matrices, in the
 notation of :func:`~moetrain.kernels.experts.mlp.adapted_expert_mlp`, it saves ``u`` and ``v`` too.
 
-Worked example, one row, D = F = 1, b1 0, x 1, gate 0, up 3, down 1, b2 5, w 2: ``h = 0``,
-``y = 10``; for ``dy = 1``, ``da = [2 * 4 * 1/2, 0] = [4, 0]``, ``dw = 5``, ``d_b2 = 2``, ``dx = 0``.
+Worked example, one row, D = F = 1, b1 0, x 1, gate 0, up 3, down 1, b2 5, w 2: ``h = 0`` and
+``y = 10``; for ``dy = 1``, ``da = [2 * 4 * 1/2, 0] = [4, 0]``, ``dw = 5``, ``d_b2 = 2`` and
+``dx = 0``.
 
 Left out on purpose: products in fp8, and kernels for few rows.
 

@@ -30,6 +30,7 @@ from moetrain.config import ConfigError
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
+from moetrain.models.family import Piece
 from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.files import (
     CONFIG,
@@ -74,8 +75,9 @@ class _Outgoing(NamedTuple):
     num_bytes: int
     read: Callable[[], torch.Tensor] | None = None
     """Reads the tensor; None: it is the model's own, and arrives with the stream."""
-    rows: Sequence[slice | None] = (None,)
-    """The rows that arrive, one after the other; None: all of them."""
+    pieces: Sequence[Piece] = ()
+    """The pieces that arrive, one after the other."""
+    shape: tuple[int, ...] = ()
 
 
 class Export:
@@ -119,16 +121,14 @@ class Export:
         self._pieces, self._own = model.pieces(), []
         for name, group in itertools.groupby(self._pieces, attrgetter("hf_name")):
             pieces = [*group]
-            parts = [parameters[piece.parameter][piece.place] for piece in pieces]
-            part, parameter = parts[0], pieces[0].parameter
+            parameter, shape = pieces[0].parameter, Piece.shape_of(pieces, parameters)
             # What is added to scores may be smaller than their rounding in a narrow dtype.
             is_kept = dtype == "auto" or parameter in buffers
-            own = part.dtype if is_kept else getattr(torch, dtype)
+            own = parameters[parameter].dtype if is_kept else getattr(torch, dtype)
             if dtype == "auto" and source is not None and name in source.own:
                 own = source.stored[name].dtype
-            num_bytes = sum(part.numel() for part in parts) * own.itemsize
-            rows = [piece.rows for piece in pieces]
-            self._own.append(_Outgoing(name, own, num_bytes, rows=rows))
+            num_bytes = math.prod(shape) * own.itemsize
+            self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
@@ -201,22 +201,22 @@ class Export:
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
-        for name, dtype, _, read, rows in shard:
+        for name, dtype, _, read, pieces, shape in shard:
             if read is not None:
                 values |= {name: read()} if is_mine else {}
                 continue
-            parts = {}
-            for own in rows:
+            if is_mine and not pieces[0].is_whole:
+                values[name] = torch.empty(shape, dtype=dtype)
+            for piece in pieces:
                 came, tensor = next(coming)
                 assert came == name  # both walk the same table
-                if is_mine:
+                if is_mine and piece.is_whole:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_borrowed = (self.ranks > 1 or len(rows) > 1) and tensor.dtype == dtype
+                    is_borrowed = self.ranks > 1 and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
-                    parts[0 if own is None else own.start] = tensor.to("cpu", copy=is_borrowed)
-            if is_mine:
-                ordered = [parts[start] for start in sorted(parts)]
-                values[name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+                    values[name] = tensor.to("cpu", copy=is_borrowed)
+                elif is_mine:
+                    piece.of(values[name]).copy_(tensor.detach())
         return values
 
 
