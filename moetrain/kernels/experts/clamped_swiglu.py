@@ -65,11 +65,15 @@ def clamped_swiglu(
         raise refusal("clamped_swiglu", takes, **given, offsets=offsets_E)
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
-        biases_R2F = bias_E2F.to(wide)[expert_of_rows(offsets_E, rows)]
-        gate_RF, up_RF = (gate_up_R2F.to(wide) + biases_R2F).chunk(2, dim=-1)
+        gate_up_R2F, dtype = gate_up_R2F.to(wide), gate_up_R2F.dtype
+        biased_R2F = gate_up_R2F + bias_E2F.to(wide)[expert_of_rows(offsets_E, rows)]
+        # Gradients of rows past the last expert's may hold NaN, which no bias must get.
+        is_used_R = torch.arange(rows, device=offsets_E.device) < offsets_E[-1]
+        biased_R2F = torch.where(is_used_R[:, None], biased_R2F, gate_up_R2F)
+        gate_RF, up_RF = biased_R2F.chunk(2, dim=-1)
         gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit)
         y_RF = (up_RF + 1) * gate_RF * (alpha * gate_RF).sigmoid() * weights_R.to(wide)[:, None]
-        return y_RF.to(gate_up_R2F.dtype)
+        return y_RF.to(dtype)
     is_known = gate_up_R2F.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if not is_known or gate_up_R2F.dtype != bias_E2F.dtype:
         takes = "bf16, fp16 or fp32, both alike"

@@ -90,15 +90,14 @@ class _BiasedExperts(Experts):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        matrices = self.w_gate_up, self.b_gate_up, self.w_down, self.b_down
-        tensors = [x.to(x_SD.dtype) for x in matrices]
-        how: dict[str, Any] = {"backend": self.backend}
+        first = self.w_gate_up.to(x_SD.dtype), self.b_gate_up.to(x_SD.dtype)
+        second = self.w_down.to(x_SD.dtype), self.b_down.to(x_SD.dtype)
+        how: dict[str, Any] = {"limit": self.limit, "alpha": self.alpha, "backend": self.backend}
         gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if gate_up is not None and down is not None:
             how["adapters"] = (gate_up.a, gate_up.b, down.a, down.b)
             how["scale"] = gate_up.scale
-        routed = (x_SD, weights_SK, indices)
-        return clamped_expert_mlp(*routed, *tensors, self.limit, self.alpha, **how)
+        return clamped_expert_mlp(x_SD, weights_SK, indices, *first, *second, **how)
 
 
 class _ClampedMoE(MoE):

@@ -12,6 +12,7 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.family import (
     COMMON_DEFAULTS,
     DENSE,
@@ -26,7 +27,6 @@ from moetrain.models.family import (
 )
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
-from moetrain.models.linear_attention import GatedDeltaNet
 from moetrain.models.moe import RoutedExperts
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

@@ -5,8 +5,7 @@ already exists, and of a sharded parameter a rank reads only its own part. So a 
 for its part of the model and one tensor (as ``RssAnon``: mapped file pages count as resident too).
 Every name, shape and dtype is checked before the first byte is copied.
 
-Left out on purpose: quantized weights, and process groups: who downloads and how the others wait
-are arguments.
+Left out on purpose: process groups (who downloads and how the others wait are arguments).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from moetrain.models.hf.files import (
     HFSource,
     config_folder,
     error,
+    find_in,
     listing,
     open_shard,
     read_json,
@@ -119,6 +120,9 @@ def load_weights(
         for name in source.stored:
             for piece in source.own.get(name, ()):
                 write(piece.parameter, piece.place, part_of(find(name), piece))
+    if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
+        what = "%s: %d quantised tensors are read as bfloat16, in which an export will have them"
+        _logger.info(what, source.folder, len(quantised))
     if source.extra:
         _logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
@@ -137,12 +141,13 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
         ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(tensor.file for tensor in source.stored.values())
+        paths = dict.fromkeys(
+            path
+            for tensor in source.stored.values()
+            for path in (tensor.file, *tensor.parts.values())
+        )
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
-
-        def find(name: str) -> Any:
-            return files[source.stored[name].file].get_slice(name)
-
+        find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
             _check_tied(source.folder, find(_HEAD), find(_EMBED))
         yield find

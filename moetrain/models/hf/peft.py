@@ -76,8 +76,8 @@ class _Site(NamedTuple):
     """The name that the settings' patterns match."""
     experts: int | None = None
     """How many experts its matrices hold; None: they are of one."""
-    order: torch.Tensor | None = None
-    """The row of our B that each row of these experts' B is; None: they are alike."""
+    order: torch.Tensor = torch.empty(0)
+    """The row of our B that each row of these experts' B is."""
 
     @classmethod
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:

@@ -40,6 +40,7 @@ from moetrain.models.hf.files import (
     HFSource,
     TokenizerFiles,
     error,
+    find_in,
     listing,
     open_shard,
     remove_stale,
@@ -280,14 +281,15 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
-    holding = {source.stored[name].file for name in source.extra}
+    stored = {name: source.stored[name] for name in source.extra}
+    holding = {file for x in stored.values() for file in (x.file, *x.parts.values())}
     files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
-    for name in source.extra:
-        file, dtype, shape = source.stored[name]
-        if file in files:
-            read = partial(files[file].get_tensor, name)
-            tensors.append(_Outgoing(name, dtype, math.prod(shape) * dtype.itemsize, read))
+    for name, tensor in stored.items():
+        if files.keys() >= {tensor.file, *tensor.parts.values()}:
+            read = partial(lambda *found: find_in(*found)[...], files, name, tensor)
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            tensors.append(_Outgoing(name, tensor.dtype, size, read))
         else:
             lost.append(name)
     return tensors, lost
