@@ -180,6 +180,7 @@ CASES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "gpt_oss yarn in whole pairs": {**GPT_OSS, "rope_parameters": YARN},
+    "gpt_oss in mxfp4": {**GPT_OSS, "intermediate_size": 64},
     "gpt_oss one layer": {**GPT_OSS, "num_hidden_layers": 1, "intermediate_size": 8},
     "qwen3_next": NEXT,
     "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},

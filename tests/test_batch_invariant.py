@@ -79,7 +79,7 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
     sinks = torch.linspace(-4, 6, heads, device=place).to(dtype) if has_sinks else None
-    out, lse = forward(q, k, v, ends, window, sinks)
+    out, lse = forward(q, k, v, ends, window, sinks_H=sinks)
     wide = [x.double() for x in (q, k, v, *([sinks] if has_sinks else []))]
     reference = attention_packed_with_sinks if has_sinks else attention_packed
     expected = reference(*wide, ends, max(lengths), window=window, backend="reference")

@@ -256,6 +256,8 @@ class Architecture(BaseModel):
     """Whether attention's results are multiplied by a sigmoid of the token."""
     zero_centred_norms: bool = False
     """Whether norms' weights are what is added to 1."""
+    late_norms: bool = False
+    """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)

@@ -132,6 +132,7 @@ def masked_attention(
     k_BSGd: torch.Tensor,
     v_BSGd: torch.Tensor,
     context: Context,
+    *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over whole rows: softmax over what the mask lets a token see, and over a sink."""

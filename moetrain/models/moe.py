@@ -375,9 +375,7 @@ class Experts(Adaptable):
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
-        num_experts = sizes.num_experts
-        dim = sizes.hidden_size
-        width = sizes.moe_intermediate_size
+        num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))

@@ -61,7 +61,7 @@ class Block(nn.Module):
         super().__init__()
         attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
         self.parts = (attention.name, feed_forward.name)
-        how = {"zero_centred": arch.zero_centred_norms}
+        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.add_module(attention.name, attention.build(kernels, moe))
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
@@ -174,9 +174,8 @@ class Transformer(nn.Module):
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
         self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(
-            arch.hidden_size, arch.norm_eps, kernels, zero_centred=arch.zero_centred_norms
-        )
+        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
 
     @property

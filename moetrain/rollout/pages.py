@@ -340,6 +340,7 @@ class PagedAttention:
         k_BSGd: torch.Tensor,
         v_BSGd: torch.Tensor,
         context: Context,
+        *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = context.mask

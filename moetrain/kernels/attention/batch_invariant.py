@@ -54,6 +54,7 @@ def forward(
     v_TGd: torch.Tensor,
     cu_seqlens: torch.Tensor,
     window: int | None,
+    *,
     sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
@@ -61,7 +62,7 @@ def forward(
     ``sinks_H`` are logits that join the heads' denominators
     (:mod:`moetrain.kernels.attention.sinks`).
     """
-    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H)
+    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks=sinks_H)
 
 
 def paged_attention(
@@ -90,7 +91,7 @@ def paged_attention(
     keys = keys_PZGd.flatten(0, 1)
     values = values_PZGd.flatten(0, 1)
     paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
-    return _launch(q_THd, keys, values, cu_seqlens, window, sinks_H, *paged)[0]
+    return _launch(q_THd, keys, values, cu_seqlens, window, *paged, sinks=sinks_H)[0]
 
 
 def store_in_pages(
@@ -133,11 +134,12 @@ def _launch(
     v_LGd: torch.Tensor,
     cu_seqlens: torch.Tensor,
     window: int | None,
-    sinks: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
     pages: torch.Tensor | None = None,
     page_size: int | None = None,
     one_token: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q_THd.shape
     kv_heads = k_LGd.shape[1]

@@ -141,7 +141,7 @@ def _attention_with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o'_THd`` and ``lse'_HT``."""
     if is_invariant and q_THd.is_cuda:
-        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H)
+        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H=sinks_H)
     how = (max_seqlen, window, is_invariant)
     o_THd, lse_HT = _attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how)
     return _with_sinks(o_THd, lse_HT, sinks_H)

@@ -68,7 +68,7 @@ _WEIGHT_MAP = (
     InterleavedExperts(f"{_OURS}.experts.w_down", f"{_THEIRS}.experts.down_proj"),
     RenameTensor(f"{_OURS}.experts.b_down", f"{_THEIRS}.experts.down_proj_bias"),
 )
-_FIXED: dict[str, Any] = {"norm_topk_prob": True}
+_FIXED: dict[str, Any] = {"norm_topk_prob": True, "late_norms": True}
 
 
 def _preset(num_layers: int, num_experts: int) -> _GptOss:

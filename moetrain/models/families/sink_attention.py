@@ -43,4 +43,4 @@ class _AttentionWithSinks(Attention):
 
     def mix(self, *qkv_and_context: Any) -> torch.Tensor:
         """Call the core with the sinks [H]."""
-        return self.core(*qkv_and_context, self.sinks)
+        return self.core(*qkv_and_context, sinks_H=self.sinks)
