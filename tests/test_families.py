@@ -548,6 +548,7 @@ def test_fewer_or_more_layers_of_a_preset():
         ("minimax_m2", {"rotary_dim": 5}, "which is not an even number"),
         ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0: Input should be greater than 0"),
         ("gpt_oss", {"rope_parameters": None}, "rope_parameters is None, expected"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "mxfp4 alone are read"),
         ("gpt_oss", {"quantization_config": []}, "mxfp4 alone are read"),

@@ -7,6 +7,8 @@ an export is written in bf16.
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
 from moetrain.models.families.sink_attention import SinkAttention
@@ -21,8 +23,8 @@ class _GptOss(Architecture):
 
     kinds = (SinkAttention, ClampedExperts)
 
-    swiglu_limit: float = 7.0
-    swiglu_alpha: float = 1.702
+    swiglu_limit: float = Field(default=7.0, gt=0, allow_inf_nan=False)
+    swiglu_alpha: float = Field(default=1.702, gt=0, allow_inf_nan=False)
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
