@@ -134,6 +134,17 @@ def test_few_rows_are_those_of_many(place):
                 assert torch.equal(found, want[:rows])
             else:
                 torch.testing.assert_close(found, want[:rows])
+    biases = [draw(n) * n**0.5 for n in sizes]
+    wanted = [torch.nn.functional.linear(x, *pair) for pair in zip(weights, biases, strict=True)]
+    for given in ((biases[0], None), (None, biases[1]), biases):
+        every = [w if b is not None else y for w, b, y in zip(wanted, given, expected, strict=True)]
+        for rows in (1, 33, 128):
+            found = small_m.linears(x[:rows], weights, given)
+            for one, want in zip(found, every, strict=True):
+                if place == "cuda":
+                    assert torch.equal(one, want[:rows])
+                else:
+                    torch.testing.assert_close(one, want[:rows])
     narrow, rows = [draw(n, 160) for n in (16, 32, 16)], (many, many - 1, 1000, 129, 7)
     wanted = low_rank_products(x, narrow)
     for n in rows if place == "cuda" else rows[-1:]:  # where cuBLAS would have other bits

@@ -499,6 +499,15 @@ def test_norms_of_gpt_oss_round_as_those_of_transformers(name):
         assert torch.equal(ours(x_TD), theirs(x_TD))
 
 
+@torch.no_grad()
+def test_a_layout_without_a_place_for_an_adapter_is_refused(tmp_path):
+    model = Transformer(architecture_of("gpt_oss"))
+    model.init_weights(std=0.2, seed=0)
+    lora = LoraSection(rank=8, layout="per_expert")
+    with pytest.raises(ConfigError, match=r"'per_expert' has no place for .*w_gate_up; use fused"):
+        save_adapters(model, lora, tmp_path, tokens(1, 5))
+
+
 def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
     words = ["model.preset=gpt-oss-20b", "data.source=synthetic", "train.device=cpu"]
 

@@ -290,8 +290,8 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor]:
-    if all(b is None for b in biases) and small_m.runs_linears(x_TD, weights):
-        return small_m.linears(x_TD, weights)
+    if small_m.runs_linears(x_TD, weights):
+        return small_m.linears(x_TD, weights, biases)
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 

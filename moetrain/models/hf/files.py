@@ -84,9 +84,10 @@ class HFSource:
             path = folder / GENERATION
             generation = read_json(path) if path.is_file() else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
-            quantised = config.pop("quantization_config", None)
+            quantised = config.get("quantization_config")
             if isinstance(quantised, Mapping) and quantised.get("quant_method") in FORMATS:
                 stored = _dequantised(folder, stored, FORMATS[quantised["quant_method"]])
+                del config["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 

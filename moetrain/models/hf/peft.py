@@ -145,7 +145,9 @@ def save_peft(
             parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
-        for site in _Site.of(arch, name, shape):
+        if not (sites := _Site.of(arch, name, shape)):
+            raise ConfigError("lora.layout", f"{layout!r} has no place for {name}; use fused")
+        for site in sites:
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
             if len(shape) == 2 and arch.num_experts and site.kind in _TAKEN_FOR_EXPERTS:
