@@ -109,8 +109,8 @@ def attention_packed_with_sinks(
     if check or backend == "reference":
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         if backend == "reference":
-            found = _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
-            return _with_sinks(*found, sinks_H)[0]
+            o_THd, lse_HT = _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
+            return (o_THd * _share(lse_HT, sinks_H)).to(o_THd.dtype)
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
         cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
@@ -119,13 +119,9 @@ def attention_packed_with_sinks(
     return _attention_with_sinks(*tensors, cu_seqlens, *how)[0]
 
 
-def _with_sinks(
-    o_THd: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o'_THd`` and ``lse'_HT``."""
-    sinks_H1 = sinks_H.to(lse_HT.dtype)[:, None]
-    share_TH1 = (lse_HT - sinks_H1).sigmoid().T[..., None]
-    return (o_THd * share_TH1).to(o_THd.dtype), torch.logaddexp(lse_HT, sinks_H1)
+def _share(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+    """What is left of the softmax beside the sinks, [T, H, 1]."""
+    return (lse_HT - sinks_H.to(lse_HT.dtype)[:, None]).sigmoid().T[..., None]
 
 
 @torch.library.custom_op("moetrain::attention_with_sinks", mutates_args=())
@@ -144,7 +140,8 @@ def _attention_with_sinks(
         return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H=sinks_H)
     how = (max_seqlen, window, is_invariant)
     o_THd, lse_HT = _attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how)
-    return _with_sinks(o_THd, lse_HT, sinks_H)
+    lse_HT, before_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None]), lse_HT
+    return o_THd.mul_(_share(before_HT, sinks_H)), lse_HT  # in fp32, rounded in place
 
 
 @_attention_with_sinks.register_fake
