@@ -197,18 +197,25 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 
 @pytest.mark.gpu
-def test_generation_has_the_bits_of_the_compiled_forward():
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_generation_has_the_bits_of_the_compiled_forward(preset):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
 
     sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
-    arch = PRESETS["qwen3-30b-a3b"].model_copy(update=sizes)
+    if preset == "gpt-oss-20b":
+        sizes["sliding_windows"] = (40, None, 40)
+    arch = PRESETS[preset].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):
         models = [Transformer(arch, kernels=kernels) for _ in range(2)]
     models[0].to(torch.bfloat16).to_empty(device="cuda")
     models[0].init_weights(std=0.05, seed=0)
+    with torch.no_grad():
+        for name, parameter in models[0].named_parameters():
+            if name.endswith(("bias", "b_gate_up", "b_down", "sinks")):
+                parameter.normal_()
     models[1].load_state_dict(models[0].state_dict(), assign=True)
     models[1].compute_dtype = torch.bfloat16
     compile_blocks(models[1])
