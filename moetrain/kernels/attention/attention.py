@@ -104,7 +104,7 @@ class AttentionMask(NamedTuple):
         masked = positions_BS is not None or (window is not None and window < seq_len)
         if backend == "auto":
             known = cu_seqlens is not None or positions_BS is None
-            if device.type != "cuda" or not (masked or needs_lse):
+            if not (masked or needs_lse) or device.type != "cuda":
                 backend = "reference" if needs_lse else "sdpa"
             else:
                 backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
