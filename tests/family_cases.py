@@ -71,6 +71,15 @@ NEXT = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
+GPT_OSS = {
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+TURNS = ["sliding_attention", "full_attention"]
 STATES = ["linear_attention", "full_attention"]
 # The family, and what is odd about this one.
 CASES = {
@@ -154,6 +163,25 @@ CASES = {
     "minimax_m2 two experts": {**MINIMAX, "num_local_experts": 2},
     "minimax_m2 wide heads": {**MINIMAX, "head_dim": 20, "rotary_dim": 10},
     "minimax_m2 one layer": {**MINIMAX, "num_hidden_layers": 1, "intermediate_size": 8},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss often clamped": {**GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 2.5},
+    "gpt_oss one kv head": {**GPT_OSS, "num_key_value_heads": 1, "head_dim": 4},
+    "gpt_oss as many kv heads": {**GPT_OSS, "num_key_value_heads": 4},
+    "gpt_oss every window": {**GPT_OSS, "layer_types": TURNS[:1] * 3, "sliding_window": 2},
+    "gpt_oss no window": {**GPT_OSS, "layer_types": TURNS[1:] * 3},
+    "gpt_oss turned about": {**GPT_OSS, "layer_types": TURNS[::-1] + TURNS[1:]},
+    "gpt_oss no biases": {**GPT_OSS, "attention_bias": False},
+    "gpt_oss two layers": {**GPT_OSS, "num_hidden_layers": 2, "num_local_experts": 2},
+    "gpt_oss every expert": {**GPT_OSS, "num_experts_per_tok": 6},
+    "gpt_oss many experts": {**GPT_OSS, "num_local_experts": 37, "num_experts_per_tok": 8},
+    "gpt_oss tied": {**GPT_OSS, "tie_word_embeddings": True},
+    "gpt_oss plain rotary": {
+        **GPT_OSS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gpt_oss yarn in whole pairs": {**GPT_OSS, "rope_parameters": YARN},
+    "gpt_oss in mxfp4": {**GPT_OSS, "intermediate_size": 64},
+    "gpt_oss one layer": {**GPT_OSS, "num_hidden_layers": 1, "intermediate_size": 8},
     "qwen3_next": NEXT,
     "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
     "qwen3_next as many key heads": {**NEXT, "linear_num_key_heads": 4},
@@ -214,7 +242,14 @@ EXTRA = {
     "minimax_m2": "model.mtp.0.fc.weight",
 }
 """Tensors that predict further tokens, in the names of families' files."""
-SPREAD = {"gate.weight": 0.5, "wg.weight": 0.5, "correction_bias": 0.3, "bias": 0.2}
+SPREAD = {
+    "sinks": 2.0,
+    "router.weight": 0.5,
+    "gate.weight": 0.5,
+    "wg.weight": 0.5,
+    "correction_bias": 0.3,
+    "bias": 0.2,
+}
 
 
 def architecture_of(case, **changes):

@@ -160,6 +160,23 @@ def test_a_fake_step_executes_no_plan_of_a_library():
     assert [tuple(x.shape) for x in found] == [(32, 4, 64), (32, 2, 64), (32, 2, 64)]
 
 
+def test_a_fake_step_launches_the_kernels_of_gpt_oss():
+    def fake_step():
+        how = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k = (torch.empty(32, heads, 64, **how) for heads in (4, 2))
+        ends = torch.empty(3, device="cuda", dtype=torch.int32)
+        sinks = torch.empty(4, device="cuda")
+        torch.ops.moetrain.attention_with_sinks(q, k, k, sinks, ends, 16, None, True)
+        x, slots = torch.empty(9, 16, **how), torch.empty(9, 2, device="cuda", dtype=torch.int32)
+        shapes = (3, 16, 16), (3, 16), (3, 16, 8), (3, 16)
+        matrices = [torch.empty(shape, **how) for shape in shapes]
+        routing = slots.float(), slots, ends
+        torch.ops.moetrain.clamped_expert_mlp(x, *routing, matrices, [], 7.0, 1.7, 1.0, 18)
+
+    kernels = [kernel.fn.__name__ for kernel in ahead.launches_of(fake_step)]
+    assert kernels == ["_attend_kernel", "_copy_kernel", "_forward_kernel", "_sum_kernel"]
+
+
 class Kernel:
     """One whose compilation fails, or is told of."""
 

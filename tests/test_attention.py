@@ -10,6 +10,7 @@ import torch
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.attention.attention import AttentionMask, attention
+from moetrain.kernels.attention.sinks import attention_with_sinks
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 16
 CPU = torch.device("cpu")
@@ -50,6 +51,45 @@ def test_backends_agree(op_on_cpu, backend, rows, window):
     expected = run(AttentionMask.of(positions_BS, backend="reference", **sizes))
     for ours, theirs in zip(run(mask), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("rows", ["packed", "whole"])
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "exact", "flex"])
+def test_sinks_are_a_part_of_every_backends_softmax(op_on_cpu, backend, rows, window):
+    positions_BS, ends = packed(1, 20, 50, 90) if rows == "packed" else (None, None)
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": CPU, "window": window}
+    mask = AttentionMask.of(positions_BS, backend=backend, cu_seqlens=ends, needs_lse=True, **sizes)
+    assert mask.backend == ("reference" if backend == "auto" else backend)
+    results = []
+    for run_with in (by_hand, attention_with_sinks):
+        seen = AttentionMask.of(positions_BS, backend="reference", **sizes)
+        inputs = [*qkv(), torch.linspace(-3, 4, HEADS).requires_grad_()]
+        if backend == "flex":  # which has no backward on a CPU
+            inputs = [x.detach() for x in inputs]
+        out = run_with(*inputs[:3], seen if run_with is by_hand else mask, inputs[3])
+        results.append([out])
+        if backend != "flex":
+            results[-1] += torch.autograd.grad(out.square().sum(), inputs)
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def by_hand(q_BSHd, k_BSGd, v_BSGd, mask, sinks_H):
+    """The sink is a key of its own, whose value is 0."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k_BSGd, v_BSGd))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q_BSHd, k) * WIDTH**-0.5
+    scores = scores.masked_fill(~mask.dense_BSS, float("-inf"))
+    sinks = sinks_H[:, None, None].expand(BATCH, HEADS, SEQ_LEN, 1)
+    weights = torch.cat((sinks, scores), -1).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
+    none_and_v = torch.cat((torch.zeros_like(v[:, :1]), v), 1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, none_and_v)
+
+
+def test_sdpa_cannot_have_sinks():
+    with pytest.raises(ValueError, match="no log-sum-exp, which sinks need; choose another"):
+        AttentionMask.of(None, batch=1, seq_len=4, device=CPU, backend="sdpa", needs_lse=True)
 
 
 def test_the_number_of_documents_does_not_recompile(op_on_cpu):
@@ -108,6 +148,25 @@ def test_document_layout_pads_with_empty_documents(ends):
     assert torch.equal(layout["lengths"], padded.diff().int())
     for name, elements in (("q_offsets", 2**31), ("kv_offsets", 24), ("lse_offsets", 1)):
         assert torch.equal(layout[name], padded * elements)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", ["auto", "exact", "flex"])
+def test_sinks_on_a_gpu_match_the_reference(backend, window):
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    positions_BS, ends = (x.to(device) for x in packed(1, 20, 50, 90))
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": device, "window": window}
+    how = {"cu_seqlens": ends, "dtype": dtype, "needs_lse": True}
+    results = []
+    for name, wide in ((backend, dtype), ("reference", torch.float32)):
+        mask = AttentionMask.of(positions_BS, backend=name, **how, **sizes)
+        inputs = [*qkv(device, wide), torch.linspace(-3, 4, HEADS, device=device).requires_grad_()]
+        out = attention_with_sinks(*inputs[:3], mask, inputs[3])
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()
 
 
 @pytest.mark.gpu

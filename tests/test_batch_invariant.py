@@ -14,6 +14,7 @@ from moetrain.kernels.attention.batch_invariant import (
     paged_attention,
     store_in_pages,
 )
+from moetrain.kernels.attention.sinks import attention_packed_with_sinks
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.products import grouped_mm
 from moetrain.kernels.experts.swiglu import swiglu
@@ -70,15 +71,18 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "window"), SHAPES)
 def test_packed_chunked_and_single_tokens_have_one_answer(
-    place, lengths, heads, kv_heads, width, window
+    place, has_sinks, lengths, heads, kv_heads, width, window
 ):
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
-    out, lse = forward(q, k, v, ends, window)
-    wide = [x.double() for x in (q, k, v)]
-    expected = attention_packed(*wide, ends, max(lengths), window=window, backend="reference")
+    sinks = torch.linspace(-4, 6, heads, device=place).to(dtype) if has_sinks else None
+    out, lse = forward(q, k, v, ends, window, sinks_H=sinks)
+    wide = [x.double() for x in (q, k, v, *([sinks] if has_sinks else []))]
+    reference = attention_packed_with_sinks if has_sinks else attention_packed
+    expected = reference(*wide, ends, max(lengths), window=window, backend="reference")
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
@@ -92,8 +96,9 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
         seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
         for one_token in {False, most == 1}:
             found = paged_attention(
-                q[read], keys, values, starts, seen, table, window=window, one_token=one_token
-            )
+                q[read], keys, values, starts, seen, table, window=window, one_token=one_token,
+                sinks_H=sinks,
+            )  # fmt: skip
             if place == "cuda":
                 assert torch.equal(found, out[read]), (most, one_token)
             else:  # numpy's products have other bits for other shapes
@@ -129,6 +134,17 @@ def test_few_rows_are_those_of_many(place):
                 assert torch.equal(found, want[:rows])
             else:
                 torch.testing.assert_close(found, want[:rows])
+    biases = [draw(n) * n**0.5 for n in sizes]
+    wanted = [torch.nn.functional.linear(x, *pair) for pair in zip(weights, biases, strict=True)]
+    for given in ((biases[0], None), (None, biases[1]), biases):
+        every = [w if b is not None else y for w, b, y in zip(wanted, given, expected, strict=True)]
+        for rows in (1, 33, 128):
+            found = small_m.linears(x[:rows], weights, given)
+            for one, want in zip(found, every, strict=True):
+                if place == "cuda":
+                    assert torch.equal(one, want[:rows])
+                else:
+                    torch.testing.assert_close(one, want[:rows])
     narrow, rows = [draw(n, 160) for n in (16, 32, 16)], (many, many - 1, 1000, 129, 7)
     wanted = low_rank_products(x, narrow)
     for n in rows if place == "cuda" else rows[-1:]:  # where cuBLAS would have other bits
@@ -181,18 +197,25 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 
 @pytest.mark.gpu
-def test_generation_has_the_bits_of_the_compiled_forward():
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_generation_has_the_bits_of_the_compiled_forward(preset):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
 
     sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
-    arch = PRESETS["qwen3-30b-a3b"].model_copy(update=sizes)
+    if preset == "gpt-oss-20b":
+        sizes["sliding_windows"] = (40, None, 40)
+    arch = PRESETS[preset].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):
         models = [Transformer(arch, kernels=kernels) for _ in range(2)]
     models[0].to(torch.bfloat16).to_empty(device="cuda")
     models[0].init_weights(std=0.05, seed=0)
+    with torch.no_grad():
+        for name, parameter in models[0].named_parameters():
+            if name.endswith(("bias", "b_gate_up", "b_down", "sinks")):
+                parameter.normal_()
     models[1].load_state_dict(models[0].state_dict(), assign=True)
     models[1].compute_dtype = torch.bfloat16
     compile_blocks(models[1])

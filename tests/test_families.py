@@ -50,7 +50,7 @@ from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.train.setup import check_widths
+from moetrain.train.setup import _check_what_can_run, check_widths
 
 
 def gradients(case, tmp_path):
@@ -377,8 +377,8 @@ def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
 @torch.no_grad()
 def test_adapters_are_those_of_peft(case, layout, tmp_path):
     peft = pytest.importorskip("peft")
-    if case == "qwen3_5_moe_text" and layout == "per_expert":
-        pytest.skip("PEFT gives such adapters no effect; the family's layout is fused")
+    if layout == "per_expert" and FAMILIES[case].lora_layout == "fused":
+        pytest.skip("PEFT gives such adapters no effect, or has no place for them")
     random_reference(case).save_pretrained(tmp_path / "base")
     model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
     lora = LoraSection(rank=8, alpha=4, layout=layout)
@@ -453,6 +453,8 @@ PUBLISHED = {
     "hunyuan-a13b": 80.4,
     "olmoe-1b-7b": 6.92,
     "minimax-m2": 229,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
     "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
     "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
 }
@@ -467,6 +469,57 @@ def test_presets_have_the_published_sizes(preset):
         block = sum(part.num_params() for part in arch.layers()[-1])
         total += block + 2 * arch.vocab_size * width + 2 * width * width
     assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1)])
+def test_a_token_uses_the_published_number_of_parameters(preset, billions):
+    arch = PRESETS[preset]
+    embedding = arch.vocab_size * arch.hidden_size  # in which a token uses a single row
+    assert (arch.num_active_params() - embedding) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "norm"])
+def test_norms_of_gpt_oss_round_as_those_of_transformers(name):
+    model = Transformer(architecture_of("gpt_oss"))
+    theirs = random_reference("gpt_oss").model
+    ours = model.norm if name == "norm" else model.layers[0].attn_norm
+    theirs = theirs.norm if name == "norm" else theirs.layers[0].input_layernorm
+    with torch.no_grad():
+        theirs.weight.normal_(1.0, 0.3)
+        ours.weight.copy_(theirs.weight)
+        x_TD = torch.randn(50, 32).bfloat16()
+        assert torch.equal(ours(x_TD), theirs(x_TD))
+
+
+@torch.no_grad()
+def test_a_layout_without_a_place_for_an_adapter_is_refused(tmp_path):
+    model = Transformer(architecture_of("gpt_oss"))
+    model.init_weights(std=0.2, seed=0)
+    lora = LoraSection(rank=8, layout="per_expert")
+    with pytest.raises(ConfigError, match=r"'per_expert' has no place for .*w_gate_up; use fused"):
+        save_adapters(model, lora, tmp_path, tokens(1, 5))
+
+
+def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
+    words = ["model.preset=gpt-oss-20b", "data.source=synthetic", "train.device=cpu"]
+
+    def check(config):
+        arch = resolve_architecture(config.model)
+        plan_model(config, arch, torch.float32)
+        _check_what_can_run(config, arch, torch.device("cpu"))
+
+    def problem(*more):
+        config = Config.load(None, [*words, *more], environ={})
+        with pytest.raises(ConfigError) as caught:
+            check(config)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such products for experts with biases; use bf16" in problem("kernels.precision=fp8")
+    assert "one tensor of all experts; use fused" in problem(
+        "lora.rank=8", "lora.layout=per_expert"
+    )
+    assert "which attention with sinks needs; use auto" in problem("kernels.attention=sdpa")
 
 
 def test_fewer_or_more_layers_of_a_preset():
@@ -495,6 +548,11 @@ def test_fewer_or_more_layers_of_a_preset():
         ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs alpha"),
         ("minimax_m2", {"rotary_dim": 5}, "which is not an even number"),
         ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0: Input should be greater than 0"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_parameters is None, expected"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "mxfp4 alone are read"),
+        ("gpt_oss", {"quantization_config": []}, "mxfp4 alone are read"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )

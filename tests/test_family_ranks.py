@@ -86,6 +86,15 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
+def test_adapters_of_biased_experts_on_every_mesh(tmp_path):
+    meshes = MESHES[2].values()
+    runs = [drawn(i, 2, "gpt_oss", degrees, "none") for i, degrees in enumerate(meshes)]
+    runs = [one._replace(words=[*one.words, "lora.rank=8"]) for one in runs]
+    answers = spawn(2, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
 def follow_families(archs):
     for arch in archs:
         experts = ["parallel.ep=2"] * bool(arch.num_experts)
@@ -121,19 +130,27 @@ def run_on_two_ranks(tmp_path, **more):
     spawn(2, fit, [f"{key}={value}" for key, value in (words | more).items()])
 
 
-@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
-def test_rows_of_a_files_tensor_are_read_and_written_by_two_ranks(axis, tmp_path):
-    """Several parameters have rows of one tensor; frozen ones come out as they went in."""
-    save_reference("qwen3_next", tmp_path / "in")
-    run_on_two_ranks(tmp_path, **{f"parallel.{axis}": 2, "train.freeze": "*.linear_attn.*"})
+SPLIT = {"qwen3_next": ".linear_attn.", "gpt_oss": ".experts."}
+"""Families that have a part of a file's tensor in a parameter, and where."""
+
+
+@pytest.mark.parametrize("case", SPLIT)
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "ep"])
+def test_parts_of_a_files_tensor_are_read_and_written_by_two_ranks(axis, case, tmp_path):
+    """Parameters have rows of one tensor, or columns; frozen ones come out as they went in."""
+    save_reference(case, tmp_path / "in")
+    words = {"parallel.dp_shard" if axis == "ep" else f"parallel.{axis}": 2}
+    words |= {"parallel.ep": 2 if axis == "ep" else 1, "train.freeze": f"*{SPLIT[case]}*"}
+    run_on_two_ranks(tmp_path, **words)
     before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("in", "run/hf"))
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert same == {name for name in before if ".linear_attn." in name}
+    assert same == {name for name in before if SPLIT[case] in name}
 
 
-def test_rows_of_a_files_tensor_come_out_of_a_checkpoint(tmp_path):
-    save_reference("qwen3_next", tmp_path / "in")
+@pytest.mark.parametrize("case", SPLIT)
+def test_parts_of_a_files_tensor_come_out_of_a_checkpoint(case, tmp_path):
+    save_reference(case, tmp_path / "in")
     run_on_two_ranks(tmp_path, **{"parallel.dp_shard": 2})
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     after, again = (load_file(tmp_path / f / "model.safetensors") for f in ("run/hf", "again"))

@@ -1,5 +1,6 @@
 """Hugging Face weights: both directions, against transformers, and every bad checkpoint."""
 
+import itertools
 import json
 import os
 import re
@@ -12,16 +13,18 @@ import torch
 import transformers
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_hf_config import CASES, SIZES, config_of
 from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.clamped_experts import InterleavedExperts
 from moetrain.models.family import Piece
 from moetrain.models.hf import files, save
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
-from moetrain.models.hf.load import load_hf, load_weights
+from moetrain.models.hf.load import load_hf, load_weights, part_of
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 
@@ -405,6 +408,56 @@ def test_weight_map_example():
         Piece(f"{prefix}.1.gate_proj.weight", ours, (1, slice(0, 3))),
         Piece(f"{prefix}.1.up_proj.weight", ours, (1, slice(3, 6))),
     ]
+
+
+@pytest.mark.parametrize(
+    ("within", "is_transposed"),
+    [
+        ((), True),
+        ((slice(1, 3),), False),
+        ((slice(1, 3),), True),
+        ((2,), True),
+        ((2, slice(0, 6, 2)), True),
+        ((0, slice(1, 6, 2)), True),
+        ((slice(0, 4), slice(1, 6, 3)), False),
+        ((1, slice(2, 5), slice(0, 7, 7)), True),
+    ],
+)
+def test_a_part_of_a_file_is_read_where_it_is_indexed(within, is_transposed, tmp_path):
+    """Its slices are those of the same part of the whole tensor, which writing fills."""
+    whole = torch.arange(4 * 7 * 6).view(4, 7, 6)
+    if not is_transposed:
+        whole = whole.mT.contiguous()
+    save_file({"x": whole}, tmp_path / SINGLE)
+    piece = Piece("x", "ours", (), within, is_transposed)
+    want = piece.of(whole)
+    with safe_open(tmp_path / SINGLE, "pt") as file:
+        part = part_of(file.get_slice("x"), piece)
+        assert torch.equal(part[...], want)
+        ranges = [[slice(i, j) for i in range(n) for j in range(i, n + 1)] for n in want.shape]
+        for index in itertools.product(*ranges):
+            assert torch.equal(part[index], want[index]), index
+        assert torch.equal(part[slice(1, 2)], want[1:2])
+    least = piece.least_shape(want)
+    assert all(found <= n for found, n in zip(least, whole.shape, strict=True))
+    copied = torch.zeros_like(whole)
+    piece.of(copied).copy_(want)
+    assert torch.equal(piece.of(copied), want)
+    assert copied.count_nonzero() == want.count_nonzero()
+
+
+def test_interleaved_experts_example():
+    both = InterleavedExperts("layers.{layer}.w", "{layer}.wide", parts=2)
+    w = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    pieces = both.pieces("layers.5.w", w.shape, None)
+    assert Piece.shape_of(pieces, {"layers.5.w": w}) == (2, 3, 4)
+    file = torch.empty(2, 3, 4, dtype=torch.long)
+    for piece in pieces:
+        assert piece.hf_name == "5.wide"
+        piece.of(file).copy_(w[piece.place])
+    for column, row in enumerate((0, 2, 1, 3)):  # g0, u0, g1, u1
+        assert torch.equal(file[:, :, column], w[:, row])
+    assert both.pieces("layers.5.other", w.shape, None) == []
 
 
 def test_unknown_parameter_is_a_fault_of_the_table():

@@ -40,7 +40,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
-from moetrain.models.hf.load import check_checkpoint, opened, rows_of
+from moetrain.models.hf.load import check_checkpoint, opened, part_of
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
@@ -224,9 +224,10 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
     with opened(source, arch) as find:
         for parts in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            for name, parameter, place, rows in chain.from_iterable(source.own.values()):
-                if parameter in whole:
-                    whole[parameter][place].copy_(rows_of(find(name), rows)[...])
+            for piece in chain.from_iterable(source.own.values()):
+                if piece.parameter in whole:
+                    part = part_of(find(piece.hf_name), piece)[...]
+                    whole[piece.parameter][piece.place].copy_(part)
             yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
 
 

@@ -63,15 +63,24 @@ def runs_linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     return aligned and len(weights) <= _MOST_WEIGHTS
 
 
-def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def linears(
+    x_RD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+) -> tuple[torch.Tensor, ...]:
     """Multiply ``x`` by up to three ``w`` [N, D] in one launch: views [R, N] of one tensor.
 
-    Weights are contiguous in ``x``'s dtype; ``D`` is a multiple of 8 and every N of 16.
+    Weights are contiguous in ``x``'s dtype; ``D`` is a multiple of 8 and every N of 16. ``biases``
+    [N], None where there is none, are added before rounding, as cuBLAS does.
     """
-    return _product(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
+    return _product(x_RD, weights, biases).split([w.shape[0] for w in weights], dim=1)
 
 
-def _product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _product(
+    x_RD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+) -> torch.Tensor:
     """Return what :func:`linears` does as one tensor [R, sum of N]."""
     R, D = x_RD.shape
     sizes = [w.shape[0] for w in weights]
@@ -88,6 +97,7 @@ def _product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tenso
         _linears_kernel[(ends[-1], triton.cdiv(R, rows))](
             TensorDescriptor.from_tensor(x_RD, [rows, depth]),
             *(TensorDescriptor.from_tensor(w, [columns, depth]) for w in given),
+            *[*biases, *[None] * _MOST_WEIGHTS][:_MOST_WEIGHTS],
             out_RN, R, out_RN.shape[1], D, ends[0], ends[1],
             BR=rows, BN=columns, BD=depth, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -96,7 +106,7 @@ def _product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tenso
 
 @triton.jit(do_not_specialize=["R"])
 def _linears_kernel(
-    x_desc, w0_desc, w1_desc, w2_desc, out_ptr, R, N, D, end0, end1,
+    x_desc, w0_desc, w1_desc, w2_desc, b0_ptr, b1_ptr, b2_ptr, out_ptr, R, N, D, end0, end1,
     BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, first = tl.program_id(0), tl.program_id(1) * BR
@@ -104,14 +114,20 @@ def _linears_kernel(
     if tile < end0:
         for d in range(0, D, BD):
             total = _dot(x_desc.load([first, d]), w0_desc.load([tile * BN, d]), total, WIDEN)
+        if b0_ptr is not None:
+            total += tl.load(b0_ptr + tile * BN + tl.arange(0, BN)).to(tl.float32)[None, :]
     elif tile < end1:
         for d in range(0, D, BD):
             w = w1_desc.load([(tile - end0) * BN, d])
             total = _dot(x_desc.load([first, d]), w, total, WIDEN)
+        if b1_ptr is not None:
+            total += tl.load(b1_ptr + (tile - end0) * BN + tl.arange(0, BN)).to(tl.float32)[None, :]
     else:
         for d in range(0, D, BD):
             w = w2_desc.load([(tile - end1) * BN, d])
             total = _dot(x_desc.load([first, d]), w, total, WIDEN)
+        if b2_ptr is not None:
+            total += tl.load(b2_ptr + (tile - end1) * BN + tl.arange(0, BN)).to(tl.float32)[None, :]
     row = first + tl.arange(0, BR)
     at = row.to(tl.int64)[:, None] * N + (tile * BN + tl.arange(0, BN))[None, :]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(row < R)[:, None])

@@ -159,6 +159,8 @@ class AttentionPart(Part):
 
     carries_state: ClassVar[bool] = False
     """Whether it carries a state from token to token, and so needs ``Context.documents``."""
+    needs_lse: ClassVar[bool] = False
+    """Whether its mask's backend must have the log-sum-exp."""
 
     window: int | None = None
     """How many tokens a token sees, itself included; None: all before it."""
@@ -261,6 +263,8 @@ class Architecture(BaseModel):
     """Whether attention's results are multiplied by a sigmoid of the token."""
     zero_centred_norms: bool = False
     """Whether norms' weights are what is added to 1."""
+    late_norms: bool = False
+    """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)

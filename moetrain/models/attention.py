@@ -5,7 +5,7 @@ Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
+from moetrain.kernels.attention.sinks import attention_with_sinks
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
@@ -119,17 +120,25 @@ class GroupedQueryAttention(AttentionPart):
         }
 
 
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
-"""Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, and the context,
-and returns one value a query head, [B, S, H, d]. Under tensor parallelism H counts this rank's
-heads alone, and under context parallelism S counts its tokens. It is called inside the compiled
-block, and is the seam of context parallelism, key/value caches, sinks and other scores."""
+Core = Callable[..., torch.Tensor]
+"""Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, the context and,
+where there are some, the heads' sinks [H]; returns one value a query head, [B, S, H, d]. Under
+tensor parallelism H counts this rank's heads alone, and under context parallelism S counts its
+tokens. It is called inside the compiled block, and is the seam of context parallelism, key/value
+caches and other scores."""
 
 
 def masked_attention(
-    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
+    q_BSHd: torch.Tensor,
+    k_BSGd: torch.Tensor,
+    v_BSGd: torch.Tensor,
+    context: Context,
+    *,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend over whole rows: softmax over what the mask lets a token see."""
+    """Attend over whole rows: softmax over what the mask lets a token see, and over a sink."""
+    if sinks_H is not None:
+        return attention_with_sinks(q_BSHd, k_BSGd, v_BSGd, context.mask, sinks_H)
     return attention(q_BSHd, k_BSGd, v_BSGd, context.mask)
 
 
@@ -172,8 +181,12 @@ class Attention(nn.Module):
             q, gate = (half.flatten(-2) for half in both)
         q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
         v_BSGd = v.unflatten(-1, (-1, self.head_dim))
-        y = self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
+        y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
         return self.wo(y if gate is None else y * gate.sigmoid())
+
+    def mix(self, *qkv_and_context: Any) -> torch.Tensor:
+        """Call :attr:`core`."""
+        return self.core(*qkv_and_context)
 
     def _turn(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """Normalise queries or keys ``x`` [B, S, H * d] where there is a norm, and rotate them by

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.layers import SwiGLU
@@ -22,14 +24,42 @@ from moetrain.models.moe import RoutedExperts
 
 
 class Piece(NamedTuple):
-    """A file tensor, or some rows of one, and where it lies: ``parameter[place]`` is that."""
+    """A file tensor, or a part of one, and where it lies: ``parameter[place]`` is that."""
 
     hf_name: str
     parameter: str
     place: tuple[int | slice | None, ...]
-    rows: slice | None = None
-    """The rows of the file tensor; None: all of it. Pieces of one tensor lie next to each other in
-    :meth:`Family.pieces`."""
+    within: tuple[int | slice, ...] = ()
+    """The part of the file tensor, by slices with ends; empty: all of it. Pieces of one tensor lie
+    next to each other in :meth:`Family.pieces`."""
+    is_transposed: bool = False
+    """Whether the file tensor's last two dims are swapped before."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file tensor is the parameter's, as it is."""
+        return not self.within and not self.is_transposed
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of the file's whole ``tensor``, as a view."""
+        return (tensor.mT if self.is_transposed else tensor)[self.within]
+
+    def least_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape that the file tensor has at least, by the part's shape in ours."""
+        shape = [i + 1 if isinstance(i, int) else i.stop for i in self.within]
+        known = sum(isinstance(i, slice) for i in self.within)
+        shape += parameter[self.place].shape[known:]
+        if self.is_transposed:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape)
+
+    @classmethod
+    def shape_of(
+        cls, pieces: Sequence[Piece], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[int, ...]:
+        """Return the shape of the file tensor that consists of ``pieces``."""
+        shapes = (piece.least_shape(parameters[piece.parameter]) for piece in pieces)
+        return tuple(map(max, *shapes)) if len(pieces) > 1 else next(shapes)
 
 
 @dataclass(frozen=True)
@@ -132,7 +162,7 @@ class TakeRows:
                         self.theirs.format(**fields),
                         parameter,
                         (slice(g * own, (g + 1) * own),),
-                        slice(g * group + before, g * group + before + own),
+                        (slice(g * group + before, g * group + before + own),),
                     )
                     for g in range(shape[0] // own)
                 ]

@@ -180,8 +180,9 @@ _KERNELS = KernelsSection()
 class RMSNorm(nn.Module):
     """Computes ``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), in fp32.
 
-    The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does. With
-    ``zero_centred`` the weight is what is added to 1, and rounding comes last.
+    The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does; with
+    ``late``, behind it. With ``zero_centred`` the weight is what is added to 1, and rounding is
+    late.
 
     ``batch_invariant`` (here and elsewhere a plain attribute, which generation sets) runs it as an
     op, which the compiler fuses with nothing, so that its bits are the same in every graph.
@@ -194,10 +195,11 @@ class RMSNorm(nn.Module):
         kernels: KernelsSection = _KERNELS,
         *,
         zero_centred: bool = False,
+        late: bool = False,
     ) -> None:
         super().__init__()
         self.eps, self.batch_invariant = eps, kernels.batch_invariant
-        self.zero_centred = zero_centred
+        self.zero_centred, self.late = zero_centred, late or zero_centred
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
 
@@ -211,13 +213,13 @@ class RMSNorm(nn.Module):
         """
         how = self._how()
         if self.batch_invariant:
-            return x, rms_norm(x, *how, late=self.zero_centred)
-        return fusible_rms_norm(x, *how, late=self.zero_centred)
+            return x, rms_norm(x, *how, late=self.late)
+        return fusible_rms_norm(x, *how, late=self.late)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``x + y`` and its norm."""
         if self.batch_invariant:
-            return add_rms_norm(x, y, *self._how(), late=self.zero_centred)
+            return add_rms_norm(x, y, *self._how(), late=self.late)
         return self.beside(x + y)
 
     def _how(self) -> tuple[torch.Tensor, float, Backend]:
@@ -289,8 +291,8 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor]:
-    if all(b is None for b in biases) and small_m.runs_linears(x_TD, weights):
-        return small_m.linears(x_TD, weights)
+    if small_m.runs_linears(x_TD, weights):
+        return small_m.linears(x_TD, weights, biases)
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 

@@ -296,12 +296,7 @@ class Router(Adaptable):
 
         ``ids_TK`` are experts to use whatever the scores; -1: the router chooses.
         """
-        adapter = self.adapter("weight", self.weight.dtype)
-        weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
-        sizes = self.sizes
-        if sizes.router_fp32:
-            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        logits_TE = router_logits(x_TD, weight_ED, self.backend)
+        sizes, logits_TE = self.sizes, self.logits(x_TD)
         routed = router_topk(
             logits_TE,
             self.top_k,
@@ -325,6 +320,14 @@ class Router(Adaptable):
             return routed
         ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
         return self._sent_to(ids_TK, routed, logits_TE, is_pad_T)
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Compute ``logits_TE`` in fp32."""
+        adapter = self.adapter("weight", self.weight.dtype)
+        weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
+        if self.sizes.router_fp32:
+            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        return router_logits(x_TD, weight_ED, self.backend)
 
     def _sent_to(
         self,
@@ -365,16 +368,14 @@ def _balanced_stride(num_experts: int, top_k: int) -> int:
     return stride
 
 
-class _Experts(Adaptable):
+class Experts(Adaptable):
     """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
-        num_experts = sizes.num_experts
-        dim = sizes.hidden_size
-        width = sizes.moe_intermediate_size
+        num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
@@ -406,10 +407,13 @@ class MoE(nn.Module):
     ``dispatcher`` is a plain attribute: expert parallelism replaces it.
     """
 
+    kinds: ClassVar[tuple[type[Router], type[Experts]]] = (Router, Experts)
+
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, kernels: KernelsSection) -> None:
         super().__init__()
-        self.router = Router(sizes, moe, kernels.backend)
-        self.experts = _Experts(sizes, kernels)
+        router, experts = self.kinds
+        self.router = router(sizes, moe, kernels.backend)
+        self.experts = experts(sizes, kernels)
         self.shared_experts = None if sizes.shared is None else sizes.shared.build(kernels, moe)
         has_gate = sizes.shared is not None and sizes.shared_gate
         self.shared_expert_gate = Linear(sizes.hidden_size, 1) if has_gate else None

@@ -61,7 +61,7 @@ class Block(nn.Module):
         super().__init__()
         attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
         self.parts = (attention.name, feed_forward.name)
-        how = {"zero_centred": arch.zero_centred_norms}
+        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.add_module(attention.name, attention.build(kernels, moe))
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
@@ -175,11 +175,11 @@ class Transformer(nn.Module):
         mixers = [arch.attention(i) for i in range(arch.num_layers)]
         self.windows = [mixer.window for mixer in mixers]
         self.carries_state = any(mixer.carries_state for mixer in mixers)
+        self.needs_lse = any(mixer.needs_lse for mixer in mixers)
         self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(
-            arch.hidden_size, arch.norm_eps, kernels, zero_centred=arch.zero_centred_norms
-        )
+        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
         self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
 
     @property
@@ -227,6 +227,7 @@ class Transformer(nn.Module):
                 backend=self.kernels.attention,
                 cu_seqlens=cu_seqlens,
                 dtype=self.compute_dtype or self.embed.weight.dtype,
+                needs_lse=self.needs_lse,
             )
             for window in dict.fromkeys(self.windows)
         }
@@ -363,20 +364,26 @@ def plan_model(
         model = Transformer(arch, kernels=config.kernels, moe=config.moe)
     if config.lora.rank:
         add_adapters(model.layers, config.lora)
-        _check_adapters(model)
+        _check_adapters(model, config.lora.layout)
     return model, arch.plan().rules_of_run(model, config, dtype)
 
 
-def _check_adapters(model: Transformer) -> None:
+def _check_adapters(model: Transformer, layout: str) -> None:
     """Raise ConfigError for an adapter that PEFT's files have no place for."""
     weights = [name for name, _ in model.named_parameters() if name.endswith(ADAPTER[0])]
     weights = [name.removesuffix(ADAPTER[0]) for name in weights]
     family = FAMILIES[model.arch.family]
     for name in weights:
-        piece = family.pieces({name: model.get_parameter(name).shape}, model.arch)[0]
-        if piece.rows is not None:
+        shape = model.get_parameter(name).shape
+        piece = family.pieces({name: shape}, model.arch)[0]
+        if piece.is_whole:
+            continue
+        if len(shape) == 2:
             problem = f"of {piece.hf_name} {name} has some rows, whose adapter PEFT cannot express"
             raise ConfigError("lora.targets", f"{problem}; leave it out")
+        if layout == "per_expert":
+            problem = f"'per_expert', but {piece.hf_name} is one tensor of all experts; use fused"
+            raise ConfigError("lora.layout", problem)
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

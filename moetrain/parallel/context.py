@@ -76,10 +76,17 @@ class _Ulysses:
     """Attention ``core`` over all tokens of this rank's part of the heads."""
 
     def __init__(self, core: Core, group: dist.ProcessGroup) -> None:
-        self.core, self.ranks, self.group = core, group.size(), group.group_name
+        self.core, self.ranks, self.rank = core, group.size(), group.rank()
+        self.group = group.group_name
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: Context,
+        *,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert context.whole is not None  # rows were cut
         ranks, copies = self.ranks, max(1, self.ranks // k.shape[2])
@@ -95,7 +102,8 @@ class _Ulysses:
             part.reshape(*context.whole, -1, x.shape[3])
             for part, x in zip(parts, heads, strict=True)
         )
-        y_Tc = self.core(q, k, v, context).flatten(2).flatten(0, 1)
+        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[self.rank]}
+        y_Tc = self.core(q, k, v, context, **how).flatten(2).flatten(0, 1)
         arrived_WNc = self._exchanged(y_Tc.unflatten(0, (ranks, -1)))
         return arrived_WNc.transpose(0, 1).reshape(1, arrived_WNc.shape[1], -1, v.shape[3])
 

@@ -22,7 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
+from moetrain.kernels.attention.sinks import dense_attention_with_sinks
 from moetrain.models.layers import Context
 from moetrain.rollout.request import Completion, Request
 
@@ -348,7 +349,13 @@ class PagedAttention:
                 pages.zero_()
 
     def __call__(
-        self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGd: torch.Tensor,
+        context: Context,
+        *,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = context.mask
         assert isinstance(rows, PagedRows)
@@ -359,27 +366,36 @@ class PagedAttention:
         cache = self.keys_PZGd, self.values_PZGd
         if q_BSHd.is_cuda:
             store_in_pages(*cache, k_BSGd[0], v_BSGd[0], rows.slots_T)
-            return self._by_kernels(q_BSHd[0], cache, rows)[None]
+            return self._by_kernels(q_BSHd[0], cache, rows, sinks_H)[None]
         keep_T = rows.slots_T >= 0
         slots_T = rows.slots_T[keep_T].long()
         for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGd), strict=True):
             pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
-        return self._by_sequences(q_BSHd[0], cache, rows)[None]
+        return self._by_sequences(q_BSHd[0], cache, rows, sinks_H)[None]
 
-    def _by_kernels(self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows) -> torch.Tensor:
+    def _by_kernels(
+        self,
+        q_THd: torch.Tensor,
+        cache: _Cache,
+        rows: PagedRows,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         single, parts = rows.num_single, []
+        how: dict[str, Any] = {"window": self.window, "sinks_H": sinks_H}
         if single:
             args = (rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM)
             q_LHd = q_THd[:single]
-            parts.append(paged_attention(q_LHd, *cache, *args, window=self.window, one_token=True))
+            parts.append(paged_attention(q_LHd, *cache, *args, **how, one_token=True))
         if single < rows.seen_N.shape[0]:
             args = (rows.ends_N[single:] - single, rows.seen_N[single:], rows.pages_NM[single:])
-            parts.append(paged_attention(q_THd[single:], *cache, *args, window=self.window))
+            parts.append(paged_attention(q_THd[single:], *cache, *args, **how))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty_like(q_THd)  # nothing to read here
 
-    def _by_sequences(self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows) -> torch.Tensor:
+    def _by_sequences(
+        self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
         out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
         sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
         for i, size in enumerate(sizes):
@@ -393,10 +409,12 @@ class PagedAttention:
             visible_QL = distance_QL >= 0
             if self.window is not None:
                 visible_QL &= distance_QL < self.window
-            out_NHQd = F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q_THd[at_NQ], *past)),
-                attn_mask=visible_QL,
-                enable_gqa=True,
-            )
+            q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
+            if sinks_H is not None:
+                out_NHQd = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H)
+            else:
+                out_NHQd = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=visible_QL, enable_gqa=True
+                )
             out_THd[at_NQ] = out_NHQd.transpose(1, 2)
         return out_THd

@@ -11,6 +11,7 @@ from moetrain.kernels.attention.attention import (
     _attention_packed_backward,
     attention_packed,
 )
+from moetrain.kernels.attention.sinks import _attention_with_sinks, attention_packed_with_sinks
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
@@ -73,12 +74,46 @@ ATTENTION_PACKED = KernelSpec(
     },
 )
 
+
+def _sink_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    return inputs | {"sinks_H": (3 * normal(generator, case["H"])).to(dtype)}
+
+
+ATTENTION_WITH_SINKS = replace(
+    ATTENTION_PACKED,
+    name="attention_packed_with_sinks",
+    fast=attention_packed_with_sinks,
+    reference=partial(attention_packed_with_sinks, backend="reference"),
+    make_inputs=_sink_inputs,
+    benches=(
+        Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64}),
+        Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64, "window": 128}),
+    ),
+    # A sink's gradient is a sum of either sign over all tokens, of results rounded to bf16.
+    tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-2},
+    differentiable=("q_THd", "k_TGd", "v_TGd", "sinks_H"),
+    ops=(_attention_with_sinks,),
+    bad_inputs={
+        r"takes \[T, H, d\] and \[H\]": lambda x: x | {"sinks_H": x["sinks_H"][1:]},
+        "window 0": lambda x: x | {"window": 0},
+        r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
+    },
+)
+
 SPECS = (
     ATTENTION_PACKED,
     replace(
         ATTENTION_PACKED,
         name="attention_batch_invariant",
         fast=partial(attention_packed, backend="exact"),
+        bad_inputs={"window 0": lambda x: x | {"window": 0}},
+    ),
+    ATTENTION_WITH_SINKS,
+    replace(
+        ATTENTION_WITH_SINKS,
+        name="attention_with_sinks_batch_invariant",
+        fast=partial(attention_packed_with_sinks, backend="exact"),
         bad_inputs={"window 0": lambda x: x | {"window": 0}},
     ),
 )

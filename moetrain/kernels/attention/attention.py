@@ -82,6 +82,7 @@ class AttentionMask(NamedTuple):
         backend: AttentionName = "auto",
         cu_seqlens: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        needs_lse: bool = False,
     ) -> "AttentionMask":
         """Make the mask of one forward: i sees j <= i of its own document, i - j < ``window``.
 
@@ -93,17 +94,23 @@ class AttentionMask(NamedTuple):
             cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them.
                 To read them off the positions would wait for the device.
             dtype: the dtype of the queries; without it auto does not take cudnn.
+            needs_lse: whether the backend must have the log-sum-exp, as attention with sinks needs
+                it. sdpa has none: on a CPU auto then takes reference.
 
         Raises:
-            ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``.
+            ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``, and for sdpa with
+                ``needs_lse``.
         """
         masked = positions_BS is not None or (window is not None and window < seq_len)
         if backend == "auto":
             known = cu_seqlens is not None or positions_BS is None
-            if not masked or device.type != "cuda":
-                backend = "sdpa"
+            if not (masked or needs_lse) or device.type != "cuda":
+                backend = "reference" if needs_lse else "sdpa"
             else:
                 backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
+        if backend == "sdpa" and needs_lse:
+            problem = 'attention backend "sdpa" has no log-sum-exp, which sinks need'
+            raise ValueError(f"{problem}; choose another backend")
         if backend in ("cudnn", "exact"):
             if cu_seqlens is None and positions_BS is not None:
                 raise ValueError(

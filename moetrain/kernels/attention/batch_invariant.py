@@ -27,6 +27,7 @@ BLOCK = 64
 _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
+_SINK_SCALE = tl.constexpr(_LOG2_E)
 
 
 class _AttentionTile(NamedTuple):
@@ -53,9 +54,15 @@ def forward(
     v_TGd: torch.Tensor,
     cu_seqlens: torch.Tensor,
     window: int | None,
+    *,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op."""
-    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window)
+    """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
+
+    ``sinks_H`` are logits that join the heads' denominators
+    (:mod:`moetrain.kernels.attention.sinks`).
+    """
+    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks=sinks_H)
 
 
 def paged_attention(
@@ -68,6 +75,7 @@ def paged_attention(
     *,
     window: int | None = None,
     one_token: bool = False,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THd``.
 
@@ -78,11 +86,12 @@ def paged_attention(
         seen_N: int32, the number of tokens of each sequence that were read before.
         pages_NM: int32, the pages of each sequence; entries past its end are not read.
         one_token: every sequence reads one token, so that T is N.
+        sinks_H: as in :func:`forward`.
     """
     keys = keys_PZGd.flatten(0, 1)
     values = values_PZGd.flatten(0, 1)
     paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
-    return _launch(q_THd, keys, values, cu_seqlens, window, *paged)[0]
+    return _launch(q_THd, keys, values, cu_seqlens, window, *paged, sinks=sinks_H)[0]
 
 
 def store_in_pages(
@@ -129,6 +138,8 @@ def _launch(
     pages: torch.Tensor | None = None,
     page_size: int | None = None,
     one_token: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q_THd.shape
     kv_heads = k_LGd.shape[1]
@@ -141,7 +152,7 @@ def _launch(
         q_THd,
         TensorDescriptor.from_tensor(k_LGd.flatten(1), block),
         TensorDescriptor.from_tensor(v_LGd.flatten(1), block),
-        o_THd, lse_HT, cu_seqlens, seen, pages,
+        o_THd, lse_HT, cu_seqlens, seen, pages, sinks,
         tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
         width**-0.5 * _LOG2_E, 0 if window is None else window,
         H=heads, G=kv_heads, D=width, DP=padded_width, Z=page_size,
@@ -187,7 +198,7 @@ def _see_block(
 
 @triton.jit(do_not_specialize=["T", "N", "pages_stride", "window"])
 def _attend_kernel(
-    q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, seen_ptr, pages_ptr,
+    q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, seen_ptr, pages_ptr, sinks_ptr,
     T, N, pages_stride, scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Z: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SEQUENCES: tl.constexpr,
@@ -248,6 +259,14 @@ def _attend_kernel(
             )  # fmt: skip
         begin = tl.maximum(end, begin)
         document += 1
+    if sinks_ptr is not None:  # one more step of the online softmax, of a key without a value
+        sink = tl.load(sinks_ptr + g * HEADS + head, mask=head < HEADS, other=0.0)
+        sink = sink.to(tl.float32) * _SINK_SCALE
+        shift = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - shift)
+        total = tl.fma(total, shrink, tl.exp2(sink - shift))
+        acc = acc * shrink[:, None]
+        largest = shift
     out = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + at[:, None] + column[None, :], out, mask=mask)
     lse_at = lse_ptr + (g * HEADS + head).to(tl.int64) * T + token

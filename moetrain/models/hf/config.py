@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
+from moetrain.models.hf.dequantise import FORMATS
 from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")
@@ -48,9 +49,12 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
         raise _error(problem)
     quantized = config.get("quantization_config") or given.get("quantization_config")
-    if quantized is not None:
-        problem = f"quantization_config {quantized!r:.80}: quantized weights cannot be trained"
-        raise _error(f"{problem}; use a checkpoint in bf16")
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+    if quantized is not None and method not in FORMATS:
+        problem = (
+            f"quantization_config {quantized!r:.80}: of quantized weights {', '.join(FORMATS)}"
+        )
+        raise _error(f"{problem} alone are read; use a checkpoint in bf16")
     for key, value in _DERIVED.items():
         if given[key] is None:
             given[key] = value(given)

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
 from moetrain.models.family import Piece, WeightMap
+from moetrain.models.hf.dequantise import FORMATS, Dequantised, Format
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +49,10 @@ class _FileTensor(NamedTuple):
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    form: Format | None = None
+    """The format of a tensor that is quantised; None: it is stored as it is."""
+    parts: Mapping[str, Path] = {}
+    """The tensors that it is then made of, and their files."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,34 @@ class HFSource:
             path = folder / GENERATION
             generation = read_json(path) if path.is_file() else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
+            quantised = config.get("quantization_config")
+            if isinstance(quantised, Mapping) and quantised.get("quant_method") in FORMATS:
+                stored = _dequantised(folder, stored, FORMATS[quantised["quant_method"]])
+                del config["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 
     def intact(self) -> set[Path]:
         """Return the files with weights that still are the ones that were read."""
         return {f for f, before in self._stamps.items() if before == _stamp(f) is not None}
+
+
+def _dequantised(
+    folder: Path, stored: Mapping[str, _FileTensor], form: Format
+) -> dict[str, _FileTensor]:
+    """Put every tensor of ``form`` in the place of its parts; ConfigError if they do not fit."""
+    found = dict(stored)
+    for name, parts in form.parts(stored).items():
+        own = [found.pop(part, None) for part in parts]
+        known = [tensor for tensor in own if tensor is not None]
+        are_typed = tuple(tensor.dtype for tensor in known) == form.dtypes
+        shape = form.shape(*(tensor.shape for tensor in known)) if are_typed else None
+        if shape is None:
+            given = ", ".join(str(tensor and (*tensor[1:3],)) for tensor in own)
+            raise error(folder, f"{' and '.join(parts)} do not fit together: {given}")
+        files = {part: tensor.file for part, tensor in zip(parts, known, strict=True)}
+        found[name] = _FileTensor(known[0].file, torch.bfloat16, shape, form, files)
+    return found
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
@@ -373,6 +400,14 @@ def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
+
+
+def find_in(files: Mapping[Path, safe_open], name: str, tensor: _FileTensor) -> Any:
+    """Return a tensor of open ``files``, read where it is indexed."""
+    if tensor.form is None:
+        return files[tensor.file].get_slice(name)
+    parts = [files[file].get_slice(part) for part, file in tensor.parts.items()]
+    return Dequantised(tensor.form, parts, tensor.shape)
 
 
 def open_shard(shard: Path) -> safe_open:

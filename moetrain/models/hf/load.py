@@ -5,8 +5,7 @@ already exists, and of a sharded parameter a rank reads only its own part. So a 
 for its part of the model and one tensor (as ``RssAnon``: mapped file pages count as resident too).
 Every name, shape and dtype is checked before the first byte is copied.
 
-Left out on purpose: quantized weights, and process groups: who downloads and how the others wait
-are arguments.
+Left out on purpose: process groups (who downloads and how the others wait are arguments).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from moetrain.models.hf.files import (
     HFSource,
     config_folder,
     error,
+    find_in,
     listing,
     open_shard,
     read_json,
@@ -118,7 +119,10 @@ def load_weights(
     with opened(source, model.arch) as find, torch.no_grad():
         for name in source.stored:
             for piece in source.own.get(name, ()):
-                write(piece.parameter, piece.place, rows_of(find(name), piece.rows))
+                write(piece.parameter, piece.place, part_of(find(name), piece))
+    if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
+        what = "%s: %d quantised tensors are read as bfloat16, in which an export will have them"
+        _logger.info(what, source.folder, len(quantised))
     if source.extra:
         _logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
@@ -137,33 +141,42 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
         ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(tensor.file for tensor in source.stored.values())
+        paths = dict.fromkeys(
+            path
+            for tensor in source.stored.values()
+            for path in (tensor.file, *tensor.parts.values())
+        )
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
-
-        def find(name: str) -> Any:
-            return files[source.stored[name].file].get_slice(name)
-
+        find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
             _check_tied(source.folder, find(_HEAD), find(_EMBED))
         yield find
 
 
-def rows_of(tensor: Any, rows: slice | None) -> Any:
-    """Return ``rows`` of a tensor of a file, read where it is indexed with slices; None: all."""
-    return tensor if rows is None else _Rows(tensor, rows)
+def part_of(tensor: Any, piece: Piece) -> Any:
+    """Return the part of a tensor of a file that ``piece`` is, read where it is indexed."""
+    return tensor if piece.is_whole else _Part(tensor, piece)
 
 
-class _Rows(NamedTuple):
+class _Part(NamedTuple):
     tensor: Any
-    rows: slice
+    piece: Piece
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if index is Ellipsis:
-            return self.tensor[self.rows]
-        first, *others = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = first.indices(self.rows.stop - self.rows.start)
-        begin = self.rows.start
-        return self.tensor[(slice(begin + start, begin + stop), *others)]
+        """Read ``part[index]``, of slices with steps of 1, and nothing else of the file."""
+        piece, sizes = self.piece, list(self.tensor.get_shape())
+        if piece.is_transposed:
+            sizes[-2:] = sizes[:-3:-1]
+        given = iter(() if index is Ellipsis else index if isinstance(index, tuple) else (index,))
+        where: list[int | slice] = [*piece.within, *[slice(None)] * len(sizes)][: len(sizes)]
+        for i, (own, size) in enumerate(zip(where, sizes, strict=True)):
+            if isinstance(own, slice):
+                found = range(size)[own][next(given, slice(None))]
+                where[i] = slice(found.start, found.stop, found.step)
+        if piece.is_transposed:
+            where[-2:] = where[:-3:-1]
+        read = self.tensor[tuple(where)]
+        return read.mT if piece.is_transposed else read
 
 
 def _check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
@@ -220,10 +233,7 @@ def _check_headers(
     for name, own in pieces.items():
         if name not in stored:
             continue
-        shapes = [tuple(parameters[piece.parameter][piece.place].shape) for piece in own]
-        got, want = stored[name].shape, shapes[0]
-        if own[0].rows is not None:
-            want = (sum(shape[0] for shape in shapes), *want[1:])
+        got, want = stored[name].shape, Piece.shape_of(own, parameters)
         if got != want:
             misshapen.append(f"{name} {list(got)}, not {list(want)}")
         if stored[name].dtype not in _TRAINABLE:

@@ -76,13 +76,15 @@ class _Site(NamedTuple):
     """The name that the settings' patterns match."""
     experts: int | None = None
     """How many experts its matrices hold; None: they are of one."""
+    order: torch.Tensor = torch.empty(0)
+    """The row of our B that each row of these experts' B is."""
 
     @classmethod
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that hold the adapter of the weight ``name``, one expert a module; none
         where it is a part of a module's weight."""
         pieces = FAMILIES[arch.family].pieces({name: shape}, arch)
-        whole = [(p.hf_name.removesuffix(".weight"), p.place) for p in pieces if p.rows is None]
+        whole = [(p.hf_name.removesuffix(".weight"), p.place) for p in pieces if p.is_whole]
         return [cls(_PREFIX + key, place[:1], place, key) for key, place in whole]
 
     @property
@@ -93,6 +95,15 @@ class _Site(NamedTuple):
     def kind(self) -> str:
         """The module's last name, which the modules of all experts share."""
         return self.module.rpartition(".")[2]
+
+
+def _fused_order(arch: Architecture, name: str, shape: torch.Size) -> torch.Tensor:
+    """Return the row of the stacked weight ``name`` that each row of an expert in the files is."""
+    rows = torch.arange(shape[1])
+    for piece in FAMILIES[arch.family].pieces({name: shape}, arch):
+        if piece.place[:1] == (0,) and piece.within:
+            rows[piece.within[1]] = torch.arange(shape[1])[piece.place[1]]
+    return rows
 
 
 def _fused_key(name: str) -> str:
@@ -129,11 +140,14 @@ def save_peft(
         if len(shape) == 3 and layout == "fused":
             module = _fused_module(name)
             rank = a.shape[1]
-            wide = b.permute(1, 2, 0).reshape(shape[1], rank * shape[0])
+            order = _fused_order(arch, name, shape).to(b.device)
+            wide = b[:, order].permute(1, 2, 0).reshape(shape[1], rank * shape[0])
             parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
-        for site in _Site.of(arch, name, shape):
+        if not (sites := _Site.of(arch, name, shape)):
+            raise ConfigError("lora.layout", f"{layout!r} has no place for {name}; use fused")
+        for site in sites:
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
             if len(shape) == 2 and arch.num_experts and site.kind in _TAKEN_FOR_EXPERTS:
@@ -252,7 +266,7 @@ class _AdapterFiles:
             if (key := _fused_key(name)) in targeted:
                 outer = _PREFIX + key.rpartition(".")[0]
                 module = _fused_module(name) if len(targeted) == 2 else outer
-                return [_Site(module, (), (), key, shape[0])]
+                return [_Site(module, (), (), key, shape[0], _fused_order(self.arch, name, shape))]
         sites = []
         for site in _Site.of(self.arch, name, shape):
             if self.settings.is_parameter(weight := f"{site.key}.weight"):
@@ -335,7 +349,7 @@ class _AdapterFiles:
         if site.experts is None:
             return a, b
         b = b.view(out_dim, rank, site.experts).permute(2, 0, 1)
-        return a.view(site.experts, rank, in_dim), b
+        return a.view(site.experts, rank, in_dim), b[:, torch.argsort(site.order)]
 
     def _tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Read a tensor in fp32 and check its shape: a single row would broadcast to any number."""

@@ -30,6 +30,7 @@ from moetrain.config import ConfigError
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
+from moetrain.models.family import Piece
 from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.files import (
     CONFIG,
@@ -39,6 +40,7 @@ from moetrain.models.hf.files import (
     HFSource,
     TokenizerFiles,
     error,
+    find_in,
     listing,
     open_shard,
     remove_stale,
@@ -74,8 +76,9 @@ class _Outgoing(NamedTuple):
     num_bytes: int
     read: Callable[[], torch.Tensor] | None = None
     """Reads the tensor; None: it is the model's own, and arrives with the stream."""
-    rows: Sequence[slice | None] = (None,)
-    """The rows that arrive, one after the other; None: all of them."""
+    pieces: Sequence[Piece] = ()
+    """The pieces that arrive, one after the other."""
+    shape: tuple[int, ...] = ()
 
 
 class Export:
@@ -119,16 +122,14 @@ class Export:
         self._pieces, self._own = model.pieces(), []
         for name, group in itertools.groupby(self._pieces, attrgetter("hf_name")):
             pieces = [*group]
-            parts = [parameters[piece.parameter][piece.place] for piece in pieces]
-            part, parameter = parts[0], pieces[0].parameter
+            parameter, shape = pieces[0].parameter, Piece.shape_of(pieces, parameters)
             # What is added to scores may be smaller than their rounding in a narrow dtype.
             is_kept = dtype == "auto" or parameter in buffers
-            own = part.dtype if is_kept else getattr(torch, dtype)
+            own = parameters[parameter].dtype if is_kept else getattr(torch, dtype)
             if dtype == "auto" and source is not None and name in source.own:
                 own = source.stored[name].dtype
-            num_bytes = sum(part.numel() for part in parts) * own.itemsize
-            rows = [piece.rows for piece in pieces]
-            self._own.append(_Outgoing(name, own, num_bytes, rows=rows))
+            num_bytes = math.prod(shape) * own.itemsize
+            self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
@@ -201,22 +202,22 @@ class Export:
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
-        for name, dtype, _, read, rows in shard:
+        for name, dtype, _, read, pieces, shape in shard:
             if read is not None:
                 values |= {name: read()} if is_mine else {}
                 continue
-            parts = {}
-            for own in rows:
+            if is_mine and not pieces[0].is_whole:
+                values[name] = torch.empty(shape, dtype=dtype)
+            for piece in pieces:
                 came, tensor = next(coming)
                 assert came == name  # both walk the same table
-                if is_mine:
+                if is_mine and piece.is_whole:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_borrowed = (self.ranks > 1 or len(rows) > 1) and tensor.dtype == dtype
+                    is_borrowed = self.ranks > 1 and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
-                    parts[0 if own is None else own.start] = tensor.to("cpu", copy=is_borrowed)
-            if is_mine:
-                ordered = [parts[start] for start in sorted(parts)]
-                values[name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+                    values[name] = tensor.to("cpu", copy=is_borrowed)
+                elif is_mine:
+                    piece.of(values[name]).copy_(tensor.detach())
         return values
 
 
@@ -280,14 +281,15 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
-    holding = {source.stored[name].file for name in source.extra}
+    stored = {name: source.stored[name] for name in source.extra}
+    holding = {file for x in stored.values() for file in (x.file, *x.parts.values())}
     files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
-    for name in source.extra:
-        file, dtype, shape = source.stored[name]
-        if file in files:
-            read = partial(files[file].get_tensor, name)
-            tensors.append(_Outgoing(name, dtype, math.prod(shape) * dtype.itemsize, read))
+    for name, tensor in stored.items():
+        if files.keys() >= {tensor.file, *tensor.parts.values()}:
+            read = partial(lambda *found: find_in(*found)[...], files, name, tensor)
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            tensors.append(_Outgoing(name, tensor.dtype, size, read))
         else:
             lost.append(name)
     return tensors, lost

@@ -1,0 +1,46 @@
+"""Grouped-query attention with sinks: a learned logit of each head joins its softmax.
+
+The formulas are those of :mod:`moetrain.kernels.attention.sinks`.
+
+Legend: H query heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.models.architecture import Weight
+from moetrain.models.attention import Attention, GroupedQueryAttention
+from moetrain.models.rules import Rule
+
+_SINKS = Rule("colwise", decay=False, gather=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkAttention(GroupedQueryAttention):
+    """Describes grouped-query attention with sinks."""
+
+    needs_lse: ClassVar[bool] = True
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> Attention:
+        return _AttentionWithSinks(self, kernels)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        return {**super().weights, "sinks": Weight((self.num_heads,), _SINKS)}
+
+
+class _AttentionWithSinks(Attention):
+    """The module of :class:`SinkAttention`."""
+
+    def __init__(self, sizes: SinkAttention, kernels: KernelsSection) -> None:
+        super().__init__(sizes, kernels)
+        self.sinks = nn.Parameter(torch.empty(sizes.num_heads))
+
+    def mix(self, *qkv_and_context: Any) -> torch.Tensor:
+        """Call the core with the sinks [H]."""
+        return self.core(*qkv_and_context, sinks_H=self.sinks)
