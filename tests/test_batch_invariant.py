@@ -31,9 +31,10 @@ PLACES = [
 ]
 
 
-def packed(lengths, heads, kv_heads, width, device, dtype):
+def packed(lengths, heads, kv_heads, width, v_width, device, dtype):
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(sum(lengths), n, width) for n in (heads, kv_heads, kv_heads)]
+    sizes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
+    shapes = [(sum(lengths), *size) for size in sizes]
     q, k, v = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     return q, k, v, ends
@@ -50,7 +51,7 @@ def in_pages(lengths, k, v, ends, page_size=BLOCK):
         at += number
         position = torch.arange(length)
         slots.append(table[i, position // page_size] * page_size + position % page_size)
-    cache = [k.new_zeros(sum(needed), page_size, *k.shape[1:]) for _ in range(2)]
+    cache = [x.new_zeros(sum(needed), page_size, *x.shape[1:]) for x in (k, v)]
     slots = torch.cat(slots).int().to(k.device)
     slots[3] = -1  # kept nowhere, so put there by hand
     store_in_pages(*cache, k, v, slots)
@@ -61,24 +62,30 @@ def in_pages(lengths, k, v, ends, page_size=BLOCK):
 
 
 SHAPES = [
-    ((100, 7, 150), 4, 2, 16, None),
-    ((90, 1, 64, 65), 6, 2, 24, None),
-    ((40, 130, 64, 5), 3, 1, 32, 16),
-    ((70,), 8, 1, 16, None),
-    ((5, 70, 4), 33, 1, 16, None),  # a tile has room for one token's heads
+    ((100, 7, 150), 4, 2, 16, 16, None),
+    ((90, 1, 64, 65), 6, 2, 24, 24, None),
+    ((40, 130, 64, 5), 3, 1, 32, 32, 16),
+    ((70,), 8, 1, 16, 16, None),
+    ((5, 70, 4), 33, 1, 16, 16, None),  # a tile has room for one token's heads
+    ((70, 3, 40), 3, 3, 24, 16, None),
+    ((40, 30), 4, 2, 16, 40, 16),
+    ((66, 5), 2, 2, 192, 128, None),
+    ((66, 5), 2, 2, 256, 256, None),
+    ((66, 5), 24, 24, 192, 128, None),  # whose keys two programs store
 ]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "window"), SHAPES)
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "v_width", "window"), SHAPES)
 def test_packed_chunked_and_single_tokens_have_one_answer(
-    place, lengths, heads, kv_heads, width, window
+    place, lengths, heads, kv_heads, width, v_width, window
 ):
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
-    out, lse = forward(q, k, v, ends, window)
-    wide = [x.double() for x in (q, k, v)]
-    expected = attention_packed(*wide, ends, max(lengths), window=window, backend="reference")
+    scale = None if width == v_width else 1.2 * width**-0.5
+    q, k, v, ends = packed(lengths, heads, kv_heads, width, v_width, place, dtype)
+    out, lse = forward(q, k, v, ends, window, scale)
+    wide, how = [x.double() for x in (q, k, v)], {"window": window, "scale": scale}
+    expected = attention_packed(*wide, ends, max(lengths), **how, backend="reference")
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
@@ -92,7 +99,7 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
         seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
         for one_token in {False, most == 1}:
             found = paged_attention(
-                q[read], keys, values, starts, seen, table, window=window, one_token=one_token
+                q[read], keys, values, starts, seen, table, **how, one_token=one_token
             )
             if place == "cuda":
                 assert torch.equal(found, out[read]), (most, one_token)

@@ -221,12 +221,13 @@ def formulas(case, tmp_path):
     no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
     linear = sum(arch.linear_layers)
     full = arch.num_layers - linear
-    pairs = 4 * full * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
+    widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
+    pairs = 2 * full * arch.num_heads * widths * (1 - 1 / (2 * seq_len))
     state = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
     found = no_pairs.flops_per_token(seq_len) / 3 - pairs - 6 * linear * state
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
     if not linear:  # whose states are products of the same kind
-        assert attention == full * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+        assert attention == full * 2 * seq_len**2 * arch.num_heads * widths
 
 
 CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}

@@ -127,10 +127,14 @@ key/value caches, sinks and other scores."""
 
 
 def masked_attention(
-    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
+    q_BSHd: torch.Tensor,
+    k_BSGd: torch.Tensor,
+    v_BSGv: torch.Tensor,
+    context: Context,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attend over whole rows: softmax over what the mask lets a token see."""
-    return attention(q_BSHd, k_BSGd, v_BSGd, context.mask)
+    return attention(q_BSHd, k_BSGd, v_BSGv, context.mask, scale)
 
 
 class Attention(nn.Module):
