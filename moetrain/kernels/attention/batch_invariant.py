@@ -150,14 +150,14 @@ def _launch(
     tile = _tile(heads // kv_heads, one_token, key_bytes)
     o_THv = q_THd.new_empty(tokens, heads, v_width)
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](
         q_THd,
         TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
         TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
         o_THv, lse_HT, cu_seqlens, seen, pages,
         tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
-        scale * _LOG2_E, 0 if window is None else window,
+        factor * _LOG2_E, 0 if window is None else window,
         H=heads, G=kv_heads, D=width, DP=padded, V=v_width, VP=v_padded, Z=page_size,
         ROWS=tile.rows, TOKENS=tile.tokens, BN=BLOCK,
         SEQUENCES=1024, ONE_TOKEN=one_token, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,

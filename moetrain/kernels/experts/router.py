@@ -192,7 +192,8 @@ def _router_topk(
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE, sums_PE,
         T, logits_TE.stride(0), topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
-        BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members, S=triton.next_power_of_2(k),
+        BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members,
+        S=triton.next_power_of_2(k),
     )  # fmt: skip
     _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
         counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,

@@ -52,7 +52,7 @@ class LatentAttention(AttentionPart):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope: RopeScaling = RopeScaling()
+    rope: RopeScaling
     rope_interleaved: bool = True
     qkv_bias: bool = False
     """Whether what makes the latents has biases."""
@@ -202,6 +202,5 @@ class MultiHeadLatent(nn.Module):
         """Rotate heads by their tokens' positions."""
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
         how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
-        x_THr = x_BSHr.flatten(0, 1)
-        y_THr = rotary(x_THr, cos_Sp, sin_Sp, backend=self.backend, **how)
+        y_THr = rotary(x_BSHr.flatten(0, 1), cos_Sp, sin_Sp, None, 0.0, self.backend, **how)
         return y_THr.unflatten(0, x_BSHr.shape[:2])

@@ -19,13 +19,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moetrain.kernels.quant.blocks import block_size
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
 from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")
-_TIED = "tie_word_embeddings"
+_TIED, _QUANTIZED = "tie_word_embeddings", "quantization_config"
 _DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
@@ -47,10 +48,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     if given["hidden_act"] != family.activation:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
         raise _error(problem)
-    quantized = config.get("quantization_config") or given.get("quantization_config")
-    if quantized is not None:
-        problem = f"quantization_config {quantized!r:.80}: quantized weights cannot be trained"
-        raise _error(f"{problem}; use a checkpoint in bf16")
+    block_size({**given, **config})  # raises for what is not read
     for key, value in _DERIVED.items():
         if given[key] is None:
             given[key] = value(given)
@@ -123,7 +121,8 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
     ``source`` is the config that the architecture was read from. Everything else that it says is
-    carried on, and it is kept unchanged if it still describes ``arch``.
+    carried on, but for how weights are quantised, and it is kept unchanged if it still describes
+    ``arch``.
 
     Raises:
         ValueError: the family's format cannot express ``arch``; it names the fields.
@@ -131,10 +130,10 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     if source is None or source.get("model_type") != arch.family:
         return _to_hf(arch)
     if architecture_from_hf(source) == _canonical(arch):
-        return dict(source)
+        return _carried(source, {_QUANTIZED})
     own = _to_hf(arch)
     family = _family_of(arch.family)
-    spelled = {*family.defaults, *family.aliases, *_ROPE_KEYS}
+    spelled = {*family.defaults, *family.aliases, *_ROPE_KEYS, _QUANTIZED}
     if family.section is not None:
         key = family.section[0]
         own[key] = _carried(source[key], spelled) | own[key]

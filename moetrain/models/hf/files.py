@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
+from moetrain.kernels.quant.blocks import SCALES, BlockScaled, block_size, with_scales
 from moetrain.models.family import Piece, WeightMap
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +48,10 @@ class _FileTensor(NamedTuple):
 
     file: Path
     dtype: torch.dtype
+    """That in which it is used, and exported."""
     shape: tuple[int, ...]
+    scales: Path | None = None
+    """Where the scales of its blocks lie; None: it is not quantised."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class HFSource:
     """The layout of the model's tensors; None: the family's usual one."""
     extra: tuple[str, ...] = ()
     """Tensors that the model does not have; an export carries them on bit for bit."""
+    block: tuple[int, int] | None = None
+    """The size of quantised matrices' blocks."""
     _stamps: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)
 
     @classmethod
@@ -79,8 +85,18 @@ class HFSource:
             path = folder / GENERATION
             generation = read_json(path) if path.is_file() else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
-            files = tuple(small_files(folder))
-            return cls(folder, config, generation, stored, files, _stamps=stamps)
+            files, block = tuple(small_files(folder)), block_size(config)
+            stored = stored if block is None else with_scales(stored, block)
+            return cls(folder, config, generation, stored, files, block=block, _stamps=stamps)
+
+    def find(self, files: Mapping[Path, Any], name: str) -> Any:
+        """Return a tensor of the opened ``files``, which is read where it is indexed."""
+        tensor = self.stored[name]
+        found = files[tensor.file].get_slice(name)
+        if tensor.scales is None or self.block is None:
+            return found
+        scales = files[tensor.scales].get_slice(name + SCALES)
+        return BlockScaled(found, scales, tensor.shape, self.block)
 
     def intact(self) -> set[Path]:
         """Return the files with weights that still are the ones that were read."""

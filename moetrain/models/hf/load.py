@@ -5,8 +5,10 @@ already exists, and of a sharded parameter a rank reads only its own part. So a 
 for its part of the model and one tensor (as ``RssAnon``: mapped file pages count as resident too).
 Every name, shape and dtype is checked before the first byte is copied.
 
-Left out on purpose: quantized weights, and process groups: who downloads and how the others wait
-are arguments.
+Matrices quantised in blocks of fp8 are dequantised as they are read.
+
+Left out on purpose: other quantized weights, and process groups: who downloads and how the others
+wait are arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +122,9 @@ def load_weights(
         for name in source.stored:
             for piece in source.own.get(name, ()):
                 write(piece.parameter, piece.place, rows_of(find(name), piece.rows))
+    if count := sum(tensor.scales is not None for tensor in source.stored.values()):
+        problem = "%s: %d matrices in blocks of fp8 are dequantised; an export has them in bfloat16"
+        _logger.info(problem, source.folder, count)
     if source.extra:
         _logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
@@ -137,12 +143,9 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
         ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(tensor.file for tensor in source.stored.values())
+        paths = {x for tensor in source.stored.values() for x in (tensor.file, tensor.scales) if x}
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
-
-        def find(name: str) -> Any:
-            return files[source.stored[name].file].get_slice(name)
-
+        find = partial(source.find, files)
         if arch.tie_embeddings and _HEAD in source.stored:
             _check_tied(source.folder, find(_HEAD), find(_EMBED))
         yield find

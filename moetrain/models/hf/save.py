@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from statistics import mode
 from typing import Any, Literal, NamedTuple
@@ -203,7 +203,7 @@ class Export:
         values = {}
         for name, dtype, _, read, rows in shard:
             if read is not None:
-                values |= {name: read()} if is_mine else {}
+                values |= {name: read().to(dtype)} if is_mine else {}
                 continue
             parts = {}
             for own in rows:
@@ -280,13 +280,13 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
-    holding = {source.stored[name].file for name in source.extra}
+    own = [source.stored[name] for name in source.extra]
+    holding = {file for tensor in own for file in (tensor.file, tensor.scales) if file}
     files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
-    for name in source.extra:
-        file, dtype, shape = source.stored[name]
-        if file in files:
-            read = partial(files[file].get_tensor, name)
+    for name, (file, dtype, shape, scales) in zip(source.extra, own, strict=True):
+        if file in files and (scales is None or scales in files):
+            read = partial(getitem, source.find(files, name), ...)
             tensors.append(_Outgoing(name, dtype, math.prod(shape) * dtype.itemsize, read))
         else:
             lost.append(name)
