@@ -188,13 +188,16 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 
 @pytest.mark.gpu
-def test_generation_has_the_bits_of_the_compiled_forward():
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "moonlight-16b-a3b", "glm-4.7-flash"])
+def test_generation_has_the_bits_of_the_compiled_forward(preset):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
 
     sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
-    arch = PRESETS["qwen3-30b-a3b"].model_copy(update=sizes)
+    if preset != "qwen3-30b-a3b":
+        del sizes["head_dim"]
+    arch = PRESETS[preset].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):
         models = [Transformer(arch, kernels=kernels) for _ in range(2)]

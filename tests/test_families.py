@@ -143,7 +143,7 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
     torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
+@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3"])
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path, dtype=torch.bfloat16)
@@ -464,6 +464,11 @@ PUBLISHED = {
     "minimax-m2": 229,
     "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
     "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
+    "deepseek-v3": 671,  # without the further heads, as the next four
+    "kimi-k2": 1026,
+    "deepseek-v2-lite": 15.7,
+    "moonlight-16b-a3b": 16.0,
+    "glm-4.7-flash": 30,
 }
 
 
