@@ -24,6 +24,7 @@ from moetrain.models.family import (
     register,
     write_deepseek_layers,
 )
+from moetrain.models.hf.files import error
 
 _FIXED: Mapping[str, Any] = {
     "router_fp32": True,
@@ -36,6 +37,7 @@ _FIXED: Mapping[str, Any] = {
     "num_expert_groups": 1,
     "topk_expert_groups": 1,
 }
+_GROUPS = {"num_expert_groups": "n_group", "topk_expert_groups": "topk_group"}
 _GREEDY, _GROUPED = "greedy", "group_limited_greedy"
 _KNOWN: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
@@ -52,8 +54,10 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     check_keys(config, _KNOWN)
     read = read_deepseek_layers(config)
     if config["topk_method"] == _GROUPED:
-        groups = config["n_group"], config["topk_group"]
-        read |= {"num_expert_groups": groups[0], "topk_expert_groups": groups[1]}
+        for field, key in _GROUPS.items():
+            if config[key] is None:
+                raise error("config.json", f"{key} is None, expected a number of groups")
+            read[field] = config[key]
     return read
 
 
@@ -61,8 +65,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
     return {
         **write_deepseek_layers(arch),
         "topk_method": _GROUPED if arch.num_expert_groups > 1 else _GREEDY,
-        "n_group": arch.num_expert_groups,
-        "topk_group": arch.topk_expert_groups,
+        **{key: getattr(arch, field) for field, key in _GROUPS.items()},
         "norm_topk_prob": False,
         "mlp_bias": False,
     }
