@@ -80,6 +80,29 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "truncate": False},
 }
 TURNS = ["sliding_attention", "full_attention"]
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+}
+NO_LATENT_QUERIES = {"q_lora_rank": None}
+STRETCHED = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+V3 = {
+    **LATENT,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+V2 = {**LATENT, "first_k_dense_replace": 1, "n_shared_experts": 1}
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 3}
+LITE = {**LATENT, "num_nextn_predict_layers": 0}
 STATES = ["linear_attention", "full_attention"]
 # The family, and what is odd about this one.
 CASES = {
@@ -218,6 +241,52 @@ CASES = {
     "qwen3_5_text one kv head": {**LINEAR, "num_key_value_heads": 1},
     "qwen3_5_text narrow heads": {**LINEAR, "head_dim": 8},
     "qwen3_5_text one layer": {**LINEAR, "layer_types": STATES[:1], "num_hidden_layers": 1},
+    "deepseek_v3": V3,
+    "deepseek_v3 no latent queries": {**V3, **NO_LATENT_QUERIES, "rms_norm_eps": 1e-3},
+    "deepseek_v3 groups": {**V3, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "deepseek_v3 biases": {**V3, "attention_bias": True},
+    "deepseek_v3 biases of keys": {**V3, **NO_LATENT_QUERIES, "attention_bias": True},
+    "deepseek_v3 yarn": {**V3, "rope_parameters": STRETCHED},
+    "deepseek_v3 yarn of other factors": {
+        **V3,
+        "rope_parameters": {**STRETCHED, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 1.0},
+    },
+    "deepseek_v3 plain yarn": {**V3, "rope_parameters": YARN},
+    "deepseek_v3 halves": {**V3, "rope_interleave": False, "qk_rope_head_dim": 8},
+    "deepseek_v3 wide values": {**V3, "v_head_dim": 26, "rms_norm_eps": 1e-2},
+    "deepseek_v3 equal widths": {**V3, "v_head_dim": 16},
+    "deepseek_v3 one pair": {**V3, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3, "v_head_dim": 1},
+    "deepseek_v3 no dense layer": {**V3, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "deepseek_v3 two dense layers": {**V3, "first_k_dense_replace": 2, "num_attention_heads": 4},
+    "deepseek_v3 not normalised": {**V3, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "deepseek_v3 many experts": {**V3, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "deepseek_v3 one head": {**V3, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "deepseek_v2": V2,
+    "deepseek_v2 no latent queries": {**V2, **NO_LATENT_QUERIES, "n_shared_experts": 2},
+    "deepseek_v2 groups": {**V2, **GROUPED, "topk_group": 2, "routed_scaling_factor": 16.0},
+    "deepseek_v2 one group": {**V2, **GROUPED, "topk_group": 1},
+    "deepseek_v2 every group": {**V2, **GROUPED, "topk_group": 3, "num_experts_per_tok": 5},
+    "deepseek_v2 groups without effect": {**V2, "n_group": 4, "topk_group": 1},
+    "deepseek_v2 yarn": {**V2, "rope_parameters": {**STRETCHED, "mscale_all_dim": 0.707}},
+    "deepseek_v2 biases": {**V2, "attention_bias": True, "rms_norm_eps": 1e-3},
+    "deepseek_v2 tied": {**V2, "tie_word_embeddings": True, "first_k_dense_replace": 0},
+    "deepseek_v2 wide values": {**V2, "v_head_dim": 22},
+    "deepseek_v2 every expert": {**V2, "num_experts_per_tok": 6},
+    "deepseek_v2 many experts": {**V2, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "deepseek_v2 one layer": {**V2, "num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "glm4_moe_lite": LITE,
+    "glm4_moe_lite layer types": {**LITE, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "glm4_moe_lite no dense layer": {**LITE, "mlp_layer_types": ["sparse"] * 3},
+    "glm4_moe_lite equal widths": {**LITE, "v_head_dim": 16},
+    "glm4_moe_lite no latent queries": {**LITE, **NO_LATENT_QUERIES},
+    "glm4_moe_lite groups": {**LITE, "n_group": 2, "topk_group": 1},
+    "glm4_moe_lite biases": {**LITE, "attention_bias": True},
+    "glm4_moe_lite yarn": {**LITE, "rope_parameters": STRETCHED},
+    "glm4_moe_lite halves": {**LITE, "rope_interleave": False},
+    "glm4_moe_lite tied": {**LITE, "tie_word_embeddings": True},
+    "glm4_moe_lite top-1": {**LITE, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "glm4_moe_lite two shared experts": {**LITE, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
+    "glm4_moe_lite many experts": {**LITE, "n_routed_experts": 35, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -238,6 +307,8 @@ def limits(case):
 
 EXTRA = {
     "glm4_moe": "model.layers.{}.eh_proj.weight",
+    "deepseek_v3": "model.layers.{}.shared_head.norm.weight",
+    "glm4_moe_lite": "model.layers.{}.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
     "minimax_m2": "model.mtp.0.fc.weight",
 }

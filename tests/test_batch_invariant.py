@@ -32,9 +32,10 @@ PLACES = [
 ]
 
 
-def packed(lengths, heads, kv_heads, width, device, dtype):
+def packed(lengths, heads, kv_heads, width, v_width, device, dtype):
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(sum(lengths), n, width) for n in (heads, kv_heads, kv_heads)]
+    sizes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
+    shapes = [(sum(lengths), *size) for size in sizes]
     q, k, v = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     return q, k, v, ends
@@ -51,7 +52,7 @@ def in_pages(lengths, k, v, ends, page_size=BLOCK):
         at += number
         position = torch.arange(length)
         slots.append(table[i, position // page_size] * page_size + position % page_size)
-    cache = [k.new_zeros(sum(needed), page_size, *k.shape[1:]) for _ in range(2)]
+    cache = [x.new_zeros(sum(needed), page_size, *x.shape[1:]) for x in (k, v)]
     slots = torch.cat(slots).int().to(k.device)
     slots[3] = -1  # kept nowhere, so put there by hand
     store_in_pages(*cache, k, v, slots)
@@ -62,27 +63,39 @@ def in_pages(lengths, k, v, ends, page_size=BLOCK):
 
 
 SHAPES = [
-    ((100, 7, 150), 4, 2, 16, None),
-    ((90, 1, 64, 65), 6, 2, 24, None),
-    ((40, 130, 64, 5), 3, 1, 32, 16),
-    ((70,), 8, 1, 16, None),
-    ((5, 70, 4), 33, 1, 16, None),  # a tile has room for one token's heads
+    ((100, 7, 150), 4, 2, 16, 16, None),
+    ((90, 1, 64, 65), 6, 2, 24, 24, None),
+    ((40, 130, 64, 5), 3, 1, 32, 32, 16),
+    ((70,), 8, 1, 16, 16, None),
+    ((5, 70, 4), 33, 1, 16, 16, None),  # a tile has room for one token's heads
+    ((70, 3, 40), 3, 3, 24, 16, None),
+    ((40, 30), 4, 2, 16, 40, 16),
+    ((66, 5), 2, 2, 192, 128, None),
+    ((66, 5), 2, 2, 256, 256, None),
+    ((66, 5), 24, 24, 192, 128, None),  # whose keys two programs store
 ]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "window"), SHAPES)
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "v_width", "window"), SHAPES)
 def test_packed_chunked_and_single_tokens_have_one_answer(
-    place, has_sinks, lengths, heads, kv_heads, width, window
+    place, has_sinks, lengths, heads, kv_heads, width, v_width, window
 ):
+    if has_sinks and width != v_width:
+        pytest.skip("no family has both")
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
+    scale = None if width == v_width else 1.2 * width**-0.5
+    q, k, v, ends = packed(lengths, heads, kv_heads, width, v_width, place, dtype)
     sinks = torch.linspace(-4, 6, heads, device=place).to(dtype) if has_sinks else None
-    out, lse = forward(q, k, v, ends, window, sinks_H=sinks)
-    wide = [x.double() for x in (q, k, v, *([sinks] if has_sinks else []))]
-    reference = attention_packed_with_sinks if has_sinks else attention_packed
-    expected = reference(*wide, ends, max(lengths), window=window, backend="reference")
+    out, lse = forward(q, k, v, ends, window, scale, sinks_H=sinks)
+    wide, how = [x.double() for x in (q, k, v)], {"window": window, "scale": scale}
+    longest = max(lengths)
+    if has_sinks:
+        more = {"window": window, "backend": "reference"}
+        expected = attention_packed_with_sinks(*wide, sinks.double(), ends, longest, **more)
+    else:
+        expected = attention_packed(*wide, ends, longest, **how, backend="reference")
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
@@ -96,7 +109,7 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
         seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
         for one_token in {False, most == 1}:
             found = paged_attention(
-                q[read], keys, values, starts, seen, table, window=window, one_token=one_token,
+                q[read], keys, values, starts, seen, table, **how, one_token=one_token,
                 sinks_H=sinks,
             )  # fmt: skip
             if place == "cuda":
@@ -197,7 +210,9 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-30b-a3b", "gpt-oss-20b", "moonlight-16b-a3b", "glm-4.7-flash"]
+)
 def test_generation_has_the_bits_of_the_compiled_forward(preset):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
@@ -206,6 +221,8 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
     if preset == "gpt-oss-20b":
         sizes["sliding_windows"] = (40, None, 40)
+    elif preset != "qwen3-30b-a3b":
+        del sizes["head_dim"]
     arch = PRESETS[preset].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):

@@ -87,7 +87,7 @@ def test_a_quantised_model_is_read_and_exported_in_bf16(tmp_path, caplog):
     stored = quantised(tmp_path)
     with caplog.at_level(logging.INFO, "moetrain"):
         model = load_hf(tmp_path / "in")
-    assert "6 quantised tensors are read as bfloat16" in caplog.text
+    assert "6 quantised tensors are dequantised" in caplog.text
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "wide", attn_implementation="eager", dtype=torch.float32
     )

@@ -143,7 +143,7 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
     torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
+@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3"])
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path, dtype=torch.bfloat16)
@@ -213,12 +213,13 @@ def formulas(case, tmp_path):
     no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
     linear = sum(arch.linear_layers)
     full = arch.num_layers - linear
-    pairs = 4 * full * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
+    widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
+    pairs = 2 * full * arch.num_heads * widths * (1 - 1 / (2 * seq_len))
     state = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
     found = no_pairs.flops_per_token(seq_len) / 3 - pairs - 6 * linear * state
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
     if not linear:  # whose states are products of the same kind
-        assert attention == full * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+        assert attention == full * 2 * seq_len**2 * arch.num_heads * widths
 
 
 CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
@@ -457,6 +458,11 @@ PUBLISHED = {
     "gpt-oss-120b": 116.8,
     "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
     "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
+    "deepseek-v3": 671,  # without the further heads, as the next four
+    "kimi-k2": 1026,
+    "deepseek-v2-lite": 15.7,
+    "moonlight-16b-a3b": 16.0,
+    "glm-4.7-flash": 30,
 }
 
 
@@ -551,8 +557,12 @@ def test_fewer_or_more_layers_of_a_preset():
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0: Input should be greater than 0"),
         ("gpt_oss", {"rope_parameters": None}, "rope_parameters is None, expected"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "mxfp4 alone are read"),
-        ("gpt_oss", {"quantization_config": []}, "mxfp4 alone are read"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "such quantized weights are not read",
+        ),
+        ("gpt_oss", {"quantization_config": []}, "such quantized weights are not read"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )

@@ -81,7 +81,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     meshes = itertools.product(FAMILY_CASES, MESHES[world].values())
     runs = [drawn(i, world, *mesh, next(policies)) for i, mesh in enumerate(meshes)]
     assert not any(map(is_refused, runs))
-    answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
+    answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=600)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
 
@@ -192,6 +192,6 @@ def test_compiled_blocks_on_two_ranks(tmp_path):
     """The norm over all heads has a collective inside the block."""
     runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(FAMILY_CASES)]
     compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
-    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
+    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=600)[0]
     wrong = [x for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)

@@ -21,22 +21,26 @@ from moetrain.train.trainer import Trainer
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize(
+    ("width", "v_width", "scale"), [(64, 64, None), (192, 128, 0.1147), (256, 256, None)]
+)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "auto"])
-def test_attention_backends_agree_with_fp32(backend, packed, window):
+def test_attention_backends_agree_with_fp32(backend, packed, window, width, v_width, scale):
     batch, seq_len = 2, 256
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def random(heads):
-        shape = (batch, seq_len, heads, 64)
+    def random(heads, width):
+        shape = (batch, seq_len, heads, width)
         return torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
 
     positions = None
     if packed:
         positions = torch.cat([torch.arange(n) for n in (100, 156, 1, 255)]).view(batch, seq_len)
         positions = positions.cuda()
-    inputs, upstream = [random(8), random(2), random(2)], random(8)
+    inputs = [random(8, width), random(2, width), random(2, v_width)]
+    upstream = random(8, v_width)
     results = {}
     for name, dtype in ((backend, torch.bfloat16), ("reference", torch.float32)):
         mask = AttentionMask.of(
@@ -48,7 +52,7 @@ def test_attention_backends_agree_with_fp32(backend, packed, window):
             backend=name,
         )
         leaves = [x.detach().clone().to(dtype).requires_grad_() for x in inputs]
-        out = attention(*leaves, mask)
+        out = attention(*leaves, mask, scale)
         out.backward(upstream.to(dtype))
         results[name] = [out, *(x.grad for x in leaves)]
     for got, want in zip(results[backend], results["reference"], strict=True):
@@ -66,10 +70,17 @@ def train(folder, *words):
     return torch.tensor([r["loss"] for r in read_metrics(trainer.log.path) if "loss" in r])
 
 
+LATENT = ["model.preset=moonlight-16b-a3b", "model.num_layers=3", "model.hidden_size=128"]
+LATENT += ["model.num_heads=4", "model.num_kv_heads=4", "model.intermediate_size=256"]
+LATENT += ["model.moe_intermediate_size=128", "model.num_experts=8", "model.vocab_size=264"]
+
+
+@pytest.mark.parametrize("words", [[], LATENT], ids=["", "latent"])
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
-def test_compiled_bf16_training_follows_eager(source, tmp_path):
-    eager = train(tmp_path / "eager", f"data.source={source}", "compile.enabled=no")
-    compiled = train(tmp_path / "compiled", f"data.source={source}", "compile.enabled=yes")
+def test_compiled_bf16_training_follows_eager(source, words, tmp_path):
+    words = [*words, f"data.source={source}"]
+    eager = train(tmp_path / "eager", *words, "compile.enabled=no")
+    compiled = train(tmp_path / "compiled", *words, "compile.enabled=yes")
     assert (eager - compiled).abs().max() < 0.02 * eager.max()
     if source == "stdlib":
         assert eager[-1] < 0.7 * eager[0]

@@ -31,8 +31,9 @@ import moetrain.kernels
 from moetrain.kernels.optim.reduction import sum_chunks
 
 # Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
-# torch's and cuDNN's operators, parts of other files' kernels, and what generation alone uses,
-# neither differentiated nor compiled (tests/test_batch_invariant.py).
+# torch's and cuDNN's operators, parts of other files' kernels, what generation alone uses, neither
+# differentiated nor compiled (tests/test_batch_invariant.py), and what reads files
+# (tests/test_hf_weights.py).
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
@@ -43,6 +44,7 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
     "moetrain.kernels.loss.vocabulary_chunk",
+    "moetrain.kernels.quant.blocks",
 }
 
 

@@ -174,7 +174,7 @@ def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer.sync_weights()
     trainer.roll_out()
     caches = trainer.generator.steps.caches
-    assert found.cache == sum(c.keys_PZGd.nbytes + c.values_PZGd.nbytes for c in caches)
+    assert found.cache == sum(c.keys_PZGd.nbytes + c.values_PZGv.nbytes for c in caches)
     plain = estimate_memory(*sizes)
     assert found.total == pytest.approx(plain.total + found.generator + found.cache)
     assert (plain.generator, plain.cache) == (0, 0)

@@ -292,6 +292,8 @@ class Architecture(BaseModel):
     num_expert_groups: _Size = 1
     topk_expert_groups: _Size = 1
     """How many of the equal groups of consecutive experts a token may choose from."""
+    best_of_group: bool = False
+    """Whether a group is as good as its best expert, instead of its two best."""
     routed_scaling_factor: _Positive = 1.0
     """What the chosen experts' weights are multiplied by."""
     shared_intermediate_size: _Count = 0

@@ -131,15 +131,16 @@ caches and other scores."""
 def masked_attention(
     q_BSHd: torch.Tensor,
     k_BSGd: torch.Tensor,
-    v_BSGd: torch.Tensor,
+    v_BSGv: torch.Tensor,
     context: Context,
+    scale: float | None = None,
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over whole rows: softmax over what the mask lets a token see, and over a sink."""
     if sinks_H is not None:
-        return attention_with_sinks(q_BSHd, k_BSGd, v_BSGd, context.mask, sinks_H)
-    return attention(q_BSHd, k_BSGd, v_BSGd, context.mask)
+        return attention_with_sinks(q_BSHd, k_BSGd, v_BSGv, context.mask, sinks_H)
+    return attention(q_BSHd, k_BSGd, v_BSGv, context.mask, scale)
 
 
 class Attention(nn.Module):

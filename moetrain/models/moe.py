@@ -59,6 +59,7 @@ class RoutedExperts(Part):
     selection_bias: bool = False
     num_expert_groups: int = 1
     topk_expert_groups: int = 1
+    best_of_group: bool = False
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
     shared_gate: bool = False
@@ -306,6 +307,7 @@ class Router(Adaptable):
             is_pad_T=is_pad_T,
             num_groups=sizes.num_expert_groups,
             topk_groups=sizes.topk_expert_groups,
+            best_of_group=sizes.best_of_group,
             scale=sizes.routed_scaling_factor,
             min_sum=sizes.router_min_sum,
             backend=self.backend,

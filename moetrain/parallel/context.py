@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
-from moetrain.models.attention import Attention, Core
+from moetrain.models.attention import Core
 from moetrain.models.layers import Context, Vocabulary
 from moetrain.models.transformer import Rows, Transformer
 from moetrain.parallel.tensor import TokenParts
@@ -46,8 +46,8 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup) -> None:
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
     model.cut_rows = _Cut(parts)
     for module in model.modules():
-        if isinstance(module, Attention):
-            module.core = _Ulysses(module.core, group)
+        if (core := getattr(module, "core", None)) is not None:
+            setattr(module, "core", _Ulysses(core, group))  # noqa: B010 - of several classes
 
 
 class _Cut:
@@ -85,6 +85,7 @@ class _Ulysses:
         k: torch.Tensor,
         v: torch.Tensor,
         context: Context,
+        scale: float | None = None,
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -103,7 +104,7 @@ class _Ulysses:
             for part, x in zip(parts, heads, strict=True)
         )
         how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[self.rank]}
-        y_Tc = self.core(q, k, v, context, **how).flatten(2).flatten(0, 1)
+        y_Tc = self.core(q, k, v, context, scale, **how).flatten(2).flatten(0, 1)
         arrived_WNc = self._exchanged(y_Tc.unflatten(0, (ranks, -1)))
         return arrived_WNc.transpose(0, 1).reshape(1, arrived_WNc.shape[1], -1, v.shape[3])
 

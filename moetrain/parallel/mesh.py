@@ -146,7 +146,8 @@ class ParallelDims:
         if part.carries_state:
             problem = "but a layer carries a state from token to token"
             raise ConfigError("parallel.cp", f"{self.cp} {where}, {problem}; use 1")
-        heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 1)
+        heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
+        groups = groups or heads  # each head has keys of its own
         if heads % self.token_ranks or (groups % self.token_ranks and self.token_ranks % groups):
             raise ConfigError(
                 "parallel.cp",

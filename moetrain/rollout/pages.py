@@ -13,7 +13,7 @@ short, the youngest running sequence gives its pages back and is read again late
 always advances, and nothing waits for ever.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
-H query heads, G key/value heads, d width.
+H query heads, G key/value heads, d width of a query and a key, v of a value.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class Scheduler:
 
 
 _Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of all pages, [P, Z, G, d]."""
+"""Keys and values of all pages, [P, Z, G, d or v]."""
 
 
 class PagedRows(NamedTuple):
@@ -338,13 +338,13 @@ class PagedAttention:
         self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self.keys_PZGd: torch.Tensor | None = None
         """None: no memory is allocated, which happens at the first use."""
-        self.values_PZGd: torch.Tensor | None = None
+        self.values_PZGv: torch.Tensor | None = None
 
     def free(self) -> None:
-        self.keys_PZGd = self.values_PZGd = None
+        self.keys_PZGd = self.values_PZGv = None
 
     def wipe(self) -> None:
-        for pages in (self.keys_PZGd, self.values_PZGd):
+        for pages in (self.keys_PZGd, self.values_PZGv):
             if pages is not None:
                 pages.zero_()
 
@@ -352,36 +352,40 @@ class PagedAttention:
         self,
         q_BSHd: torch.Tensor,
         k_BSGd: torch.Tensor,
-        v_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
         context: Context,
+        scale: float | None = None,
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = context.mask
         assert isinstance(rows, PagedRows)
-        if self.keys_PZGd is None or self.values_PZGd is None:
+        if self.keys_PZGd is None or self.values_PZGv is None:
             # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
-            shape = (self.num_pages, self.page_size, *k_BSGd.shape[2:])
-            self.keys_PZGd, self.values_PZGd = k_BSGd.new_zeros(shape), v_BSGd.new_zeros(shape)
-        cache = self.keys_PZGd, self.values_PZGd
+            size = self.num_pages, self.page_size
+            self.keys_PZGd, self.values_PZGv = (
+                x.new_zeros(*size, *x.shape[2:]) for x in (k_BSGd, v_BSGv)
+            )
+        cache = self.keys_PZGd, self.values_PZGv
         if q_BSHd.is_cuda:
-            store_in_pages(*cache, k_BSGd[0], v_BSGd[0], rows.slots_T)
-            return self._by_kernels(q_BSHd[0], cache, rows, sinks_H)[None]
+            store_in_pages(*cache, k_BSGd[0], v_BSGv[0], rows.slots_T)
+            return self._by_kernels(q_BSHd[0], cache, rows, scale, sinks_H)[None]
         keep_T = rows.slots_T >= 0
         slots_T = rows.slots_T[keep_T].long()
-        for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGd), strict=True):
+        for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGv), strict=True):
             pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
-        return self._by_sequences(q_BSHd[0], cache, rows, sinks_H)[None]
+        return self._by_sequences(q_BSHd[0], cache, rows, scale, sinks_H)[None]
 
     def _by_kernels(
         self,
         q_THd: torch.Tensor,
         cache: _Cache,
         rows: PagedRows,
+        scale: float | None = None,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         single, parts = rows.num_single, []
-        how: dict[str, Any] = {"window": self.window, "sinks_H": sinks_H}
+        how: dict[str, Any] = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
         if single:
             args = (rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM)
             q_LHd = q_THd[:single]
@@ -391,12 +395,19 @@ class PagedAttention:
             parts.append(paged_attention(q_THd[single:], *cache, *args, **how))
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else torch.empty_like(q_THd)  # nothing to read here
+        nothing = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
+        return torch.cat(parts) if parts else nothing
 
     def _by_sequences(
-        self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows, sinks_H: torch.Tensor | None
+        self,
+        q_THd: torch.Tensor,
+        cache: _Cache,
+        rows: PagedRows,
+        scale: float | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
+        out_THv = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
+        members_of = defaultdict[tuple[int, int], list[int]](list)
         sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
         for i, size in enumerate(sizes):
             members_of[size].append(i)
@@ -411,10 +422,10 @@ class PagedAttention:
                 visible_QL &= distance_QL < self.window
             q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
             if sinks_H is not None:
-                out_NHQd = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H)
+                out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H)
             else:
-                out_NHQd = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=visible_QL, enable_gqa=True
+                out_NHQv = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True
                 )
-            out_THd[at_NQ] = out_NHQd.transpose(1, 2)
-        return out_THd
+            out_THv[at_NQ] = out_NHQv.transpose(1, 2)
+        return out_THv

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.linear_attention.gated_delta_step import Reads
 from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
-from moetrain.models.attention import Attention, masked_attention
+from moetrain.models.attention import masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
@@ -161,7 +161,7 @@ class Steps:
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[_Cache] = []
         names = [f"layers.{i}.{part.name}" for i, (part, _) in enumerate(model.arch.layers())]
-        mixers = [model.get_submodule(name) for name in names]
+        mixers: list[Any] = [model.get_submodule(name) for name in names]
         for mixer in mixers:
             core = getattr(mixer, "core", None)
             is_paged = core is masked_attention or isinstance(core, PagedAttention)
@@ -171,11 +171,11 @@ class Steps:
                     "model", f"{model.arch.family} {problem}; other programs can serve its export"
                 )
         for window, mixer in zip(model.windows, mixers, strict=True):
-            if isinstance(mixer, Attention):
+            if hasattr(mixer, "core"):
                 mixer.core = PagedAttention(pages.num_pages, pages.page_size, window)
                 self.caches.append(mixer.core)
             else:
-                self.caches.append(getattr(mixer, "keep_states")(max_sequences + 1))  # noqa: B009
+                self.caches.append(mixer.keep_states(max_sequences + 1))
         for module in model.modules():
             if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010

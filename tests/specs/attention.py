@@ -18,26 +18,31 @@ from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     lengths = case["lengths"]
     tokens, heads, kv_heads, width = sum(lengths), case["H"], case["G"], case["d"]
+    v_width = case.get("v", width)
     ends = [0, *itertools.accumulate(lengths)]
     return {
         "q_THd": normal(generator, tokens, heads, width).to(dtype),
         "k_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
-        "v_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
+        "v_TGv": normal(generator, tokens, kv_heads, v_width).to(dtype),
         "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=generator.device),
         "max_seqlen": max(lengths),
         "window": case.get("window"),
+        "scale": case.get("scale"),
     }
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
     tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
+    v_width = case.get("v", width)
     # Two products a pair of tokens, half of the pairs hidden. Backward: p again, dp, dq, dk, dv.
-    flops = sum(2.0 * heads * width * length**2 for length in case["lengths"])
-    row_bytes = 2.0 * tokens * width * (heads + kv_heads)  # q and k, in bf16
-    return Cost(2 * row_bytes, flops), Cost(4 * row_bytes, 2.5 * flops)
+    pairs = sum(heads * length**2 for length in case["lengths"])
+    forward, backward = width + v_width, 3 * width + 2 * v_width
+    row_bytes = 2.0 * tokens * (width + v_width) * (heads + kv_heads)  # in bf16
+    return Cost(row_bytes, 1.0 * pairs * forward), Cost(2 * row_bytes, 1.0 * pairs * backward)
 
 
 _QWEN3 = {"H": 32, "G": 4, "d": 128}
+_LATENT = {"H": 16, "G": 16, "d": 192, "v": 128, "scale": 0.1147}
 _MIX = (5000, 300, 2100, 700, 3300, 1500, 900, 1784, 800)
 
 ATTENTION_PACKED = KernelSpec(
@@ -52,20 +57,28 @@ ATTENTION_PACKED = KernelSpec(
         {"lengths": (1, 30, 64, 5), "H": 3, "G": 1, "d": 64, "window": 16},
         {"lengths": (257,), "H": 2, "G": 1, "d": 32, "window": 2},
         {"lengths": (*(1,) * 40, 20), "H": 2, "G": 1, "d": 16},
+        {"lengths": (100, 7, 33), "H": 2, "G": 2, "d": 24, "v": 16, "scale": 0.3},
+        {"lengths": (1, 70, 0, 9), "H": 4, "G": 2, "d": 16, "v": 40, "window": 8},
+        {"lengths": (130, 5), "H": 2, "G": 2, "d": 192, "v": 128, "scale": 0.1147},
+        {"lengths": (130, 5), "H": 2, "G": 2, "d": 256},
     ),
     benches=(
         Bench({"lengths": (4096,) * 4, **_QWEN3}, targets={"total_tflops": 470}),
         Bench({"lengths": _MIX, **_QWEN3}, targets={"total_tflops": 440}),
         Bench({"lengths": (1024,) * 16, **_QWEN3}, targets={"total_tflops": 300}),
         Bench({"lengths": (4096,) * 4, **_QWEN3, "window": 512}),
+        Bench({"lengths": (4096,) * 4, **_LATENT}),
+        Bench({"lengths": _MIX, **_LATENT}),
+        Bench({"lengths": (4096,) * 4, "H": 20, "G": 20, "d": 256}),
     ),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3},
     cpu_dtypes=(torch.float32,),
     cost=_cost,
-    differentiable=("q_THd", "k_TGd", "v_TGd"),
+    differentiable=("q_THd", "k_TGd", "v_TGv"),
     ops=(_attention_packed, _attention_packed_backward),
     bad_inputs={
         r"H a multiple of G": lambda x: x | {"q_THd": x["q_THd"][:, :3]},
+        r"\[T, G, v\]": lambda x: x | {"v_TGv": x["v_TGv"][:, :1]},
         "in one dtype": lambda x: x | {"k_TGd": x["k_TGd"].double()},
         r"documents \+ 1\] in int32": lambda x: x | {"cu_seqlens": x["cu_seqlens"].long()},
         "window 0": lambda x: x | {"window": 0},

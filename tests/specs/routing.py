@@ -235,6 +235,17 @@ _ROUTER_SPECS = (
             {"T": 100, "E": 24, "k": 3, **_GROUPS},
             {"T": 7, "E": 8, "k": 2, **_GROUPS},
             {"T": 100, "E": 15, "k": 4, "num_groups": 3, "topk_groups": 2},
+            {"T": 100, "E": 24, "k": 3, **_GROUPS, "best_of_group": True},
+            {
+                "T": 33,
+                "E": 15,
+                "k": 4,
+                "num_groups": 5,
+                "topk_groups": 2,
+                "best_of_group": True,
+                "normalize": False,
+                "scale": 16.0,
+            },
             {"T": 0, "E": 5, "k": 2},
             # About half of the tokens' sums are below it.
             {"T": 100, "E": 20, "k": 2, "score": "sigmoid", "min_sum": 1.7, "scale": 2.5},

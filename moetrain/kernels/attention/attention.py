@@ -9,9 +9,11 @@ products for tests. :meth:`AttentionMask.of` decides once per forward for all la
 tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and with query head
 ``h`` reading key/value head ``h * G // H`` (arXiv 2205.14135)::
 
-    p[i, j] = exp(q[i] . k[j] / sqrt(d) - lse[i])        o[i] = sum over j of p[i, j] v[j]
-    delta[i] = do[i] . o[i]        ds = p * (do v^T - delta) / sqrt(d)
+    p[i, j] = exp(scale q[i] . k[j] - lse[i])        o[i] = sum over j of p[i, j] v[j]
+    delta[i] = do[i] . o[i]        ds = scale p * (do v^T - delta)
     dq = ds k        dk = ds^T q        dv = p^T do
+
+``scale`` is 1 / sqrt(d) unless it is given, and values may be wider or narrower than keys.
 
 Worked example with T = 5: ``cu_seqlens = [0, 2, 5]`` holds two documents; token 2 starts the second
 and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
@@ -21,7 +23,7 @@ It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times FlexAttention o
 Left out on purpose: dropout, biases, and queries whose documents are not the keys'.
 
 Legend: B batch, S sequence (of one document where tokens are packed), T tokens, H query heads,
-G key/value heads, d head width, N documents.
+G key/value heads, d width of a query and a key, v of a value, N documents.
 """
 
 import itertools
@@ -142,29 +144,35 @@ class AttentionMask(NamedTuple):
 
 
 def attention(
-    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, mask: AttentionMask
+    q_BSHd: torch.Tensor,
+    k_BSGd: torch.Tensor,
+    v_BSGv: torch.Tensor,
+    mask: AttentionMask,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T / sqrt(d)) v`` over the tokens that ``mask`` shows: [B, S, H, d]."""
+    """Return ``softmax(scale q k^T) v`` over the tokens that ``mask`` shows: [B, S, H, v].
+
+    ``scale`` is ``d**-0.5`` if it is None.
+    """
     if mask.backend == "cudnn" or mask.backend == "exact":
         assert mask.cu_seqlens is not None  # AttentionMask.of always makes it for these
-        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
-        out_THd = attention_packed(
-            q, k, v, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend=mask.backend
-        )
-        return out_THd.view_as(q_BSHd)
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))
+        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGv))
+        how = {"window": mask.window, "scale": scale, "backend": mask.backend}
+        out_THv = attention_packed(q, k, v, mask.cu_seqlens, mask.max_seqlen, **how)
+        return out_THv.unflatten(0, q_BSHd.shape[:2])
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
         assert mask.blocks is not None  # AttentionMask.of always makes them for flex
         is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
         run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
-        out = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
+        out = run(q, k, v, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # AttentionMask.of always makes one for it
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        scores = (q @ k.transpose(-1, -2)).float() * _scale(q, scale)
         weights = scores.masked_fill(~mask.dense_BSS, float("-inf")).softmax(-1)
         out = weights.to(v.dtype) @ v
     else:
@@ -175,68 +183,78 @@ def attention(
                 v,
                 attn_mask=mask.dense_BSS,
                 is_causal=mask.dense_BSS is None,
+                scale=scale,
                 enable_gqa=grouped,
             )
     return out.transpose(1, 2)
 
 
+def _scale(q: torch.Tensor, given: float | None) -> float:
+    """Return what scores are multiplied by."""
+    return q.shape[-1] ** -0.5 if given is None else given
+
+
 def attention_packed(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
     backend: Literal["auto", "cudnn", "exact", "reference"] = "auto",
     check: bool = False,
 ) -> torch.Tensor:
-    """Attend causally within each document: ``o_THd`` in ``q``'s dtype, scaled by ``d**-0.5``.
+    """Attend causally within each document: ``o_THv`` in ``q``'s dtype.
 
     cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs, unless
     ``torch.use_deterministic_algorithms(True)``: at a tenth of the speed, in scratch memory of 18
     GiB for 16 documents of up to 4096 tokens (H = 32, d = 128).
 
     Args:
-        q_THd, k_TGd, v_TGd: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d a
-            multiple of 8 up to 256. Other strides than contiguous cost a copy.
+        q_THd, k_TGd, v_TGv: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d and v
+            multiples of 8 up to 256. Other strides than contiguous cost a copy.
         cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty.
         max_seqlen: a bound on every document's length; a loose one costs no time, and one that
             changes recompiles.
         window: each token sees this many tokens at most, itself included; None: all.
+        scale: what scores are multiplied by; None: ``d**-0.5``.
         backend: auto is cuDNN on CUDA and the plain formulas on a CPU; exact has
             :mod:`moetrain.kernels.attention.batch_invariant`'s forward instead.
         check: check the contents of ``cu_seqlens`` first, which waits for a GPU; without it wrong
             documents read and write memory that is not theirs.
     """
-    _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
+    _check(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window)
+    scale = _scale(q_THd, scale)
     if check:
         _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
     if backend == "reference":
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-        return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)[0]
+        return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
-        cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
-    q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
-    how = (max_seqlen, window, backend == "exact")
+        widths = q_THd.shape[2], v_TGv.shape[2]
+        cudnn_attention.require(q_THd.device, q_THd.dtype, *widths)
+    q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGv))
+    how = (max_seqlen, window, scale, backend == "exact")
     return _attention_packed(q, k, v, cu_seqlens, *how)[0]
 
 
 def _check(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
 ) -> None:
     tokens, heads, width = q_THd.shape
     kv = k_TGd.shape
-    fits = kv == v_TGd.shape and (tokens, width) == (kv[0], kv[2]) and heads % kv[1] == 0
-    if not fits or not q_THd.dtype == k_TGd.dtype == v_TGd.dtype:
-        takes = "[T, H, d], [T, G, d] and [T, G, d] in one dtype, H a multiple of G"
-        raise refusal("attention_packed", takes, q=q_THd, k=k_TGd, v=v_TGd)
+    fits = kv[:2] == v_TGv.shape[:2] and (tokens, width) == (kv[0], kv[2]) and heads % kv[1] == 0
+    if not fits or not q_THd.dtype == k_TGd.dtype == v_TGv.dtype:
+        takes = "[T, H, d], [T, G, d] and [T, G, v] in one dtype, H a multiple of G"
+        raise refusal("attention_packed", takes, q=q_THd, k=k_TGd, v=v_TGv)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise refusal("attention_packed", "[documents + 1] in int32", cu_seqlens=cu_seqlens)
     if max_seqlen < 1 or (window is not None and window < 1):
@@ -255,64 +273,65 @@ def _documents(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[s
 
 
 def _scores_HSS(
-    q_SHd: torch.Tensor, k_SHd: torch.Tensor, window: int | None
-) -> tuple[torch.Tensor, float]:
-    """One document's masked scores in at least fp32, and the scale."""
-    scale = q_SHd.shape[-1] ** -0.5
+    q_SHd: torch.Tensor, k_SHd: torch.Tensor, window: int | None, scale: float
+) -> torch.Tensor:
+    """One document's masked scores in at least fp32."""
     index = torch.arange(q_SHd.shape[0], device=q_SHd.device)
     distance_SS = index[:, None] - index[None, :]
     hidden_SS = distance_SS < 0 if window is None else (distance_SS < 0) | (distance_SS >= window)
     scores_HSS = torch.einsum("qhd,khd->hqk", q_SHd, k_SHd) * scale
-    return scores_HSS.masked_fill(hidden_SS, float("-inf")), scale
+    return scores_HSS.masked_fill(hidden_SS, float("-inf"))
 
 
 def _forward_formula(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     documents: Sequence[slice],
     window: int | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THd`` and ``lse_HT``, differentiable."""
+    """``o_THv`` and ``lse_HT``, differentiable."""
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     outputs = []
     for rows in documents:
-        q, k, v = (x[rows].to(wide) for x in (q_THd, k_TGd, v_TGd))
+        q, k, v = (x[rows].to(wide) for x in (q_THd, k_TGd, v_TGv))
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores_HSS, _ = _scores_HSS(q, k, window)
+        scores_HSS = _scores_HSS(q, k, window, scale)
         lse_HS = scores_HSS.logsumexp(-1)
-        o_SHd = torch.einsum("hqk,khd->qhd", (scores_HSS - lse_HS[..., None]).exp(), v)
-        outputs.append((o_SHd.to(q_THd.dtype), lse_HS))
+        o_SHv = torch.einsum("hqk,khd->qhd", (scores_HSS - lse_HS[..., None]).exp(), v)
+        outputs.append((o_SHv.to(q_THd.dtype), lse_HS))
     o, lse = zip(*outputs, strict=True)
     return torch.cat(o), torch.cat(lse, dim=1)
 
 
 def _backward_formula(
-    do_THd: torch.Tensor,
+    do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
-    o_THd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
     documents: Sequence[slice],
     window: int | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGd))
+    grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGv))
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     for rows in documents:
-        do, q, k, v, o = (x[rows].to(lse_HT.dtype) for x in (do_THd, q_THd, k_TGd, v_TGd, o_THd))
+        do, q, k, v, o = (x[rows].to(lse_HT.dtype) for x in (do_THv, q_THd, k_TGd, v_TGv, o_THv))
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores_HSS, scale = _scores_HSS(q, k, window)
+        scores_HSS = _scores_HSS(q, k, window, scale)
         p_HSS = (scores_HSS - lse_HT[:, rows, None]).exp()
         dp_HSS = torch.einsum("qhd,khd->hqk", do, v)
         delta_HS = (do * o).sum(-1).T
         ds_HSS = p_HSS * (dp_HSS - delta_HS[..., None]) * scale
         dk_SHd = torch.einsum("hqk,qhd->khd", ds_HSS, q)
-        dv_SHd = torch.einsum("hqk,qhd->khd", p_HSS, do)
+        dv_SHv = torch.einsum("hqk,qhd->khd", p_HSS, do)
         grads[0][rows] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)
-        for grad_TGd, wide_SHd in zip(grads[1:], (dk_SHd, dv_SHd), strict=True):
-            grad_TGd[rows] = wide_SHd.unflatten(1, (-1, repeats)).sum(2).to(grad_TGd.dtype)
+        for grad, wide in zip(grads[1:], (dk_SHd, dv_SHv), strict=True):
+            grad[rows] = wide.unflatten(1, (-1, repeats)).sum(2).to(grad.dtype)
     return grads
 
 
@@ -326,61 +345,67 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
 def _attention_packed(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
     is_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THd`` and ``lse_HT``."""
+    """``o_THv`` and ``lse_HT``."""
     if not q_THd.is_cuda:
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-        return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
+        return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)
     if is_invariant:
-        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window)
-    return cudnn_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
+        return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale)
+    return cudnn_attention.forward(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window, scale)
 
 
 @_attention_packed.register_fake
-def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window, is_invariant):
+def _(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window, scale, is_invariant):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    return torch.empty_like(q_THd), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=wide)
+    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    o_THv = q_THd.new_empty(tokens, heads, width)
+    return o_THv, q_THd.new_empty(heads, tokens, dtype=wide)
 
 
 @torch.library.custom_op("moetrain::attention_packed_backward", mutates_args=())
 def _attention_packed_backward(
-    do_THd: torch.Tensor,
+    do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
-    o_THd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not q_THd.is_cuda:
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-        return _backward_formula(do_THd, q_THd, k_TGd, v_TGd, o_THd, lse_HT, documents, window)
-    saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu_seqlens)
-    return cudnn_attention.backward(do_THd, *saved, max_seqlen, window, deterministic)
+        return _backward_formula(
+            do_THv, q_THd, k_TGd, v_TGv, o_THv, lse_HT, documents, window, scale
+        )
+    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens)
+    return cudnn_attention.backward(do_THv, *saved, max_seqlen, window, scale, deterministic)
 
 
 @_attention_packed_backward.register_fake
-def _(do_THd, q_THd, k_TGd, v_TGd, *_):
-    return tuple(torch.empty_like(x) for x in (q_THd, k_TGd, v_TGd))
+def _(do_THv, q_THd, k_TGd, v_TGv, *_):
+    return tuple(torch.empty_like(x) for x in (q_THd, k_TGd, v_TGv))
 
 
 def _save(ctx, inputs, output) -> None:
-    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window, _ = inputs
+    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale, _ = inputs
     ctx.save_for_backward(*qkv, *output, cu_seqlens)
 
 
-def _differentiate(ctx, do_THd: torch.Tensor, _):
-    how = ctx.max_seqlen, ctx.window, torch.are_deterministic_algorithms_enabled()
-    grads = _attention_packed_backward(do_THd.contiguous(), *ctx.saved_tensors, *how)
-    return *grads, None, None, None, None
+def _differentiate(ctx, do_THv: torch.Tensor, _):
+    how = ctx.max_seqlen, ctx.window, ctx.scale, torch.are_deterministic_algorithms_enabled()
+    grads = _attention_packed_backward(do_THv.contiguous(), *ctx.saved_tensors, *how)
+    return *grads, None, None, None, None, None
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)

@@ -9,8 +9,8 @@ queries of a few tokens for all heads that share keys. The softmax is in base 2.
 Left out on purpose: a split of the keys over programs, which would add up in another order, and the
 backward (:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
-Legend: T tokens, H query heads, G key/value heads, d head width, N documents or sequences,
-P pages, Z tokens of a page, M pages of a sequence at most.
+Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value,
+N documents or sequences, P pages, Z tokens of a page, M pages of a sequence at most.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -28,6 +28,10 @@ _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 _SINK_SCALE = tl.constexpr(_LOG2_E)
+_STAGED_BYTES = 160 * 2**10
+"""Of blocks of keys and values on their way, which share a multiprocessor's memory with queries."""
+_STORED = 4096
+"""Numbers that a program stores in a page."""
 
 
 class _AttentionTile(NamedTuple):
@@ -39,101 +43,110 @@ class _AttentionTile(NamedTuple):
     num_stages: int
 
 
-def _tile(heads: int, one_token: bool) -> _AttentionTile:
-    """Return the tile for ``heads`` query heads a key head, measured on one H200."""
+def _tile(heads: int, one_token: bool, key_bytes: int) -> _AttentionTile:
+    """Return the tile for ``heads`` query heads a key head, measured on one H200.
+
+    A key and its value have ``key_bytes``.
+    """
     padded = triton.next_power_of_2(heads)
+    fitting = max(1, _STAGED_BYTES // (BLOCK * key_bytes))
     if one_token:  # one warp: several would share a row's sum, and add it up in another order
-        return _AttentionTile(max(16, padded), 1, 1, 5)
+        return _AttentionTile(max(16, padded), 1, 1, min(5, fitting))
     rows = max(64, padded)
-    return _AttentionTile(rows, rows // padded, rows // 16, 3)
+    return _AttentionTile(rows, rows // padded, rows // 16, min(3, fitting))
 
 
 def forward(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     window: int | None,
+    scale: float | None = None,
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
+    """Return ``o_THv`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
 
     ``sinks_H`` are logits that join the heads' denominators
     (:mod:`moetrain.kernels.attention.sinks`).
     """
-    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks=sinks_H)
+    return _launch(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, sinks=sinks_H)
 
 
 def paged_attention(
     q_THd: torch.Tensor,
     keys_PZGd: torch.Tensor,
-    values_PZGd: torch.Tensor,
+    values_PZGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seen_N: torch.Tensor,
     pages_NM: torch.Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
     one_token: bool = False,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THd``.
+    """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THv``.
 
     Args:
         q_THd: the tokens that each sequence reads now, sequences end to end; contiguous.
-        keys_PZGd, values_PZGd: contiguous and finite; ``Z`` is a multiple of :data:`BLOCK`.
+        keys_PZGd, values_PZGv: contiguous and finite; ``Z`` is a multiple of :data:`BLOCK`.
         cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
         seen_N: int32, the number of tokens of each sequence that were read before.
         pages_NM: int32, the pages of each sequence; entries past its end are not read.
+        scale: what scores are multiplied by; None: ``d**-0.5``.
         one_token: every sequence reads one token, so that T is N.
         sinks_H: as in :func:`forward`.
     """
     keys = keys_PZGd.flatten(0, 1)
-    values = values_PZGd.flatten(0, 1)
+    values = values_PZGv.flatten(0, 1)
     paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
-    return _launch(q_THd, keys, values, cu_seqlens, window, *paged, sinks=sinks_H)[0]
+    return _launch(q_THd, keys, values, cu_seqlens, window, scale, *paged, sinks=sinks_H)[0]
 
 
 def store_in_pages(
     keys_PZGd: torch.Tensor,
-    values_PZGd: torch.Tensor,
+    values_PZGv: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
     """Store token t's key and value in slot ``slots_T[t]`` (int32, over all pages; -1: nowhere)."""
-    tokens, heads, width = k_TGd.shape
-    numbers = heads * width
-    for x in (k_TGd, v_TGd):
-        assert x.stride()[1:] == (width, 1)  # tokens may lie apart, a token's numbers may not
+    tokens, numbers = k_TGd.shape[0], []
+    for x in (k_TGd, v_TGv):
+        assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not
+        numbers.append(x[0].numel() if tokens else 0)
     if tokens:
-        _store_kernel[(tokens,)](
-            keys_PZGd, values_PZGd, k_TGd, v_TGd, slots_T, k_TGd.stride(0), v_TGd.stride(0),
-            NUMBERS=numbers, BLOCK=triton.next_power_of_2(numbers), num_warps=2,
+        _store_kernel[(tokens, triton.cdiv(max(numbers), _STORED))](
+            keys_PZGd, values_PZGv, k_TGd, v_TGv, slots_T, k_TGd.stride(0), v_TGv.stride(0),
+            *numbers, BLOCK=min(_STORED, triton.next_power_of_2(max(numbers))), num_warps=2,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_stride, v_stride,
-    NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+    K_NUMBERS: tl.constexpr, V_NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    mask = i < tl.where(slot >= 0, NUMBERS, 0)
-    k = tl.load(k_ptr + token * k_stride + i, mask=mask)
-    v = tl.load(v_ptr + token * v_stride + i, mask=mask)
-    tl.store(keys_ptr + slot * NUMBERS + i, k, mask=mask)
-    tl.store(values_ptr + slot * NUMBERS + i, v, mask=mask)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_key = i < tl.where(slot >= 0, K_NUMBERS, 0)
+    is_value = i < tl.where(slot >= 0, V_NUMBERS, 0)
+    k = tl.load(k_ptr + token * k_stride + i, mask=is_key)
+    v = tl.load(v_ptr + token * v_stride + i, mask=is_value)
+    tl.store(keys_ptr + slot * K_NUMBERS + i, k, mask=is_key)
+    tl.store(values_ptr + slot * V_NUMBERS + i, v, mask=is_value)
 
 
 def _launch(
     q_THd: torch.Tensor,
     k_LGd: torch.Tensor,
-    v_LGd: torch.Tensor,
+    v_LGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     window: int | None,
+    scale: float | None,
     seen: torch.Tensor | None = None,
     pages: torch.Tensor | None = None,
     page_size: int | None = None,
@@ -142,31 +155,32 @@ def _launch(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q_THd.shape
-    kv_heads = k_LGd.shape[1]
-    tile = _tile(heads // kv_heads, one_token)
-    o_THd = torch.empty_like(q_THd)
+    _, kv_heads, v_width = v_LGv.shape
+    padded, v_padded = (max(16, triton.next_power_of_2(n)) for n in (width, v_width))
+    key_bytes = (padded + v_padded) * q_THd.element_size()
+    tile = _tile(heads // kv_heads, one_token, key_bytes)
+    o_THv = q_THd.new_empty(tokens, heads, v_width)
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
-    padded_width = max(16, triton.next_power_of_2(width))
-    block = [BLOCK, padded_width]
+    factor = width**-0.5 if scale is None else scale
     _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](
         q_THd,
-        TensorDescriptor.from_tensor(k_LGd.flatten(1), block),
-        TensorDescriptor.from_tensor(v_LGd.flatten(1), block),
-        o_THd, lse_HT, cu_seqlens, seen, pages, sinks,
+        TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
+        TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
+        o_THv, lse_HT, cu_seqlens, seen, pages, sinks,
         tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
-        width**-0.5 * _LOG2_E, 0 if window is None else window,
-        H=heads, G=kv_heads, D=width, DP=padded_width, Z=page_size,
+        factor * _LOG2_E, 0 if window is None else window,
+        H=heads, G=kv_heads, D=width, DP=padded, V=v_width, VP=v_padded, Z=page_size,
         ROWS=tile.rows, TOKENS=tile.tokens, BN=BLOCK,
         SEQUENCES=1024, ONE_TOKEN=one_token, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return o_THd, lse_HT
+    return o_THv, lse_HT
 
 
 @triton.jit
 def _see_block(
     q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc, scale, window,
-    D: tl.constexpr, Z: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, Z: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's step over the keys from ``n`` on."""
@@ -188,7 +202,7 @@ def _see_block(
     weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
     shrink = tl.exp2(largest - shift)
     total = tl.fma(total, shrink, tl.sum(weights, 1))
-    v = v_desc.load([at, g * D])
+    v = v_desc.load([at, g * V])
     weights = weights.to(v.dtype)
     if WIDEN:
         weights, v = weights.to(tl.float32), v.to(tl.float32)
@@ -200,8 +214,9 @@ def _see_block(
 def _attend_kernel(
     q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, seen_ptr, pages_ptr, sinks_ptr,
     T, N, pages_stride, scale, window,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Z: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SEQUENCES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, Z: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    BN: tl.constexpr, SEQUENCES: tl.constexpr,
     ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A tile's tokens for one key head, over each of the documents that they belong to."""
@@ -213,14 +228,14 @@ def _attend_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, DP)
     token, head = first + row // PADDED, row % PADDED
     is_row = (token < T) & (head < HEADS)
-    at = (token.to(tl.int64) * H + g * HEADS + head) * D
+    at = token.to(tl.int64) * H + g * HEADS + head
     mask = is_row[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + at[:, None] + column[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + at[:, None] * D + column[None, :], mask=mask, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
     largest = tl.full((ROWS,), _NEVER, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DP), tl.float32)
+    acc = tl.zeros((ROWS, VP), tl.float32)
     document = first
     if not ONE_TOKEN:  # how many end at or before the first token
         document = 0
@@ -250,12 +265,12 @@ def _attend_kernel(
         for n in range(low, whole, BN):
             largest, total, acc = _see_block(
                 q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
-                scale, window, D, Z, BN, False, HAS_WINDOW, WIDEN,
+                scale, window, D, V, Z, BN, False, HAS_WINDOW, WIDEN,
             )  # fmt: skip
         for n in range(tl.maximum(low, whole), farthest + 1, BN):
             largest, total, acc = _see_block(
                 q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
-                scale, window, D, Z, BN, True, HAS_WINDOW, WIDEN,
+                scale, window, D, V, Z, BN, True, HAS_WINDOW, WIDEN,
             )  # fmt: skip
         begin = tl.maximum(end, begin)
         document += 1
@@ -268,6 +283,8 @@ def _attend_kernel(
         acc = acc * shrink[:, None]
         largest = shift
     out = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptr + at[:, None] + column[None, :], out, mask=mask)
+    column = tl.arange(0, VP)
+    mask = is_row[:, None] & (column < V)[None, :]
+    tl.store(o_ptr + at[:, None] * V + column[None, :], out, mask=mask)
     lse_at = lse_ptr + (g * HEADS + head).to(tl.int64) * T + token
     tl.store(lse_at, (largest + tl.log2(total)) * _LN_2, mask=is_row)

@@ -7,7 +7,8 @@ number of documents and the length bound are therefore rounded up and the graphs
 
 Left out: autograd and checks of shapes, see :mod:`moetrain.kernels.attention.attention`.
 
-Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
+Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value, N
+documents.
 """
 
 # pyright: reportArgumentType=false
@@ -46,7 +47,7 @@ _MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
 # A graph's tensors by our names; cuDNN knows them by number.
 _INPUTS = ("q", "k", "v", "o", "lse", "do")
 _GRADS = ("dq", "dk", "dv")
-_OFFSETS = ("q_offsets", "kv_offsets", "lse_offsets")
+_OFFSETS = ("q_offsets", "k_offsets", "v_offsets", "o_offsets", "lse_offsets")
 _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths"), start=1)}
 
 
@@ -75,13 +76,15 @@ def _warn_of_age() -> None:
     )
 
 
-def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise ValueError, which names the remedy, if a tensor's attention cannot run here."""
+def require(device: torch.device, dtype: torch.dtype, *widths: int) -> None:
+    """Raise ValueError, which names the remedy, if attention over heads of ``widths`` cannot run
+    here."""
+    bad = [n for n in widths if n > _MAX_HEAD_DIM or n % _HEAD_DIM_STEP]
     if device.type != "cuda" or dtype not in _DTYPES:
         given = f"{dtype} on {device}"
         taken = "bf16 or fp16 on CUDA"
-    elif head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
-        given, taken = f"head width {head_dim}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
+    elif bad:
+        given, taken = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
     elif _INSTALLED is None:
         given, taken = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
     elif _is_too_old(_INSTALLED):
@@ -95,37 +98,40 @@ def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
 def forward(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THd`` and ``lse_HT`` (fp32); all inputs are contiguous."""
-    o_THd = torch.empty_like(q_THd)
-    lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.float32)
-    sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
-    tensors = {"q": q_THd, "k": k_TGd, "v": v_TGd, "o": o_THd, "lse": lse_HT}
+    """Return ``o_THv`` and ``lse_HT`` (fp32); all inputs are contiguous."""
+    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    o_THv = q_THd.new_empty(tokens, heads, width)
+    lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
+    sizes, layout = _prepare(q_THd, v_TGv, cu_seqlens, max_seqlen, window, scale)
+    tensors = {"q": q_THd, "k": k_TGd, "v": v_TGv, "o": o_THv, "lse": lse_HT}
     _execute(_forward_graph(sizes), tensors | layout)
-    return o_THd, lse_HT
+    return o_THv, lse_HT
 
 
 def backward(
-    do_THd: torch.Tensor,
+    do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
-    o_THd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; all inputs are contiguous."""
-    saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT)
-    grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGd))
-    sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
-    tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THd, *grads), strict=True))
+    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT)
+    grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGv))
+    sizes, layout = _prepare(q_THd, v_TGv, cu_seqlens, max_seqlen, window, scale)
+    tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THv, *grads), strict=True))
     _execute(_backward_graph(sizes, deterministic), tensors | layout)
     return grads
 
@@ -139,7 +145,9 @@ class _GraphSizes(NamedTuple):
     heads: int
     kv_heads: int
     width: int
+    v_width: int
     window: int | None
+    scale: float
 
 
 class _CudnnGraph(NamedTuple):
@@ -153,29 +161,30 @@ def _round_up(size: int, least: int) -> int:
 
 def _prepare(
     q_THd: torch.Tensor,
-    k_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
 ) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
     tokens, heads, width = q_THd.shape
-    kv_heads = k_TGd.shape[1]
+    _, kv_heads, v_width = v_TGv.shape
     documents = _round_up(cu_seqlens.shape[0] - 1, _MIN_DOCUMENTS)
     length = _round_up(max_seqlen, _MIN_LENGTH)
     window = None if window is None or window >= length else window
-    sizes = _GraphSizes(
-        q_THd.device, q_THd.dtype, tokens, documents, length, heads, kv_heads, width, window
-    )
-    return sizes, _document_layout(cu_seqlens, documents, heads * width, kv_heads * width)
+    shape = (tokens, documents, length, heads, kv_heads, width, v_width)
+    sizes = _GraphSizes(q_THd.device, q_THd.dtype, *shape, window, scale)
+    elements = heads * width, kv_heads * width, kv_heads * v_width, heads * v_width
+    return sizes, _document_layout(cu_seqlens, documents, *elements)
 
 
 def _document_layout(
-    cu_seqlens: torch.Tensor, documents: int, q_elements: int, kv_elements: int
+    cu_seqlens: torch.Tensor, documents: int, q: int, k: int, v: int, o: int
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.
 
-    A token takes ``q_elements`` in q and o, ``kv_elements`` in k and v, and one in lse. Offsets are
-    int64, [documents + 1]: elements may pass 2^31.
+    A token takes ``q``, ``k``, ``v`` and ``o`` numbers in the tensors of these names, and one in
+    lse. Offsets are int64, [documents + 1]: they may pass 2^31.
     """
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
     lengths = cu_seqlens.new_empty(documents)
@@ -184,8 +193,7 @@ def _document_layout(
         offsets,
         lengths,
         cu_seqlens.shape[0] - 1,
-        q_elements,
-        kv_elements,
+        *(q, k, v, o, 1),
         documents,
         triton.next_power_of_2(documents + 1),
     )
@@ -199,7 +207,10 @@ def _layout_kernel(
     lengths,
     given,
     q_elements,
-    kv_elements,
+    k_elements,
+    v_elements,
+    o_elements,
+    lse_elements,
     DOCUMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -209,9 +220,12 @@ def _layout_kernel(
     end = tl.load(cu_seqlens + tl.minimum(document + 1, given))
     tl.store(lengths + document, end - start, document < DOCUMENTS)
     wide, mask = start.to(tl.int64), document <= DOCUMENTS
-    tl.store(offsets + document, wide * q_elements, mask)
-    tl.store(offsets + (DOCUMENTS + 1) + document, wide * kv_elements, mask)
-    tl.store(offsets + 2 * (DOCUMENTS + 1) + document, wide, mask)
+    row = offsets + document
+    tl.store(row, wide * q_elements, mask)
+    tl.store(row + (DOCUMENTS + 1), wide * k_elements, mask)
+    tl.store(row + 2 * (DOCUMENTS + 1), wide * v_elements, mask)
+    tl.store(row + 3 * (DOCUMENTS + 1), wide * o_elements, mask)
+    tl.store(row + 4 * (DOCUMENTS + 1), wide * lse_elements, mask)
 
 
 @functools.cache
@@ -250,7 +264,7 @@ class _Builder:
         }
         lengths = self._input("lengths", [sizes.documents, 1, 1, 1], [1] * 4, types.INT32)
         self.mask = {
-            "attn_scale": sizes.width**-0.5,
+            "attn_scale": sizes.scale,
             "use_padding_mask": True,
             "seq_len_q": lengths,
             "seq_len_kv": lengths,
@@ -273,11 +287,12 @@ class _Builder:
             dims = [s.documents, s.heads, s.length, 1]
             strides = [s.heads * s.tokens, s.tokens, 1, 1]
             return dims, strides, self.cudnn.data_type.FLOAT, "lse_offsets"
-        query = name in ("q", "o", "do", "dq")
-        heads = s.heads if query else s.kv_heads
-        dims = [s.documents, heads, s.length, s.width]
-        strides = [s.length * heads * s.width, s.width, heads * s.width, 1]
-        return dims, strides, self.dtype, "q_offsets" if query else "kv_offsets"
+        kind = name.removeprefix("d")
+        heads = s.heads if kind in "qo" else s.kv_heads
+        width = s.width if kind in "qk" else s.v_width
+        dims = [s.documents, heads, s.length, width]
+        strides = [s.length * heads * width, width, heads * width, 1]
+        return dims, strides, self.dtype, f"{kind}_offsets"
 
     def inputs(self, *names: str) -> dict[str, Any]:
         found = {}

@@ -109,7 +109,8 @@ def attention_packed_with_sinks(
     if check or backend == "reference":
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         if backend == "reference":
-            o_THd, lse_HT = _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
+            scale = q_THd.shape[2] ** -0.5
+            o_THd, lse_HT = _forward_formula(q_THd, k_TGd, v_TGd, documents, window, scale)
             return (o_THd * _share(lse_HT, sinks_H)).to(o_THd.dtype)
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
@@ -138,7 +139,7 @@ def _attention_with_sinks(
     """``o'_THd`` and ``lse'_HT``."""
     if is_invariant and q_THd.is_cuda:
         return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H=sinks_H)
-    how = (max_seqlen, window, is_invariant)
+    how = (max_seqlen, window, q_THd.shape[2] ** -0.5, is_invariant)
     o_THd, lse_HT = _attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how)
     lse_HT, before_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None]), lse_HT
     return o_THd.mul_(_share(before_HT, sinks_H)), lse_HT  # in fp32, rounded in place
@@ -158,7 +159,8 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, do_THd: torch.Tensor, _):
     q_THd, k_TGd, v_TGd, sinks_H, cu_seqlens, o_THd, lse_HT = ctx.saved_tensors
     saved = (do_THd.contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu_seqlens)
-    how = ctx.max_seqlen, ctx.window, torch.are_deterministic_algorithms_enabled()
+    scale, is_deterministic = q_THd.shape[2] ** -0.5, torch.are_deterministic_algorithms_enabled()
+    how = ctx.max_seqlen, ctx.window, scale, is_deterministic
     grads = _attention_packed_backward(*saved, *how)
     delta_HT = (do_THd.to(lse_HT.dtype) * o_THd.to(lse_HT.dtype)).sum(-1).T
     p_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()

@@ -5,7 +5,8 @@
 
 ``bias`` moves the choice only, never the weights (auxiliary-loss-free balancing, arXiv 2408.15664).
 With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the ``topk_groups`` groups
-whose two best s + bias have the largest sums. All arithmetic is fp32. Equal scores go to the lower
+whose two best s + bias have the largest sums, or whose best is largest (``best_of_group``, as
+DeepSeek-V2, arXiv 2405.04434, has it). All arithmetic is fp32. Equal scores go to the lower
 expert id, equal group scores to the lower group. Padding is left out of everything.
 
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
@@ -60,6 +61,7 @@ def router_topk(
     is_pad_T: torch.Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
+    best_of_group: bool = False,
     scale: float = 1.0,
     min_sum: float = 0.0,
     backend: Backend = "auto",
@@ -70,6 +72,7 @@ def router_topk(
         bias_E: fp32, added to the scores for the choice only.
         is_pad_T: bool, which tokens are padding; None: none.
         num_groups: equal groups of consecutive experts; the choice is within ``topk_groups``.
+        best_of_group: score a group by its best expert, instead of its two best.
         scale: multiplies the weights.
         min_sum: what ``normalize`` divides by at least, for scores that are all but zero.
     """
@@ -89,7 +92,7 @@ def router_topk(
         raise refusal("router_topk", "one number an expert", logits=logits_TE, bias=bias_E)
     if is_pad_T is not None and (is_pad_T.dtype != torch.bool or is_pad_T.shape != (tokens,)):
         raise refusal("router_topk", "bool, one a token", logits=logits_TE, is_pad=is_pad_T)
-    groups = num_groups, topk_groups
+    groups = num_groups, topk_groups, best_of_group
     how = (bias_E, is_pad_T, k, score == "sigmoid", normalize, *groups, scale, min_sum)
     if not use_fast(backend, logits_TE):
         return _reference(logits_TE, *how)
@@ -117,6 +120,7 @@ def _reference(
     normalize: bool,
     num_groups: int,
     topk_groups: int,
+    best_of_group: bool,
     scale: float,
     min_sum: float,
 ) -> Routed:
@@ -126,7 +130,8 @@ def _reference(
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if topk_groups < num_groups:
         choice_TGM = choice_TE.unflatten(-1, (num_groups, -1))
-        group_TG = choice_TGM.topk(min(2, choice_TGM.shape[-1]), -1).values.sum(-1)
+        scored = 1 if best_of_group else min(2, choice_TGM.shape[-1])
+        group_TG = choice_TGM.topk(scored, -1).values.sum(-1)
         groups = group_TG.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
         dropped_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, groups, False)
         choice_TE = choice_TGM.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)
@@ -167,6 +172,7 @@ def _router_topk(
     normalize: bool,
     num_groups: int,
     topk_groups: int,
+    best_of_group: bool,
     scale: float,
     min_sum: float,
 ) -> _Outputs:
@@ -186,7 +192,8 @@ def _router_topk(
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE, sums_PE,
         T, logits_TE.stride(0), topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
-        B=rows, GP=padded_groups, MP=padded_members, S=triton.next_power_of_2(k),
+        BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members,
+        S=triton.next_power_of_2(k),
     )  # fmt: skip
     _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
         counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,
@@ -234,7 +241,7 @@ def _empty_outputs(logits_TE: torch.Tensor, k: int) -> _Outputs:
 
 
 @_router_topk.register_fake
-def _(logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, scale, min_sum):
+def _(logits_TE, bias_E, is_pad_T, k, *_):
     return _empty_outputs(logits_TE, k)
 
 
@@ -244,7 +251,7 @@ def _(logits_TE, ids_TK, grad_weights, grad_prob_sum, grad_z_sum, sigmoid, norma
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits_TE, _, _, _, sigmoid, normalize, _, _, scale, min_sum = inputs
+    logits_TE, _, _, _, sigmoid, normalize, _, _, _, scale, min_sum = inputs
     ctx.how = sigmoid, normalize, scale, min_sum
     _, _, _, entropy_sum, ids_TK, counts_E = output
     ctx.mark_non_differentiable(ids_TK, counts_E, entropy_sum)
@@ -253,7 +260,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
     grads = grad_weights, grad_prob_sum, grad_z_sum
-    return _router_topk_backward(*ctx.saved_tensors, *grads, *ctx.how), *[None] * 9
+    return _router_topk_backward(*ctx.saved_tensors, *grads, *ctx.how), *[None] * 10
 
 
 _router_topk.register_autograd(_backward, setup_context=_save)
@@ -278,24 +285,26 @@ def _column(key, C: tl.constexpr):
 
 @triton.jit
 def _drop_groups(
-    choice, is_expert, topk_groups, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr
-):
+    choice, is_expert, topk_groups, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr,
+    BEST: tl.constexpr,
+):  # fmt: skip
     """``choice`` [B, GP * MP] with -inf outside each row's best ``topk_groups`` groups."""
     member = tl.arange(0, MP)
     group = tl.arange(0, GP)
     keys = tl.where(is_expert, _keys(choice, tl.arange(0, GP * MP)[None, :] % MP, MP), _TAKEN)
     keys = tl.reshape(keys, (B, GP, MP))
     best = tl.max(keys, axis=2)
-    rest = tl.where(keys == best[:, :, None], _TAKEN, keys)
-    second = tl.max(rest, axis=2)
     values = tl.reshape(choice, (B, GP, MP))
     is_best = member[None, None, :] == _column(best, MP)[:, :, None]
-    is_second = member[None, None, :] == _column(second, MP)[:, :, None]
-    # A group of one expert has no second, a padding group nothing at all.
     score = tl.sum(tl.where(is_best, values, 0.0), axis=2)
-    score += tl.where(
-        second == _TAKEN, 0.0, tl.sum(tl.where(is_second & ~is_best, values, 0.0), axis=2)
-    )
+    if not BEST:
+        rest = tl.where(keys == best[:, :, None], _TAKEN, keys)
+        second = tl.max(rest, axis=2)
+        is_second = member[None, None, :] == _column(second, MP)[:, :, None]
+        # A group of one expert has no second, a padding group nothing at all.
+        score += tl.where(
+            second == _TAKEN, 0.0, tl.sum(tl.where(is_second & ~is_best, values, 0.0), axis=2)
+        )
     group_keys = tl.where(best == _TAKEN, _TAKEN, _keys(score, group[None, :], GP))
     kept = tl.zeros((B, GP), tl.int32)
     for _ in range(topk_groups):
@@ -312,7 +321,7 @@ def _route_kernel(
     T, row_stride, topk_groups, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
-    B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
+    BEST: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Tiles of B tokens, every num_programs-th one; sums [P, E + 2]: p, then z and entropy."""
     C: tl.constexpr = GP * MP
@@ -343,7 +352,7 @@ def _route_kernel(
             bias = tl.load(bias_ptr + expert, mask=(col // MP < G) & (col % MP < M), other=0.0)
             choice += bias[None, :]
         if DROP_GROUPS:
-            choice = _drop_groups(choice, is_expert, topk_groups, B, GP, MP)
+            choice = _drop_groups(choice, is_expert, topk_groups, B, GP, MP, BEST)
         keys = tl.where(is_expert, _keys(choice, col[None, :], C), _TAKEN)
         ids = tl.zeros((B, S), tl.int32)
         for j in range(K):

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
-from moetrain.models.hf.dequantise import FORMATS
+from moetrain.models.hf.dequantise import format_of
 from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")
@@ -48,13 +48,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     if given["hidden_act"] != family.activation:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
         raise _error(problem)
-    quantized = config.get("quantization_config") or given.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    if quantized is not None and method not in FORMATS:
-        problem = (
-            f"quantization_config {quantized!r:.80}: of quantized weights {', '.join(FORMATS)}"
-        )
-        raise _error(f"{problem} alone are read; use a checkpoint in bf16")
+    format_of({**given, **config})  # raises for what is not read
     for key, value in _DERIVED.items():
         if given[key] is None:
             given[key] = value(given)

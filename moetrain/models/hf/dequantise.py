@@ -1,12 +1,13 @@
-"""Reads the quantised tensors of checkpoints as bf16, where they are indexed.
+"""Reads the quantised tensors of checkpoints where they are indexed; exports have them in bf16.
 
 A :class:`Format` makes one tensor of several of a file. Readers, checks and exports then see that
-tensor alone, under the name that an unquantised checkpoint has for it. :data:`FORMATS` has every
-format by its ``quant_method`` in ``quantization_config``, which exports leave out.
+tensor alone, under the name that an unquantised checkpoint has for it. ``quantization_config`` says
+which format it is (:func:`format_of`), and exports leave that out.
 
     mxfp4   X_blocks uint8 [E, N, M/32, 16], X_scales uint8 [E, N, M/32] -> X [E, M, N]
             two numbers a byte, the low half first; 32 consecutive ones share a scale 2^(x - 127)
             (OCP Microscaling Formats 1.0)
+    fp8     X_scale_inv, X e4m3 [N, M] -> X [N, M]; see :mod:`moetrain.kernels.quant.blocks`
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetrain.config import ConfigError
+from moetrain.kernels.quant.blocks import BlockScaled
+
 
 class Format(NamedTuple):
     """How tensors are stored, and how they are made of what is stored."""
@@ -24,8 +28,8 @@ class Format(NamedTuple):
     """How the names of a tensor's parts end."""
     ending: str
     """How the name of the tensor ends instead."""
-    dtypes: tuple[torch.dtype, ...]
-    """The parts' dtypes."""
+    dtypes: tuple[set[torch.dtype], ...]
+    """The dtypes that the parts may have."""
     shape: Callable[..., tuple[int, ...] | None]
     """Computes the tensor's shape from those of its parts; None: they do not fit together."""
     read: Callable[[Sequence[Any], slice], torch.Tensor]
@@ -79,7 +83,40 @@ def _read_mxfp4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
     return values.flatten(-2).mT
 
 
-_BYTES = torch.uint8
-FORMATS: Mapping[str, Format] = {
-    "mxfp4": Format(("_blocks", "_scales"), "", (_BYTES, _BYTES), _mxfp4_shape, _read_mxfp4)
-}
+_BYTES = {torch.uint8}
+_MXFP4 = Format(("_blocks", "_scales"), "", (_BYTES, _BYTES), _mxfp4_shape, _read_mxfp4)
+
+
+def _fp8(block: tuple[int, int]) -> Format:
+    """Return the format of matrices in blocks of fp8."""
+
+    def shape(scales: Sequence[int], codes: Sequence[int]) -> tuple[int, ...] | None:
+        wanted = [-(-size // n) for size, n in zip(codes, block, strict=False)]
+        return (*codes,) if len(codes) == 2 and list(scales) == wanted else None
+
+    def read(parts: Sequence[Any], rows: slice) -> torch.Tensor:
+        scales, codes = parts
+        return BlockScaled(codes, scales, codes.get_shape(), block)[rows]
+
+    wide = {torch.float32, torch.bfloat16}
+    return Format(("_scale_inv", ""), "", (wide, {torch.float8_e4m3fn}), shape, read)
+
+
+def format_of(config: Mapping[str, Any]) -> Format | None:
+    """Return the format of what a ``config.json`` calls quantised; None: nothing is.
+
+    Raises:
+        ConfigError: they are quantised in another way.
+    """
+    how = config.get("quantization_config")
+    if how is None:
+        return None
+    said = how if isinstance(how, Mapping) else {}
+    match said.get("quant_method"), said.get("weight_block_size"):
+        case "mxfp4", _:
+            return _MXFP4
+        case "fp8", [int(n), int(m)] if min(n, m) > 0:
+            return _fp8((n, m))
+    problem = f"config.json: quantization_config {how!r:.80}: such quantized weights are not read"
+    remedy = "use a checkpoint in bf16, in mxfp4, or in fp8 with weight_block_size"
+    raise ConfigError("model.path", f"{problem}; {remedy}")

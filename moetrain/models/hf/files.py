@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
 from moetrain.models.family import Piece, WeightMap
-from moetrain.models.hf.dequantise import FORMATS, Dequantised, Format
+from moetrain.models.hf.dequantise import Dequantised, Format, format_of
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class _FileTensor(NamedTuple):
 
     file: Path
     dtype: torch.dtype
+    """That in which it is used, and exported."""
     shape: tuple[int, ...]
     form: Format | None = None
     """The format of a tensor that is quantised; None: it is stored as it is."""
@@ -84,9 +85,9 @@ class HFSource:
             path = folder / GENERATION
             generation = read_json(path) if path.is_file() else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
-            quantised = config.get("quantization_config")
-            if isinstance(quantised, Mapping) and quantised.get("quant_method") in FORMATS:
-                stored = _dequantised(folder, stored, FORMATS[quantised["quant_method"]])
+            form = format_of(config)
+            if form is not None:
+                stored = _dequantised(folder, stored, form)
                 del config["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
@@ -104,8 +105,9 @@ def _dequantised(
     for name, parts in form.parts(stored).items():
         own = [found.pop(part, None) for part in parts]
         known = [tensor for tensor in own if tensor is not None]
-        are_typed = tuple(tensor.dtype for tensor in known) == form.dtypes
-        shape = form.shape(*(tensor.shape for tensor in known)) if are_typed else None
+        fits = len(known) == len(own)
+        fits = fits and all(x.dtype in kind for x, kind in zip(known, form.dtypes, strict=True))
+        shape = form.shape(*(tensor.shape for tensor in known)) if fits else None
         if shape is None:
             given = ", ".join(str(tensor and (*tensor[1:3],)) for tensor in own)
             raise error(folder, f"{' and '.join(parts)} do not fit together: {given}")

@@ -121,7 +121,7 @@ def load_weights(
             for piece in source.own.get(name, ()):
                 write(piece.parameter, piece.place, part_of(find(name), piece))
     if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
-        what = "%s: %d quantised tensors are read as bfloat16, in which an export will have them"
+        what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
         _logger.info(what, source.folder, len(quantised))
     if source.extra:
         _logger.info(

@@ -204,7 +204,7 @@ class Export:
         values = {}
         for name, dtype, _, read, pieces, shape in shard:
             if read is not None:
-                values |= {name: read()} if is_mine else {}
+                values |= {name: read().to(dtype)} if is_mine else {}
                 continue
             if is_mine and not pieces[0].is_whole:
                 values[name] = torch.empty(shape, dtype=dtype)

@@ -1,0 +1,201 @@
+"""DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention, and the router that many have.
+
+The first layers are dense, and shared experts are beside the routed ones. ``kimi_k2`` is
+``deepseek_v3`` by another name. Layers behind the model's own, which predict further tokens, are
+carried on into an export. :class:`LatentDecoder` and the tables of V3 are those of other families
+with this attention too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.models.families.latent_attention import LatentAttention
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DEEPSEEK_FIELDS,
+    DENSE,
+    SIGMOID_ROUTER,
+    Family,
+    MoEDecoder,
+    Rename,
+    WeightMap,
+    moe_block,
+    read_deepseek_layers,
+    register,
+    write_deepseek_layers,
+)
+from moetrain.models.hf.files import error
+from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
+
+_MAX_WIDTH = 2**31 - 1
+
+
+class LatentDecoder(MoEDecoder):
+    """Multi-head latent attention, then as MoEDecoder."""
+
+    kinds = (LatentAttention, RoutedExperts, SwiGLU)
+
+    rope_interleaved: bool = True
+    q_lora_rank: int | None = Field(gt=0, le=_MAX_WIDTH)
+    kv_lora_rank: int = Field(gt=0, le=_MAX_WIDTH)
+    qk_nope_head_dim: int = Field(gt=0, le=_MAX_WIDTH)
+    qk_rope_head_dim: int = Field(gt=0, le=_MAX_WIDTH)
+    v_head_dim: int = Field(gt=0, le=_MAX_WIDTH)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_heads(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Set the width of a head, which is that of its two parts together."""
+        widths = [given.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        return {**given, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
+
+
+def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ConfigError for a key that ``config`` has, with a value that is not ``expected``."""
+    for key, values in expected.items():
+        if (value := config.get(key, values[0])) not in values:
+            known = " or ".join(map(repr, values))
+            problem = f"{key} {value!r:.80} is not supported, only {known}"
+            raise error("config.json", f"{problem}; use a model that has it")
+
+
+def read_v3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read as :func:`read_deepseek_layers`, and refuse what no model of V3's kind has."""
+    known = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    check_keys(config, known)
+    return read_deepseek_layers(config)
+
+
+def _renamed(**names: str) -> WeightMap:
+    ours, theirs = "layers.{layer}.attn", "model.layers.{layer}.self_attn"
+    return tuple(Rename(f"{ours}.{x}", f"{theirs}.{y}") for x, y in names.items())
+
+
+LATENT_MAP: WeightMap = DENSE + _renamed(
+    wq_a="q_a_proj",
+    q_a_norm="q_a_layernorm",
+    wq_b="q_b_proj",
+    wkv_a="kv_a_proj_with_mqa",
+    kv_a_norm="kv_a_layernorm",
+    wkv_b="kv_b_proj",
+)
+_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_FIELDS: Mapping[str, str] = {name: name for name in _WIDTHS}
+# The width of a head follows from others; files hold one that nothing reads.
+_FIXED: Mapping[str, Any] = {**SIGMOID_ROUTER, "head_dim": 0}
+V3: Mapping[str, Any] = {
+    "architecture": LatentDecoder,
+    "hf_class": "DeepseekV3ForCausalLM",
+    "defaults": {
+        **COMMON_DEFAULTS,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+    },
+    "weight_map": LATENT_MAP
+    + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts"),
+    "fields": {**DEEPSEEK_FIELDS, **LATENT_FIELDS, "rope_interleaved": "rope_interleave"},
+    "fixed": _FIXED,
+    "aliases": {"num_local_experts": "n_routed_experts"},
+    "nullable": {"q_lora_rank": int},
+    "read_layers": read_v3_layers,
+    "write_layers": write_deepseek_layers,
+}
+"""Arguments of :class:`~moetrain.models.family.Family`."""
+
+# Sizes of presets are those of the published config.json, from memory; their totals of parameters
+# agree with what is published (tests/test_families.py).
+_COMMON: Mapping[str, Any] = {
+    "family": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    **_FIXED,
+}
+_LARGE: Mapping[str, Any] = {
+    **_COMMON,
+    "hidden_size": 7168,
+    "num_layers": 61,
+    "intermediate_size": 18_432,
+    "q_lora_rank": 1536,
+    "num_experts_per_token": 8,
+    "moe_intermediate_size": 2048,
+    "shared_intermediate_size": 2048,
+}
+_YARN = RopeScaling(
+    kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
+)
+_PRESETS: Mapping[str, Architecture] = {
+    "deepseek-v3": LatentDecoder(
+        **_LARGE,
+        vocab_size=129_280,
+        num_heads=128,
+        num_kv_heads=128,
+        max_positions=163_840,
+        rope=_YARN,
+        num_experts=256,
+        num_expert_groups=8,
+        topk_expert_groups=4,
+        moe_layers=(False,) * 3 + (True,) * 58,
+        routed_scaling_factor=2.5,
+    ),
+    "kimi-k2": LatentDecoder(
+        **_LARGE,
+        vocab_size=163_840,
+        num_heads=64,
+        num_kv_heads=64,
+        max_positions=131_072,
+        rope_theta=5e4,
+        rope=_YARN.model_copy(update={"factor": 32.0, "beta_fast": 1.0}),
+        num_experts=384,
+        moe_layers=(False,) + (True,) * 60,
+        routed_scaling_factor=2.827,
+    ),
+    "moonlight-16b-a3b": LatentDecoder(
+        **_COMMON,
+        vocab_size=163_840,
+        hidden_size=2048,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=16,
+        intermediate_size=11_264,
+        max_positions=8192,
+        norm_eps=1e-5,
+        rope_theta=5e4,
+        q_lora_rank=None,
+        num_experts=64,
+        num_experts_per_token=6,
+        moe_intermediate_size=1408,
+        shared_intermediate_size=2816,
+        moe_layers=(False,) + (True,) * 26,
+        routed_scaling_factor=2.446,
+    ),
+}
+
+register(Family(name="deepseek_v3", **V3, presets=_PRESETS))
+register(Family(name="kimi_k2", **V3))

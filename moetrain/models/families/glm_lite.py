@@ -1,0 +1,92 @@
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, in heads as wide as their values.
+
+Layers behind the model's own, which predict further tokens, are carried on into an export.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetrain.models.architecture import Architecture
+from moetrain.models.families.deepseek import V3, LatentDecoder, read_v3_layers
+from moetrain.models.family import Family, register, write_deepseek_layers
+from moetrain.models.hf.files import error
+
+_DENSE, _ROUTED, _FIRST = "dense", "sparse", "first_k_dense_replace"
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read which layers are MoE, by default all but the first."""
+    kinds = config["mlp_layer_types"]
+    if kinds is None:
+        kinds = [_DENSE] + [_ROUTED] * (config["num_hidden_layers"] - 1)
+    unknown = sorted({str(kind) for kind in kinds} - {_DENSE, _ROUTED})
+    if unknown:
+        raise error("config.json", f"mlp_layer_types {', '.join(unknown)} are not supported")
+    read = read_v3_layers({**config, _FIRST: 0})
+    return {**read, "moe_layers": tuple(kind == _ROUTED for kind in kinds)}
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    written, routed = write_deepseek_layers(arch), arch.moe_layer_indices
+    del written[_FIRST]
+    kinds = [_ROUTED if i in routed else _DENSE for i in range(arch.num_layers)]
+    return {**written, "mlp_layer_types": kinds}
+
+
+_DEFAULTS = {key: value for key, value in V3["defaults"].items() if key != _FIRST}
+_OWN: Mapping[str, Any] = {
+    "hf_class": "Glm4MoeLiteForCausalLM",
+    "defaults": {
+        **_DEFAULTS,
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": None,
+    },
+    "nullable": {**V3["nullable"], "mlp_layer_types": list},
+    "read_layers": _read_layers,
+    "write_layers": _write_layers,
+    "presets": {
+        # The sizes are from memory; the total is the published 30 billion.
+        "glm-4.7-flash": LatentDecoder(
+            family="glm4_moe_lite",
+            vocab_size=154_880,
+            hidden_size=2048,
+            num_layers=47,
+            num_heads=20,
+            num_kv_heads=20,
+            intermediate_size=10_240,
+            max_positions=202_752,
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            q_lora_rank=768,
+            kv_lora_rank=512,
+            qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
+            v_head_dim=256,
+            num_experts=64,
+            num_experts_per_token=4,
+            moe_intermediate_size=1536,
+            shared_intermediate_size=1536,
+            moe_layers=(False,) + (True,) * 46,
+            routed_scaling_factor=1.8,
+            **V3["fixed"],
+        )
+    },
+}
+
+register(Family(name="glm4_moe_lite", **{**V3, **_OWN}))
