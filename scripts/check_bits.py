@@ -261,7 +261,7 @@ class Trained:
         collect = Collect()
         for batch in batches:
             self.engine.forward_backward([batch], collect)
-            self.engine._forget()
+            self.engine.forget()
         return [x.cpu() for x in collect.logprobs]
 
     def eager(self, batches: Sequence[Batch]) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def gradients_of(engine):
         for name, entry in engine.stages.trained.items()
     }
     assert all(bucket.gradient_N is None for bucket in engine.fsdp.buckets if not bucket.is_trained)
-    engine._forget()
+    engine.forget()
     return norm, found
 
 
@@ -378,7 +378,7 @@ def test_every_call_drops_anew_and_the_same_again():
         states.append(torch.get_rng_state())
         totals = engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
         losses.append(totals.total.item())
-        engine._forget()
+        engine.forget()
     assert losses[0] != losses[1]
     torch.set_rng_state(states[1])
     totals = engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
