@@ -60,7 +60,7 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     None: they are not. Raises ConfigError if they are quantised in another way.
     """
     how = config.get("quantization_config")
-    if not how:
+    if how is None:
         return None
     said = how if isinstance(how, Mapping) else {}
     match said.get("weight_block_size"):
