@@ -159,7 +159,6 @@ def test_document_layout_pads_with_empty_documents(ends):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda x: "-".join(map(str, x.values())))
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("backend", ["auto", "exact", "flex"])
 def test_sinks_on_a_gpu_match_the_reference(backend, window):
