@@ -284,7 +284,14 @@ def learn(words):
     RlTrainer(Config.load(None, words, environ={}, recipes=Recipes.RL)).fit()
 
 
-@pytest.mark.parametrize("values", [{}, {"lora.rank": 8}, {"parallel.tp": 2, "parallel.ep": 2}])
+RUNS = {
+    "alone": {},
+    "adapters": {"lora.rank": 8},
+    "ranks": {"parallel.tp": 2, "parallel.ep": 2},
+}
+
+
+@pytest.mark.parametrize("values", RUNS.values(), ids=RUNS)
 def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
     given = {**even, "train.steps": 2, "model.path": folder, "data.tokenizer": "byte", **values}
     given |= {"rl.max_tokens": 40, "data.seq_len": 128, "rl.supervised_steps": 0}
