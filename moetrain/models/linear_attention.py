@@ -143,7 +143,7 @@ class LinearAttention(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
         q_TQK, k_TQK, v_THV = (
-            _convolved(y, filters, context.place_T, wide).unflatten(-1, (-1, width))
+            convolved(y, filters, context.place_T, wide).unflatten(-1, (-1, width))
             for y, filters, width in (
                 (q, self.conv_q, self.key_dim),
                 (k, self.conv_k, self.key_dim),
@@ -166,8 +166,12 @@ class LinearAttention(nn.Module):
         return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)
 
 
-def _convolved(
-    x_TC: torch.Tensor, filters_C1J: torch.Tensor, place_T: torch.Tensor, dtype: torch.dtype
+def convolved(
+    x_TC: torch.Tensor,
+    filters_C1J: torch.Tensor,
+    place_T: torch.Tensor,
+    dtype: torch.dtype,
+    bias_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return silu of each channel's causal convolution within documents, [T, C] in ``dtype``."""
     tokens, taps = len(x_TC), filters_C1J.shape[-1]
@@ -177,4 +181,4 @@ def _convolved(
         before_TC = F.pad(x_TC, (0, 0, back, 0))[:tokens]
         is_own = (place_T >= back)[:, None]
         y_TC = y_TC + before_TC.where(is_own, 0.0) * filters_JC[taps - 1 - back]
-    return F.silu(y_TC)
+    return F.silu(y_TC if bias_C is None else y_TC + bias_C.to(dtype))

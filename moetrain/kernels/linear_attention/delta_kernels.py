@@ -1,5 +1,6 @@
 """The Triton kernels of the gated delta rule: :mod:`moetrain.kernels.linear_attention.gated_delta`
-has the formulas, the legend and what launches them.
+has the formulas, the legend and what launches them. Without DELTA they are those of
+:mod:`moetrain.kernels.linear_attention.ssd`, where U is given and there is no W.
 
 A program has one head of one chunk, or walks over the chunks of one document, for all columns of a
 state or for some. In all: H, Q, K, V and C as in the legend, C being the tokens of a chunk; ``row``
@@ -78,7 +79,7 @@ def prepare_kernel(
 def states_kernel(
     k_ptr, w_ptr, u_ptr, sums_ptr, bounds_ptr, firsts_ptr, new_ptr, states_ptr,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk over a document's chunks: write each one's first state, and U whole."""
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -92,7 +93,8 @@ def states_kernel(
         token = tl.cast(start + i, tl.int64)
         valid = token < end
         row = (token * H + head)[:, None]
-        w = tl.load(w_ptr + row * K + dims[None, :], mask=valid[:, None], other=0.0)
+        if DELTA:
+            w = tl.load(w_ptr + row * K + dims[None, :], mask=valid[:, None], other=0.0)
         u = tl.load(u_ptr + row * V + values[None, :], mask=valid[:, None], other=0.0)
         keys = k_ptr + ((token * Q + head // (H // Q)) * K)[:, None] + dims[None, :]
         k = tl.load(keys, mask=valid[:, None], other=0.0)
@@ -102,8 +104,10 @@ def states_kernel(
         rounded = state.to(k.dtype)
         at = (tl.cast(chunk, tl.int64) * H + head) * K * V
         tl.store(states_ptr + at + dims[:, None] * V + values[None, :], rounded)
-        new = u.to(tl.float32) - tl.dot(w, rounded, input_precision=PRECISION)
-        tl.store(new_ptr + row * V + values[None, :], new.to(k.dtype), mask=valid[:, None])
+        new = u.to(tl.float32)
+        if DELTA:
+            new -= tl.dot(w, rounded, input_precision=PRECISION)
+            tl.store(new_ptr + row * V + values[None, :], new.to(k.dtype), mask=valid[:, None])
         new = (new * tl.exp(final - sums)[:, None]).to(k.dtype)
         state = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
 
@@ -164,7 +168,7 @@ def local_kernel(
 def state_gradients_kernel(
     q_ptr, k_ptr, w_ptr, do_ptr, sums_ptr, bounds_ptr, firsts_ptr, du_ptr, d_states_ptr, scale,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk back over a document's chunks: write each one's last state's gradient, and dU whole."""
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -182,7 +186,8 @@ def state_gradients_kernel(
         row = (token * H + head)[:, None]
         q = tl.load(q_ptr + key_row, mask=valid[:, None], other=0.0)
         k = tl.load(k_ptr + key_row, mask=valid[:, None], other=0.0)
-        w = tl.load(w_ptr + row * K + dims[None, :], mask=valid[:, None], other=0.0)
+        if DELTA:
+            w = tl.load(w_ptr + row * K + dims[None, :], mask=valid[:, None], other=0.0)
         do = tl.load(do_ptr + row * V + values[None, :], mask=valid[:, None], other=0.0)
         du = tl.load(du_ptr + row * V + values[None, :], mask=valid[:, None], other=0.0)
         sums = tl.load(sums_ptr + token * H + head, mask=valid, other=0.0)
@@ -196,7 +201,8 @@ def state_gradients_kernel(
         tl.store(du_ptr + row * V + values[None, :], du, mask=valid[:, None])
         do = (do * (tl.exp(sums) * scale)[:, None]).to(k.dtype)
         d_state = d_state * tl.exp(final) + tl.dot(tl.trans(q), do, input_precision=PRECISION)
-        d_state -= tl.dot(tl.trans(w), du, input_precision=PRECISION)
+        if DELTA:
+            d_state -= tl.dot(tl.trans(w), du, input_precision=PRECISION)
 
 
 @triton.jit
@@ -204,7 +210,7 @@ def input_gradients_kernel(
     q_ptr, k_ptr, do_ptr, new_ptr, du_ptr, sums_ptr, states_ptr, d_states_ptr, starts_ptr,
     sizes_ptr, dq_ptr, dk_ptr, dw_ptr, d_sums_ptr, scale, T,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Compute, for some columns of K, dQ, dW, dK but for T's part, and their part of dG."""
     part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -229,10 +235,12 @@ def input_gradients_kernel(
             d_state = tl.load(d_states_ptr + at + values[None, :])
             do = tl.load(do_ptr + row, mask=valid[:, None], other=0.0)
             u = tl.load(new_ptr + row, mask=valid[:, None], other=0.0)
-            du = tl.load(du_ptr + row, mask=valid[:, None], other=0.0)
+            if DELTA:
+                du = tl.load(du_ptr + row, mask=valid[:, None], other=0.0)
             dq += tl.dot(do, tl.trans(state), input_precision=PRECISION)
             dk += tl.dot(u, tl.trans(d_state), input_precision=PRECISION)
-            dw -= tl.dot(du, tl.trans(state), input_precision=PRECISION)
+            if DELTA:
+                dw -= tl.dot(du, tl.trans(state), input_precision=PRECISION)
             d_scores += tl.dot(do, tl.trans(u), input_precision=PRECISION)
             through += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
         key_row = (token * Q + head // (H // Q))[:, None] * K + dims[None, :]
@@ -258,7 +266,8 @@ def input_gradients_kernel(
         row = gates[:, None] * K + dims[None, :]
         tl.store(dq_ptr + row, dq.to(k.dtype), mask=valid[:, None])
         tl.store(dk_ptr + row, dk.to(k.dtype), mask=valid[:, None])
-        tl.store(dw_ptr + row, dw.to(k.dtype), mask=valid[:, None])
+        if DELTA:
+            tl.store(dw_ptr + row, dw.to(k.dtype), mask=valid[:, None])
 
 
 @triton.jit
