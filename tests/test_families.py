@@ -5,6 +5,7 @@ adapters against PEFT. What all families share is tested by itself in the other 
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -38,12 +39,15 @@ from moetrain.config import (
     MoeSection,
 )
 from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.mamba import Mamba2
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import Context
+from moetrain.models.linear_attention import GatedDeltaNet
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.rules import ADAPTER
@@ -169,7 +173,8 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 def generation(case, tmp_path):
     """Greedy tokens are those of transformers."""
     theirs = random_reference(case).eval()
-    if "linear_attention" in (getattr(theirs.config, "layer_types", None) or ()):
+    layers = getattr(theirs.config, "layer_types", None) or ()
+    if not {"linear_attention", "moe", "mlp"}.isdisjoint(layers):
         theirs.save_pretrained(tmp_path)
         model, tokens_BS = load_hf(tmp_path), tokens(1, 5)
         want = model(tokens_BS)
@@ -216,16 +221,28 @@ def formulas(case, tmp_path):
         model(torch.zeros(1, seq_len, dtype=torch.long))
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counts.pop("aten.bmm", 0)  # all S x S pairs; a window or the causal half is useful
-    routed = len(arch.moe_layer_indices) * arch.num_experts_per_token  # opaque to the counter
-    experts = 6 * routed * arch.hidden_size * arch.moe_intermediate_size * seq_len
-    no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
-    linear = sum(arch.linear_layers)
-    full = arch.num_layers - linear
-    pairs = 4 * full * arch.num_heads * arch.head_dim * (1 - 1 / (2 * seq_len))
-    state = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
-    found = no_pairs.flops_per_token(seq_len) / 3 - pairs - 6 * linear * state
+    parts = [part for layer in arch.layers() for part in layer]
+    stacked = sum(  # opaque to the counter
+        math.prod(weight.shape) / part.num_experts
+        for part in parts
+        for name, weight in part.weights.items()
+        if name.startswith("experts.")
+    )
+    experts = 2 * stacked * arch.num_experts_per_token * seq_len
+    full = sum(isinstance(part, GroupedQueryAttention) for part in parts)
+    kept = (part.window or seq_len for part in parts if isinstance(part, GroupedQueryAttention))
+    keys = sum(min(n, seq_len) * (1 - min(n, seq_len) / (2 * seq_len)) for n in kept)
+    pairs = 4 * keys * arch.num_heads * arch.head_dim
+    states = sum(
+        6 * part.widths[1] * part.linear_key_head_dim
+        if isinstance(part, GatedDeltaNet)
+        else 4 * part.widths[0] * part.mamba_state_dim
+        for part in parts
+        if isinstance(part, (GatedDeltaNet, Mamba2))
+    )
+    found = arch.flops_per_token(seq_len) / 3 - pairs - states
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
-    if not linear:  # whose states are products of the same kind
+    if not states:  # which are products of the same kind
         assert attention == full * 4 * seq_len**2 * arch.num_heads * arch.head_dim
 
 
@@ -463,6 +480,7 @@ PUBLISHED = {
     "minimax-m2": 229,
     "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
     "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
+    "nemotron-3-nano-30b-a3b": 31.6,
 }
 
 
@@ -503,6 +521,15 @@ def test_fewer_or_more_layers_of_a_preset():
         ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs alpha"),
         ("minimax_m2", {"rotary_dim": 5}, "which is not an even number"),
         ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias True is not supported; use a model without"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+        ("nemotron_h", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported, only 1"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit .*, only 0 to infinity"),
+        ("nemotron_h", {"layers_block_type": ["moe", "cnn"]}, "layers_block_type cnn are not supp"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
+        ("nemotron_h", {"ssm_state_size": 0}, "ssm_state_size is 0"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )

@@ -248,6 +248,8 @@ register(
             "moe_latent_size": int,
         },
         lora_layout="fused",
+        backbone="backbone",
+        experts="mixer.experts",
         activation="relu2",
         read_layers=_read_layers,
         write_layers=_write_layers,

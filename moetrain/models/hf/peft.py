@@ -39,7 +39,11 @@ _SETTINGS = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
-_FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
+_FUSED = {
+    "w_gate_up": ("base_layer.", "gate_up_proj"),
+    "w_up": ("base_layer.", "up_proj"),
+    "w_down": ("", "down_proj"),
+}
 """For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _MAX_RANK = 1024
@@ -81,9 +85,14 @@ class _Site(NamedTuple):
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that hold the adapter of the weight ``name``, one expert a module; none
         where it is a part of a module's weight."""
-        pieces = FAMILIES[arch.family].pieces({name: shape}, arch)
-        whole = [(p.hf_name.removesuffix(".weight"), p.place) for p in pieces if p.rows is None]
-        return [cls(_PREFIX + key, place[:1], place, key) for key, place in whole]
+        family, sites = FAMILIES[arch.family], []
+        for piece in family.pieces({name: shape}, arch):
+            key = piece.hf_name.removesuffix(".weight")
+            if key.startswith(f"{family.backbone}."):
+                key = "model" + key.removeprefix(family.backbone)
+            if piece.rows is None:
+                sites.append(cls(_PREFIX + key, piece.place[:1], piece.place, key))
+        return sites
 
     @property
     def tensors(self) -> list[str]:
@@ -95,15 +104,15 @@ class _Site(NamedTuple):
         return self.module.rpartition(".")[2]
 
 
-def _fused_key(name: str) -> str:
+def _fused_key(arch: Architecture, name: str) -> str:
     """Return the name that ``transformers`` has for the stacked weight ``name``."""
     _, layer, *_, leaf = name.split(".")
-    return f"model.layers.{layer}.mlp.experts.{_FUSED[leaf][1]}"
+    return f"model.layers.{layer}.{FAMILIES[arch.family].experts}.{_FUSED[leaf][1]}"
 
 
-def _fused_module(name: str) -> str:
+def _fused_module(arch: Architecture, name: str) -> str:
     """Return the module with the adapters of all experts, where both stacked weights have some."""
-    experts, nested = _fused_key(name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
+    experts, nested = _fused_key(arch, name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
     return f"{_PREFIX}{experts}.{nested}".removesuffix(".")
 
 
@@ -127,10 +136,10 @@ def save_peft(
     for name, shape, adapter in adapters:
         a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
-            module = _fused_module(name)
+            module = _fused_module(arch, name)
             rank = a.shape[1]
             wide = b.permute(1, 2, 0).reshape(shape[1], rank * shape[0])
-            parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
+            parameters.add(_fused_key(arch, name).split(".", 3)[3])
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
         for site in _Site.of(arch, name, shape):
@@ -247,11 +256,12 @@ class _AdapterFiles:
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
         if len(shape) == 3:
-            both = [_fused_key(f"{name.rpartition('.')[0]}.{leaf}") for leaf in _FUSED]
-            targeted = [key for key in both if self.settings.is_parameter(key)]
-            if (key := _fused_key(name)) in targeted:
+            stack = name.rpartition(".")[0]
+            every = [_fused_key(self.arch, f"{stack}.{leaf}") for leaf in _FUSED]
+            targeted = [key for key in every if self.settings.is_parameter(key)]
+            if (key := _fused_key(self.arch, name)) in targeted:
                 outer = _PREFIX + key.rpartition(".")[0]
-                module = _fused_module(name) if len(targeted) == 2 else outer
+                module = _fused_module(self.arch, name) if len(targeted) == 2 else outer
                 return [_Site(module, (), (), key, shape[0])]
         sites = []
         for site in _Site.of(self.arch, name, shape):
