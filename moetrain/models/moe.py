@@ -386,14 +386,14 @@ class Experts(Adaptable):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        weights = [getattr(self, name).to(x_SD.dtype) for name in self.weights]
-        backend = self.backend
+        first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
+        weights, backend = (first, second), self.backend
         if self.precision == "fp8":
             return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend)
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
-            how = {"typical_rows": typical_rows}
-            return expert_mlp(x_SD, weights_SK, indices, *weights, backend, **how)
+            given = (x_SD, weights_SK, indices, *weights, backend)
+            return expert_mlp(*given, typical_rows=typical_rows)
         halves, scale = (up.a, up.b, down.a, down.b), up.scale
         return adapted_expert_mlp(x_SD, weights_SK, indices, *weights, *halves, scale, backend)
 

@@ -72,11 +72,12 @@ class Block(nn.Module):
         """Return the residual stream after this block, and its routing (None: not MoE)."""
         y_BSD = stats = None
         for name, part in self.parts:
-            norm = getattr(self, name)
+            norm: RMSNorm = getattr(self, name)
             x_BSD, normed_BSD = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
             y_BSD = getattr(self, part)(normed_BSD, context)
             if isinstance(y_BSD, tuple):
                 y_BSD, stats = y_BSD
+        assert y_BSD is not None  # a block has a part
         return x_BSD + y_BSD, stats
 
 

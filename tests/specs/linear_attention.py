@@ -91,7 +91,6 @@ _DELTA_SPECS = (
 )
 
 
-
 def _ssd_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     T, H, Q, K, V = sum(case["lengths"]), *(case[name] for name in "HQKV")
     bounds = list(itertools.accumulate(case["lengths"], initial=0))

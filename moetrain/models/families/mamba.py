@@ -127,6 +127,11 @@ class Mamba2(AttentionPart):
 class Mamba(nn.Module):
     """The module of :class:`Mamba2`."""
 
+    a_log: nn.Parameter
+    dt_bias: nn.Parameter
+    d: nn.Parameter
+    norm: nn.Parameter
+
     def __init__(self, sizes: Mamba2, kernels: KernelsSection) -> None:
         super().__init__()
         self.backend: Backend = kernels.backend
@@ -151,7 +156,8 @@ class Mamba(nn.Module):
         x, b, c = (self._convolved(name, y, context, wide) for name, y in parts)
         x_THV = x.unflatten(-1, (-1, self.head_dim))
         b_TGK, c_TGK = (y.to(dtype).unflatten(-1, (-1, self.state_dim)) for y in (b, c))
-        dt_TH = F.softplus(self.wdt(h_TD).to(wide) + self.dt_bias).clamp(min=self.min_step)
+        (dt_TH,) = linears(h_TD, (self.wdt,))
+        dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias).clamp(min=self.min_step)
         o_THV = ssd(
             c_TGK,
             b_TGK,

@@ -123,12 +123,13 @@ class SquaredReLUExperts(RoutedExperts):
         return super().activations(share) + latent
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        found = dict(super().saved(share))
+        found: dict[SavedName, float] = {**super().saved(share)}
         # Half of the pre-activations are not there, and each latent token is a product's result.
         row = self.num_experts_per_token * self.moe_intermediate_size
         found["experts"] -= share.own_tokens * share.width * row
         latent = share.own_tokens * share.width * self.moe_latent_size
-        return found | {"linear": found.get("linear", 0.0) + latent}
+        found["linear"] = found.get("linear", 0.0) + latent
+        return found
 
     def working_set(self, share: Workload) -> float:
         row = share.width * 2 * (self.row_size + self.moe_intermediate_size)
