@@ -246,6 +246,7 @@ EXTRA = {
     "glm4_moe": "model.layers.{}.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
     "minimax_m2": "model.mtp.0.fc.weight",
+    "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
 """Tensors that predict further tokens, in the names of families' files."""
 SPREAD = {"gate.weight": 0.5, "wg.weight": 0.5, "correction_bias": 0.3, "bias": 0.2}

@@ -14,6 +14,7 @@ from family_cases import (
     CASES,
     FAMILY_CASES,
     LINEAR,
+    MIXERS,
     NEXT,
     ROUTED_CASES,
     SIZES,
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from test_models import gradients_as_checkpoint, relative_error
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from moetrain.config import (
@@ -133,6 +134,43 @@ def test_states_decay_at_rates_of_the_papers_at_first():
     assert not any(norm.weight.any() for norm in zero_centred)
 
 
+def test_mamba_steps_are_those_of_the_paper_at_first():
+    arch = architecture_of("nemotron_h", mamba_num_heads=2000)
+    model = Transformer(arch)
+    model.init_weights(std=0.02, seed=0)
+    mixer = model.layers[0].mamba
+    steps = torch.nn.functional.softplus(mixer.dt_bias.detach())
+    assert 9.9e-4 < steps.min() < 1.1e-3
+    assert 0.09 < steps.max() < 0.101
+    assert steps.log().mean() == pytest.approx(math.log(0.01), abs=0.1)  # the middle
+    assert 0 < mixer.a_log.detach().exp().min() < 0.1
+    assert mixer.d.eq(1).all()
+    assert mixer.norm.eq(1).all()
+    assert not mixer.conv_b_bias.any()
+    assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # of four taps
+
+
+def test_blocks_of_one_part_have_one_norm():
+    model = Transformer(architecture_of("nemotron_h"))
+    names = [[name for name, _ in block.named_children()] for block in model.layers]
+    assert names[:4] == [
+        ["attn_norm", "mamba"],
+        ["mlp_norm", "moe"],
+        ["attn_norm", "attn"],
+        ["mlp_norm", "mlp"],
+    ]
+
+
+def test_hubs_letters_name_the_blocks():
+    config = AutoConfig.for_model("nemotron_h", **SIZES, **CASES["nemotron_h"]).to_dict()
+    want = architecture_from_hf(config)
+    for spelled in ({"hybrid_override_pattern": "ME*-ME"}, {"layers_block_type": MIXERS}):
+        given = {key: value for key, value in config.items() if key != "layers_block_type"}
+        assert architecture_from_hf(given | spelled) == want
+    assert exported_config(want, None)["hybrid_override_pattern"] == "ME*-ME"
+    assert architecture_from_hf(exported_config(want, None)) == want
+
+
 @torch.no_grad()
 def test_states_begin_with_documents_however_these_are_told(tmp_path):
     random_reference("qwen3_next").save_pretrained(tmp_path)
@@ -147,7 +185,7 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
     torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"])
+@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "nemotron_h"])
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path, dtype=torch.bfloat16)
@@ -402,7 +440,7 @@ def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
 @torch.no_grad()
 def test_adapters_are_those_of_peft(case, layout, tmp_path):
     peft = pytest.importorskip("peft")
-    if case == "qwen3_5_moe_text" and layout == "per_expert":
+    if case in ("qwen3_5_moe_text", "nemotron_h") and layout == "per_expert":
         pytest.skip("PEFT gives such adapters no effect; the family's layout is fused")
     random_reference(case).save_pretrained(tmp_path / "base")
     model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
@@ -421,23 +459,37 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         assert relative_error(again(tokens_BS), want) < 1e-5
 
 
-@pytest.mark.parametrize("target", ["*.linear_attn.wq", "*.conv_q"])
-def test_adapters_of_some_rows_of_a_file_tensor_are_refused(target):
-    words = ["model.preset=qwen3.5-35b-a3b", "model.num_layers=2", "data.source=synthetic"]
+@pytest.mark.parametrize(
+    ("preset", "target", "problem"),
+    [
+        ("qwen3.5-35b-a3b", "*.linear_attn.wq", "in_proj_qkv.weight"),
+        ("qwen3.5-35b-a3b", "*.conv_q", "matches no module"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wx", "in_proj.weight"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wo", "PEFT takes no adapter of layers.0.mamba.wo"),
+    ],
+)
+def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
+    words = [f"model.preset={preset}", "model.num_layers=2", "data.source=synthetic"]
     words += ["lora.rank=8", f"lora.targets={target}"]
     config = Config.load(None, words, environ={})
     arch = resolve_architecture(config.model)
-    problem = "in_proj_qkv.weight" if target.endswith("wq") else "matches no module"
     with pytest.raises(ConfigError, match=problem):
         plan_model(config, arch, torch.float32)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("qwen3_next", ("*.linear_attn.wo",)),
+        ("qwen3_5_text", ("*.linear_attn.wo",)),
+        ("nemotron_h latent", ("*.to_latent", "*.from_latent", "*.mlp.w_up")),
+    ],
+)
 @torch.no_grad()
-def test_adapters_of_a_gated_delta_nets_projection_are_those_of_peft(case, tmp_path):
+def test_adapters_of_other_projections_are_those_of_peft(case, targets, tmp_path):
     peft = pytest.importorskip("peft")
     random_reference(case).save_pretrained(tmp_path / "base")
-    lora = LoraSection(rank=8, targets=("*.linear_attn.wo",))
+    lora = LoraSection(rank=8, targets=targets)
     model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
     want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
@@ -493,6 +545,20 @@ def test_presets_have_the_published_sizes(preset):
         block = sum(part.num_params() for part in arch.layers()[-1])
         total += block + 2 * arch.vocab_size * width + 2 * width * width
     assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+def test_fewer_or_more_blocks_of_a_pattern():
+    arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=6))
+    assert arch.mixers == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
+    arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=54))
+    assert arch.mixers[-4:] == ("mamba", "moe", "mamba", "moe")
+
+
+def test_experts_with_squared_relu_are_no_product_in_fp8():
+    words = ["model.preset=nemotron-3-nano-30b-a3b", "kernels.precision=fp8"]
+    config = Config.load(None, [*words, "data.source=synthetic"], environ={})
+    with pytest.raises(ConfigError, match="'fp8' has no experts with squared ReLU; use bf16"):
+        plan_model(config, resolve_architecture(config.model), torch.bfloat16)
 
 
 def test_fewer_or_more_layers_of_a_preset():

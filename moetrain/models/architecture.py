@@ -314,7 +314,7 @@ class Architecture(BaseModel):
         return self.kinds[1].of(self)
 
     def block(self, layer: int) -> tuple[Part, ...]:
-        """Return the parts of block ``layer``; a family's blocks may also have one of them alone."""
+        """Return the parts of block ``layer``; in some families it is one of them alone."""
         return self.attention(layer), self.feed_forward(layer)
 
     def layers(self) -> list[tuple[Part, ...]]:

@@ -322,6 +322,8 @@ class Family:
     """The prefix of files' names that ``transformers`` has as ``model``."""
     experts: str = "mlp.experts"
     """The module of a layer that holds all routed experts in ``transformers``."""
+    unadaptable: str = ""
+    """The pattern of weights for which PEFT takes no adapters in this family."""
     other_maps: tuple[WeightMap, ...] = ()
     """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     section: tuple[str, str] | None = None

@@ -11,6 +11,7 @@ about devices. Legend: B batch, S sequence, D model width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -373,6 +374,9 @@ def _check_adapters(model: Transformer) -> None:
         piece = family.pieces({name: model.get_parameter(name).shape}, model.arch)[0]
         if piece.rows is not None:
             problem = f"of {piece.hf_name} {name} has some rows, whose adapter PEFT cannot express"
+            raise ConfigError("lora.targets", f"{problem}; leave it out")
+        if fnmatchcase(name, family.unadaptable):
+            problem = f"PEFT takes no adapter of {name} in a {family.name}"
             raise ConfigError("lora.targets", f"{problem}; leave it out")
 
 
