@@ -12,8 +12,6 @@ on into an export.
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import model_validator
-
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families.mamba import Mamba2
@@ -56,17 +54,10 @@ class NemotronH(Architecture):
     mamba_min_step: float = 0.0
     moe_latent_size: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_many_mixers(cls, values: Any) -> Any:
-        mixers, count = values.get("mixers"), values.get("num_layers")
-        if mixers and isinstance(count, int) and len(mixers) != count:
-            # Fewer or more layers of a preset: its first ones, or its pattern again.
-            repeats = -(-max(1, count) // len(mixers))
-            values = {**values, "mixers": (tuple(mixers) * repeats)[:count]}
-        return values
-
     def block(self, layer: int) -> tuple[Part, ...]:
+        if len(self.mixers) not in (0, self.num_layers):
+            problem = f"mixers names {len(self.mixers)} layers"
+            raise ValueError(f"{problem}, num_layers is {self.num_layers}")
         mixer = self.mixers[layer] if self.mixers else "attention"
         if mixer in ("mamba", "attention"):
             kind = Mamba2 if mixer == "mamba" else GroupedQueryAttention
