@@ -104,12 +104,13 @@ class Mamba2(AttentionPart):
         return weights + 2 * v_dim * self.mamba_state_dim
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the products' results, of what the convolutions make of them, of dt x
-        and of the recurrence's result, before and after its gate."""
+        """Return the bytes of the products' results, of B, C and dt x, and of the recurrence's
+        result, before and after its gate."""
         (v_dim, k_dim), w = self.widths, share.width
-        numbers = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 3 * v_dim
-        if not share.is_compiled:  # convolutions, the gate and the norm in fp32
+        numbers = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 2 * v_dim
+        if not share.is_compiled:  # convolutions, the gate and the norm in fp32 instead
             taps = self.mamba_conv_kernel_dim
+            numbers = 2 * v_dim + 2 * k_dim
             numbers += ((taps + 1) * (v_dim + 2 * k_dim) + 6 * v_dim) * FP32 / w
         heads = self.mamba_num_heads * 5 * FP32
         return share.tokens * (numbers * w + heads) / share.tp

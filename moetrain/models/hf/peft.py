@@ -46,6 +46,7 @@ _FUSED = {
 }
 """For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Names of modules that PEFT takes for experts' in families whose experts are ``mlp.experts``."""
 _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -128,7 +129,9 @@ def save_peft(
     ``base`` is the path or hub id of the model that they adapt.
     """
     folder = Path(folder)
-    layout = FAMILIES[arch.family].lora_layout if lora.layout == "auto" else lora.layout
+    family = FAMILIES[arch.family]
+    layout = family.lora_layout if lora.layout == "auto" else lora.layout
+    taken = _TAKEN_FOR_EXPERTS if family.experts == "mlp.experts" else ()
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -145,7 +148,7 @@ def save_peft(
         for site in _Site.of(arch, name, shape):
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
-            if len(shape) == 2 and arch.num_experts and site.kind in _TAKEN_FOR_EXPERTS:
+            if len(shape) == 2 and arch.num_experts and site.kind in taken:
                 unread.append(site.key)
     if unread:
         problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
