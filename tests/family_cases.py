@@ -85,6 +85,7 @@ NEMOTRON = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": 16,
     "routed_scaling_factor": 2.5,
 }
 MIXERS = NEMOTRON["layers_block_type"]
@@ -207,7 +208,7 @@ CASES = {
     "qwen3_5_text narrow heads": {**LINEAR, "head_dim": 8},
     "qwen3_5_text one layer": {**LINEAR, "layer_types": STATES[:1], "num_hidden_layers": 1},
     "nemotron_h": NEMOTRON,
-    "nemotron_h latent": {**NEMOTRON, "moe_latent_size": 16},
+    "nemotron_h no latent": {**NEMOTRON, "moe_latent_size": None},
     "nemotron_h one group": {**NEMOTRON, "n_groups": 1},
     "nemotron_h as many groups": {**NEMOTRON, "n_groups": 4},
     "nemotron_h eight to one": {**NEMOTRON, "mamba_num_heads": 8, "n_groups": 1},

@@ -526,7 +526,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
     [
         ("qwen3_next", ("*.linear_attn.wo",)),
         ("qwen3_5_text", ("*.linear_attn.wo",)),
-        ("nemotron_h latent", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
+        ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
     ],
 )
 @torch.no_grad()
