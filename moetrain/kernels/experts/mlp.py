@@ -29,7 +29,8 @@ for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` 
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
 Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)^2 * w`` takes
-SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same.
+SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
+take the usual products too.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.

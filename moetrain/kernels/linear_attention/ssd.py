@@ -89,7 +89,7 @@ def ssd(
     return _ssd(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
 
 
-# As the gated delta rule's own; kernels that walk over chunks need two stages at least.
+# The gated delta rule's own, not tuned again; kernels that walk over chunks need two stages.
 _GATES = Launch(1, 1)
 _STATES = Launch(4, 3, 32)
 _OUTPUTS = Launch(4, 1, 128)
