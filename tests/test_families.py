@@ -55,7 +55,7 @@ from moetrain.models.linear_attention import GatedDeltaNet
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.rules import ADAPTER
-from moetrain.models.transformer import Transformer, plan_model
+from moetrain.models.transformer import Transformer, compile_blocks, plan_model
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.setup import check_widths
@@ -192,6 +192,30 @@ def test_mamba_steps_are_those_of_the_paper_at_first():
     assert mixer.norm.eq(1).all()
     assert not mixer.conv_b_bias.any()
     assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # of four taps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_mamba_on_a_gpu_is_the_reference(is_compiled):
+    """Logits and every gradient in fp32, over documents of more than one chunk."""
+    sizes = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 2}
+    mixers = {"mixers": ("mamba", "moe", "mamba", "mlp"), "num_layers": 4}
+    arch = architecture_of("nemotron_h", **sizes, **mixers)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend in ("reference", "auto"):
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=KernelsSection(backend=backend))
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS)
+        logits_BSV.square().sum().backward()
+        found.append({"logits": logits_BSV} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
 
 
 def test_blocks_of_one_part_have_one_norm():
