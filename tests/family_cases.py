@@ -104,6 +104,23 @@ V2 = {**LATENT, "first_k_dense_replace": 1, "n_shared_experts": 1}
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 3}
 LITE = {**LATENT, "num_nextn_predict_layers": 0}
 STATES = ["linear_attention", "full_attention"]
+NEMOTRON = {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"],
+    "head_dim": 10,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 8,
+    "layer_norm_epsilon": 0.01,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": 16,
+    "routed_scaling_factor": 2.5,
+}
+MIXERS = NEMOTRON["layers_block_type"]
 # The family, and what is odd about this one.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -287,11 +304,28 @@ CASES = {
     "glm4_moe_lite top-1": {**LITE, "num_experts_per_tok": 1, "norm_topk_prob": False},
     "glm4_moe_lite two shared experts": {**LITE, "n_shared_experts": 2, "rms_norm_eps": 1e-2},
     "glm4_moe_lite many experts": {**LITE, "n_routed_experts": 35, "num_experts_per_tok": 8},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h no latent": {**NEMOTRON, "moe_latent_size": None},
+    "nemotron_h one group": {**NEMOTRON, "n_groups": 1},
+    "nemotron_h as many groups": {**NEMOTRON, "n_groups": 4},
+    "nemotron_h eight to one": {**NEMOTRON, "mamba_num_heads": 8, "n_groups": 1},
+    "nemotron_h no convolution bias": {**NEMOTRON, "use_conv_bias": False},
+    "nemotron_h two taps": {**NEMOTRON, "conv_kernel": 2, "layers_block_type": MIXERS[:2]},
+    "nemotron_h least steps": {**NEMOTRON, "time_step_min": 0.6},
+    "nemotron_h wide state": {**NEMOTRON, "ssm_state_size": 40, "mamba_head_dim": 3},
+    "nemotron_h groups": {**NEMOTRON, "n_group": 3, "topk_group": 2},
+    "nemotron_h no states": {**NEMOTRON, "layers_block_type": MIXERS[1:4]},
+    "nemotron_h no attention": {**NEMOTRON, "layers_block_type": MIXERS[:2] * 2},
+    "nemotron_h no experts": {**NEMOTRON, "layers_block_type": MIXERS[2:5]},
+    "nemotron_h only mamba": {**NEMOTRON, "layers_block_type": MIXERS[:1] * 2},
+    "nemotron_h not normalised": {**NEMOTRON, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "nemotron_h every expert": {**NEMOTRON, "num_experts_per_tok": 6, "num_key_value_heads": 4},
+    "nemotron_h many experts": {**NEMOTRON, "n_routed_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
-LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith("qwen3_")]
-"""Families with gated delta nets."""
+LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(("qwen3_", "nemotron_h"))]
+"""Families whose layers carry states."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
 
 
@@ -302,7 +336,7 @@ def limits(case):
     off from the same model in fp64 by up to 6e-4 in transformers and 4e-4 here; with that of these
     cases the two differ by up to 2.2e-4.
     """
-    return (1e-5, 3e-4) if case.split()[0] in LINEAR_CASES else (1e-5, 1e-5)
+    return (1e-5, 3e-4) if case.startswith("qwen3_") else (1e-5, 1e-5)
 
 
 EXTRA = {
@@ -311,6 +345,7 @@ EXTRA = {
     "glm4_moe_lite": "model.layers.{}.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
     "minimax_m2": "model.mtp.0.fc.weight",
+    "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
 """Tensors that predict further tokens, in the names of families' files."""
 SPREAD = {

@@ -215,7 +215,8 @@ def test_fast_kernels():
 
 # ---- who can use it -----------------------------------------------------------------------------
 
-ARCH: Any = SimpleNamespace(num_experts=128, num_experts_per_token=8, hidden_size=2048)
+SIZES = {"num_experts": 128, "num_experts_per_token": 8, "hidden_size": 2048}
+ARCH: Any = SimpleNamespace(**SIZES, sent_size=2048)
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
 
 
@@ -225,8 +226,15 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
         ({}, 3, GPU, BF16, "parallel.ep is 3.*takes 2, 4 or 8"),
         ({}, 8, torch.device("cpu"), BF16, "CUDA devices.*on cpu"),
         ({}, 8, GPU, torch.float32, "bfloat16.*computes in float32"),
-        ({"hidden_size": 2056}, 8, GPU, BF16, "hidden_size is 2056.*multiples of 16"),
-        ({"hidden_size": 8192}, 8, GPU, BF16, "hidden_size is 8192.*up to 8176"),
+        (
+            {"hidden_size": 2056, "sent_size": 2056},
+            8,
+            GPU,
+            BF16,
+            "hidden_size is 2056.*multiples of 16",
+        ),
+        ({"hidden_size": 8192, "sent_size": 8192}, 8, GPU, BF16, "hidden_size is 8192.*up to 8176"),
+        ({"sent_size": 1016}, 8, GPU, BF16, "moe_latent_size is 1016.*multiples of 16"),
         ({"num_experts_per_token": 33}, 8, GPU, BF16, "to 33 experts.*up to 32"),
         ({"num_experts": 384}, 2, GPU, BF16, "a rank has 192 experts.*up to 128"),
         ({}, 8, GPU, BF16, "not installed.*pip install tokenspeed-deepep=="),

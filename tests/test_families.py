@@ -5,6 +5,7 @@ adapters against PEFT. What all families share is tested by itself in the other 
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from family_cases import (
     CASES,
     FAMILY_CASES,
     LINEAR,
+    MIXERS,
     NEXT,
     ROUTED_CASES,
     SIZES,
@@ -27,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from test_models import gradients_as_checkpoint, relative_error
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from moetrain.config import (
@@ -39,7 +41,14 @@ from moetrain.config import (
     MoeSection,
 )
 from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.models.architecture import Workload
+from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.latent_attention import LatentAttention
+from moetrain.models.families.linear_attention import GatedDeltaNet
+from moetrain.models.families.mamba import Mamba2
+from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
@@ -48,7 +57,7 @@ from moetrain.models.layers import Context
 from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.rules import ADAPTER
-from moetrain.models.transformer import Transformer, plan_model
+from moetrain.models.transformer import Transformer, compile_blocks, plan_model
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.setup import _check_what_can_run, check_widths
@@ -130,6 +139,108 @@ def test_states_decay_at_rates_of_the_papers_at_first():
     assert not any(norm.weight.any() for norm in zero_centred)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
+KEEPING = {
+    "mamba": Mamba2(
+        hidden_size=64,
+        mamba_num_heads=4,
+        mamba_head_dim=64,
+        mamba_num_groups=2,
+        mamba_state_dim=64,
+        mamba_conv_kernel_dim=4,
+    ),
+    "dense": SquaredReLU(hidden_size=64, intermediate_size=48),
+    "experts": SquaredReLUExperts(hidden_size=64, **EXPERTS, shared_intermediate_size=40),
+    "latent": SquaredReLUExperts(hidden_size=64, **EXPERTS, moe_latent_size=32),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_parts_keep_for_their_backward_what_they_say(name):
+    """In eager mode, with the kernels, whose ops keep what they list."""
+    part, seq_len = KEEPING[name], 128
+    module = part.build(KernelsSection(backend="triton"), MoeSection())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_BSD = torch.randn(1, seq_len, part.hidden_size, requires_grad=True)
+    bounds_N, place_T = torch.tensor([0, seq_len]).int(), torch.arange(seq_len)
+    mask = AttentionMask.of(None, batch=1, seq_len=seq_len, device="cpu")
+    own = {"documents": Documents.of(bounds_N, seq_len), "place_T": place_T}
+    given = {x.untyped_storage().data_ptr() for x in (x_BSD, *module.parameters())}
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        module(x_BSD, Context((x_BSD, x_BSD), mask, **own))
+    total = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in given)
+    share = Workload(seq_len, tp=1, ep=1, width=4, is_compiled=False)
+    assert total == pytest.approx(part.activations(share), rel=0.03)
+
+
+def test_mamba_steps_are_those_of_the_paper_at_first():
+    arch = architecture_of("nemotron_h", mamba_num_heads=2000)
+    model = Transformer(arch)
+    model.init_weights(std=0.02, seed=0)
+    mixer = model.layers[0].mamba
+    steps = torch.nn.functional.softplus(mixer.dt_bias.detach())
+    assert 9.9e-4 < steps.min() < 1.1e-3
+    assert 0.09 < steps.max() < 0.101
+    assert steps.log().mean() == pytest.approx(math.log(0.01), abs=0.1)  # the middle
+    assert 0 < mixer.a_log.detach().exp().min() < 0.1
+    assert mixer.d.eq(1).all()
+    assert mixer.norm.eq(1).all()
+    assert not mixer.conv_b_bias.any()
+    assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # of four taps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_mamba_on_a_gpu_is_the_reference(is_compiled):
+    """Logits and every gradient in fp32, over documents of more than one chunk."""
+    sizes = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 2}
+    mixers = {"mixers": ("mamba", "moe", "mamba", "mlp"), "num_layers": 4}
+    arch = architecture_of("nemotron_h", **sizes, **mixers)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend in ("reference", "auto"):
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=KernelsSection(backend=backend))
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS)
+        logits_BSV.square().sum().backward()
+        found.append({"logits": logits_BSV} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+def test_blocks_of_one_part_have_one_norm():
+    model = Transformer(architecture_of("nemotron_h"))
+    names = [[name for name, _ in block.named_children()] for block in model.layers]
+    assert names[:4] == [
+        ["attn_norm", "mamba"],
+        ["mlp_norm", "moe"],
+        ["attn_norm", "attn"],
+        ["mlp_norm", "mlp"],
+    ]
+
+
+def test_hubs_letters_name_the_blocks():
+    config = AutoConfig.for_model("nemotron_h", **SIZES, **CASES["nemotron_h"]).to_dict()
+    want = architecture_from_hf(config)
+    for spelled in ({"hybrid_override_pattern": "ME*-ME"}, {"layers_block_type": MIXERS}):
+        given = {key: value for key, value in config.items() if key != "layers_block_type"}
+        assert architecture_from_hf(given | spelled) == want
+    assert exported_config(want, None)["hybrid_override_pattern"] == "ME*-ME"
+    assert architecture_from_hf(exported_config(want, None)) == want
+
+
 @torch.no_grad()
 def test_states_begin_with_documents_however_these_are_told(tmp_path):
     random_reference("qwen3_next").save_pretrained(tmp_path)
@@ -144,7 +255,9 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
     torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "nemotron_h"]
+)
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path, dtype=torch.bfloat16)
@@ -170,6 +283,14 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 def generation(case, tmp_path):
     """Greedy tokens are those of transformers."""
     theirs = random_reference(case).eval()
+    if case.startswith("nemotron_h") and "linear_attention" in theirs.config.layer_types:
+        theirs.save_pretrained(tmp_path)
+        model, tokens_BS = load_hf(tmp_path), tokens(1, 5)
+        want = model(tokens_BS)
+        with pytest.raises(ValueError, match="has layers that have no cache here"):
+            Generator(model)
+        assert torch.equal(model(tokens_BS), want)  # what was refused has changed nothing
+        return
     for parameter in theirs.parameters():  # so that texts do not repeat one token
         parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     theirs.save_pretrained(tmp_path)
@@ -211,18 +332,30 @@ def formulas(case, tmp_path):
         model(torch.zeros(1, seq_len, dtype=torch.long))
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counts.pop("aten.bmm", 0)  # all S x S pairs; a window or the causal half is useful
-    routed = len(arch.moe_layer_indices) * arch.num_experts_per_token  # opaque to the counter
-    experts = 6 * routed * arch.hidden_size * arch.moe_intermediate_size * seq_len
-    no_pairs = arch.model_copy(update={"sliding_windows": (1,) * arch.num_layers})
-    linear = sum(arch.linear_layers)
-    full = arch.num_layers - linear
+    parts = [part for layer in arch.layers() for part in layer]
+    stacked = sum(  # opaque to the counter
+        math.prod(weight.shape) / part.num_experts
+        for part in parts
+        for name, weight in part.weights.items()
+        if name.startswith("experts.") and len(weight.shape) == 3
+    )
+    experts = 2 * stacked * arch.num_experts_per_token * seq_len
+    mixers = [part for part in parts if isinstance(part, (GroupedQueryAttention, LatentAttention))]
+    kept = [min(part.window or seq_len, seq_len) for part in mixers]
+    keys = sum(n * (1 - n / (2 * seq_len)) for n in kept)
     widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
-    pairs = 2 * full * arch.num_heads * widths * (1 - 1 / (2 * seq_len))
-    state = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
-    found = no_pairs.flops_per_token(seq_len) / 3 - pairs - 6 * linear * state
+    pairs = 2 * keys * arch.num_heads * widths
+    states = sum(
+        6 * part.widths[1] * part.linear_key_head_dim
+        if isinstance(part, GatedDeltaNet)
+        else 4 * part.widths[0] * part.mamba_state_dim
+        for part in parts
+        if isinstance(part, (GatedDeltaNet, Mamba2))
+    )
+    found = arch.flops_per_token(seq_len) / 3 - pairs - states
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
-    if not linear:  # whose states are products of the same kind
-        assert attention == full * 2 * seq_len**2 * arch.num_heads * widths
+    if not states:  # which are products of the same kind
+        assert attention == len(mixers) * 2 * seq_len**2 * arch.num_heads * widths
 
 
 CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
@@ -400,25 +533,40 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         assert relative_error(again(tokens_BS), want) < 1e-5
 
 
-@pytest.mark.parametrize("target", ["*.linear_attn.wq", "*.conv_q"])
-def test_adapters_of_some_rows_of_a_file_tensor_are_refused(target):
-    words = ["model.preset=qwen3.5-35b-a3b", "model.num_layers=2", "data.source=synthetic"]
+@pytest.mark.parametrize(
+    ("preset", "target", "problem"),
+    [
+        ("qwen3.5-35b-a3b", "*.linear_attn.wq", "in_proj_qkv.weight"),
+        ("qwen3.5-35b-a3b", "*.conv_q", "matches no module"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wx", "in_proj.weight"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wo", "PEFT takes no adapter of layers.0.mamba.wo"),
+    ],
+)
+def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
+    words = [f"model.preset={preset}", "model.num_layers=2", "data.source=synthetic"]
     words += ["lora.rank=8", f"lora.targets={target}"]
     config = Config.load(None, words, environ={})
     arch = resolve_architecture(config.model)
-    problem = "in_proj_qkv.weight" if target.endswith("wq") else "matches no module"
     with pytest.raises(ConfigError, match=problem):
         plan_model(config, arch, torch.float32)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("qwen3_next", ("*.linear_attn.wo",)),
+        ("qwen3_5_text", ("*.linear_attn.wo",)),
+        ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
+    ],
+)
 @torch.no_grad()
-def test_adapters_of_a_gated_delta_nets_projection_are_those_of_peft(case, tmp_path):
+def test_adapters_of_other_projections_are_those_of_peft(case, targets, tmp_path, caplog):
     peft = pytest.importorskip("peft")
     random_reference(case).save_pretrained(tmp_path / "base")
-    lora = LoraSection(rank=8, targets=("*.linear_attn.wo",))
+    lora = LoraSection(rank=8, targets=targets)
     model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
     want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    assert "does not load" not in caplog.text
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
@@ -466,6 +614,7 @@ PUBLISHED = {
     "deepseek-v2-lite": 15.7,
     "moonlight-16b-a3b": 16.0,
     "glm-4.7-flash": 30,
+    "nemotron-3-nano-30b-a3b": 31.6,
 }
 
 
@@ -531,6 +680,20 @@ def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
     assert "which attention with sinks needs; use auto" in problem("kernels.attention=sdpa")
 
 
+def test_fewer_or_more_blocks_of_a_pattern():
+    arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=6))
+    assert arch.mixers == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
+    with pytest.raises(ValueError, match="mixers names 6 layers, num_layers is 5"):
+        type(arch).model_validate({**arch.model_dump(), "num_layers": 5})
+
+
+def test_experts_with_squared_relu_are_no_product_in_fp8():
+    words = ["model.preset=nemotron-3-nano-30b-a3b", "kernels.precision=fp8"]
+    config = Config.load(None, [*words, "data.source=synthetic"], environ={})
+    with pytest.raises(ConfigError, match="'fp8' has no experts with squared ReLU; use bf16"):
+        plan_model(config, resolve_architecture(config.model), torch.bfloat16)
+
+
 def test_fewer_or_more_layers_of_a_preset():
     for count, routed in ((2, (False, False)), (5, (False,) * 3 + (True,) * 2)):
         arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=count))
@@ -566,6 +729,15 @@ def test_fewer_or_more_layers_of_a_preset():
             "such quantized weights are not read",
         ),
         ("gpt_oss", {"quantization_config": []}, "such quantized weights are not read"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias True is not supported; use a model without"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+        ("nemotron_h", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported, only 1"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit .*, only 0 to infinity"),
+        ("nemotron_h", {"layers_block_type": ["moe", "cnn"]}, "layers_block_type cnn are not supp"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
+        ("nemotron_h", {"ssm_state_size": 0}, "ssm_state_size is 0"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )

@@ -77,6 +77,8 @@ class Part(ABC):
 
     name: ClassVar[str] = "mlp"
     """Name of the block's attribute that holds the module."""
+    norm: ClassVar[str] = "mlp_norm"
+    """Name of the block's attribute that holds the norm before it."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
     """Fields that kernels need to be multiples of a number."""
@@ -156,6 +158,7 @@ class AttentionPart(Part):
     """Describes a sub-layer that mixes tokens: ``module(x_BSD, context) -> y_BSD``."""
 
     name = "attn"
+    norm = "attn_norm"
 
     carries_state: ClassVar[bool] = False
     """Whether it carries a state from token to token, and so needs ``Context.documents``."""
@@ -250,8 +253,8 @@ class Architecture(BaseModel):
     tie_embeddings: bool = False
     rope_theta: _Positive = 10000.0
     rope: RopeScaling = RopeScaling()
-    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """The part of a head, from its first number on, that rotates with the position."""
+    partial_rotary_factor: float = Field(default=1.0, ge=0, le=1)
+    """The part of a head, from its first number on, that rotates with the position; 0: none."""
     rope_interleaved: bool = False
     """Whether neighbours rotate together, instead of numbers half the rotating width apart."""
     qkv_bias: bool = False
@@ -315,16 +318,20 @@ class Architecture(BaseModel):
         return self
 
     def attention(self, layer: int) -> AttentionPart:
-        """Return the first part of block ``layer``, counted from 0."""
+        """Return the part of block ``layer``, counted from 0, that mixes tokens."""
         window = self.sliding_windows[layer] if self.sliding_windows else None
         return self.kinds[0].of(self, window=window)
 
     def feed_forward(self, layer: int) -> Part:
-        """Return the second part of block ``layer``."""
+        """Return the other part of block ``layer``."""
         return self.kinds[1].of(self)
 
-    def layers(self) -> list[tuple[AttentionPart, Part]]:
-        """Return both parts of every block."""
+    def block(self, layer: int) -> tuple[Part, ...]:
+        """Return the parts of block ``layer``; in some families it is one of them alone."""
+        return self.attention(layer), self.feed_forward(layer)
+
+    def layers(self) -> list[tuple[Part, ...]]:
+        """Return the parts of every block."""
         return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
 
     def parts(self) -> list[Part]:
@@ -339,7 +346,7 @@ class Architecture(BaseModel):
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
-        rules |= {"layers.*.attn_norm.weight": norm, "layers.*.mlp_norm.weight": norm}
+        rules |= {f"layers.*.{part.norm}.weight": norm for part in self.parts()}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
@@ -356,12 +363,19 @@ class Architecture(BaseModel):
 
     def window(self, layer: int) -> int | None:
         """Return the sliding attention window of block ``layer`` in tokens; None: unlimited."""
-        return self.attention(layer).window
+        mixers = (part for part in self.layers()[layer] if isinstance(part, AttentionPart))
+        return next((mixer.window for mixer in mixers), None)
+
+    @property
+    def sent_size(self) -> int:
+        """How many numbers of a token are sent to its experts."""
+        return self.hidden_size
 
     @property
     def moe_layer_indices(self) -> list[int]:
         """Indices of the blocks that route tokens to experts."""
-        return [i for i in range(self.num_layers) if self.feed_forward(i).style == "routed"]
+        layers = enumerate(self.layers())
+        return [i for i, parts in layers if any(part.style == "routed" for part in parts)]
 
     def num_params(self) -> int:
         """Count the parameters of the built model (tied embeddings once)."""
@@ -390,10 +404,11 @@ class Architecture(BaseModel):
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
-        return self.hidden_size * (matrices * self.vocab_size + 2 * self.num_layers + 1)
+        norms = sum(len(parts) for parts in self.layers()) + 1
+        return self.hidden_size * (matrices * self.vocab_size + norms)
 
 
 @lru_cache(maxsize=8)
-def _layers_of(arch: Architecture) -> tuple[tuple[AttentionPart, Part], ...]:
+def _layers_of(arch: Architecture) -> tuple[tuple[Part, ...], ...]:
     """Make the parts once: plans ask for them hundreds of times."""
-    return tuple((arch.attention(i), arch.feed_forward(i)) for i in range(arch.num_layers))
+    return tuple(arch.block(i) for i in range(arch.num_layers))

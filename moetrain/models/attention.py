@@ -144,7 +144,7 @@ def masked_attention(
 
 
 class Attention(nn.Module):
-    """The module of :class:`GroupedQueryAttention`, with rotary positions.
+    """The module of :class:`GroupedQueryAttention`, with rotary positions if heads rotate.
 
     ``core`` is a plain attribute; generation replaces it by attention over pages.
     """
@@ -160,6 +160,7 @@ class Attention(nn.Module):
         self.backend: Backend = kernels.backend
         self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
         self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
+        self.rotates = sizes.rotary_dim > 0
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
         self.wq = Linear(dim, sizes.query_width, kernels, bias=sizes.qkv_bias)
         self.wk = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
@@ -196,6 +197,9 @@ class Attention(nn.Module):
             x, norm = norm(x), None
         weight, eps = None, 0.0
         x_THd = x.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+        if not self.rotates:
+            y_THd = x_THd if norm is None else norm(x_THd)
+            return y_THd.unflatten(0, x.shape[:2])
         if norm is not None and self.norm_of == "head":
             if norm.zero_centred:  # the op's own norm rounds before the weight
                 x_THd = norm(x_THd)

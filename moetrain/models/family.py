@@ -348,6 +348,12 @@ class Family:
     """Keys of ``defaults`` that may be null, and the types of their values otherwise."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
+    backbone: str = "model"
+    """The prefix of files' names that ``transformers`` has as ``model``."""
+    experts: str = "mlp.experts"
+    """The module of a layer that holds all routed experts in ``transformers``."""
+    unadaptable: str = ""
+    """The pattern of weights for which PEFT takes no adapters in this family."""
     other_maps: tuple[WeightMap, ...] = ()
     """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     section: tuple[str, str] | None = None

@@ -82,7 +82,7 @@ class RoutedExperts(Part):
             raise ValueError(f"{problem} in topk_expert_groups {chosen}")
 
     @property
-    def shared(self) -> SwiGLU | None:
+    def shared(self) -> Part | None:
         """The experts that every token uses, as one layer; None: there are none."""
         width = self.shared_intermediate_size
         return SwiGLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
@@ -119,9 +119,7 @@ class RoutedExperts(Part):
         """Return the bytes of the received tokens, the rows' pre-activations, the routing, and what
         shared experts keep."""
         kept = self.saved(share)["experts"] + self._received(share)
-        if (
-            self.router_fp32 and not share.is_compiled
-        ):  # its input, else the compiler casts it again
+        if self.router_fp32 and not share.is_compiled:  # its input, else cast again
             kept += share.own_tokens * self.hidden_size * FP32
         return kept if self.shared is None else kept + self.shared.activations(_own(share))
 
@@ -391,15 +389,15 @@ class Experts(Adaptable):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        weights, backend = (self.w_gate_up.to(x_SD.dtype), self.w_down.to(x_SD.dtype)), self.backend
+        first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
+        weights, backend = (first, second), self.backend
         if self.precision == "fp8":
             return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend)
-        gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
-        if gate_up is None or down is None:
-            return expert_mlp(
-                x_SD, weights_SK, indices, *weights, backend, typical_rows=typical_rows
-            )
-        halves, scale = (gate_up.a, gate_up.b, down.a, down.b), gate_up.scale
+        up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
+        if up is None or down is None:
+            given = (x_SD, weights_SK, indices, *weights, backend)
+            return expert_mlp(*given, typical_rows=typical_rows)
+        halves, scale = (up.a, up.b, down.a, down.b), up.scale
         return adapted_expert_mlp(x_SD, weights_SK, indices, *weights, *halves, scale, backend)
 
 
@@ -432,18 +430,22 @@ class MoE(nn.Module):
             None if is_pad_BS is None else is_pad_BS.flatten(),
             None if routes_BSK is None else routes_BSK.reshape(-1, routes_BSK.shape[-1]),
         )
-        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-        y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
-        y_TD = self.dispatcher.combine(y_SD, sent.ctx)
+        y_TD, dropped = self.through_experts(x_TD, routed)
         if self.shared_experts is not None:
             shared_TD, _ = self.shared_experts(x_TD, context)
             if self.shared_expert_gate is not None:
                 shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
             y_TD = y_TD + shared_TD
-        stats = RouterStats(
-            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, sent.dropped
-        )
-        return y_TD.view_as(x_BSD), stats
+        sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
+        return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)
+
+    def through_experts(
+        self, x_TD: torch.Tensor, routed: Routed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of each token's experts, and ``dropped`` of :class:`Dispatched`."""
+        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
+        return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped
 
 
 def load_balancing_loss(

@@ -30,6 +30,7 @@ splits every parameter's first dim.
     rowwise    columns (input features) are split
     expert     experts are split
 """
+Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates", "steps"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 """What a part does where ranks share tokens.
 
@@ -48,10 +49,11 @@ class Rule:
     """How one parameter is cut, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
-    init: Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates"] = "normal"
+    init: Init = "normal"
     """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
     [..., rank, in], by ``lora.init``. filter: U(-1, 1) over the root of a convolution's taps.
-    rates: the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752)."""
+    rates: the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752). steps: what
+    softplus makes log-uniform between 0.001 and 0.1, of the steps in which they do."""
     decay: bool = True
     """Whether weight decay applies."""
     gather: torch.dtype | None = None
@@ -110,6 +112,9 @@ class Rule:
                 values.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
             elif self.init == "rates":
                 values.uniform_(1e-3, 16.0, generator=generator).log_()
+            elif self.init == "steps":
+                steps = values.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+                values = steps + (-torch.expm1(-steps)).log()
             else:
                 width = 1 / shape[-2] if self.init == "gaussian" else std
                 values.normal_(0.0, width, generator=generator)

@@ -1,6 +1,6 @@
 """The decoder that every family shares, in stages: prepare, embed, run (a range of blocks), head.
 
-A block is made of the two parts that the family's architecture names for its layer. What all blocks
+A block is made of the parts that the family's architecture names for its layer. What all blocks
 need (rotary angles, attention masks) is computed once per forward, in ``prepare``, so that each
 block is one compiled graph that the next one reuses, a pipeline stage is a range of blocks, and
 generation brings masks of its own.
@@ -11,6 +11,7 @@ about devices. Legend: B batch, S sequence, D model width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.linear_attention.gated_delta import Documents
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
@@ -49,33 +50,36 @@ _MOE = MoeSection()
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm feed-forward layer, each added to the residual stream.
+    """Pre-norm attention, then a pre-norm feed-forward layer, each added to the residual stream; or
+    one of the two.
 
-    The modules of its two parts are attributes of the parts' names: ``attn``, and ``mlp`` or
-    ``moe``.
+    The modules of its parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
     """
 
     def __init__(
         self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
     ) -> None:
         super().__init__()
-        attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
-        self.parts = (attention.name, feed_forward.name)
+        parts = arch.layers()[layer]
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
-        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-        self.add_module(attention.name, attention.build(kernels, moe))
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-        self.add_module(feed_forward.name, feed_forward.build(kernels, moe))
+        self.parts = tuple((part.norm, part.name) for part in parts)
+        for part in parts:
+            norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
+            self.add_module(part.norm, norm)
+            self.add_module(part.name, part.build(kernels, moe))
 
     def forward(
         self, x_BSD: torch.Tensor, context: Context
     ) -> tuple[torch.Tensor, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
-        attention, feed_forward = self.parts
-        x_BSD, normed_BSD = self.attn_norm.beside(x_BSD)
-        mixed_BSD = getattr(self, attention)(normed_BSD, context)
-        x_BSD, normed_BSD = self.mlp_norm.of_sum(x_BSD, mixed_BSD)
-        y_BSD, stats = getattr(self, feed_forward)(normed_BSD, context)
+        y_BSD = stats = None
+        for name, part in self.parts:
+            norm: RMSNorm = getattr(self, name)
+            x_BSD, normed_BSD = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
+            y_BSD = getattr(self, part)(normed_BSD, context)
+            if isinstance(y_BSD, tuple):
+                y_BSD, stats = y_BSD
+        assert y_BSD is not None  # a block has a part
         return x_BSD + y_BSD, stats
 
 
@@ -172,11 +176,11 @@ class Transformer(nn.Module):
         self.vocabulary = Vocabulary(kernels.backend)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
-        mixers = [arch.attention(i) for i in range(arch.num_layers)]
-        self.windows = [mixer.window for mixer in mixers]
+        mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
+        self.windows = [arch.window(i) for i in range(arch.num_layers)]
         self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
-        self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
+        self.rope = RotaryEmbedding(arch, max((x.rotary_dim for x in mixers), default=0))
         self.layers = nn.ModuleList(blocks)
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
@@ -384,6 +388,9 @@ def _check_adapters(model: Transformer, layout: str) -> None:
         if layout == "per_expert":
             problem = f"'per_expert', but {piece.hf_name} is one tensor of all experts; use fused"
             raise ConfigError("lora.layout", problem)
+        if fnmatchcase(name, family.unadaptable):
+            problem = f"PEFT takes no adapter of {name} in a {family.name}"
+            raise ConfigError("lora.targets", f"{problem}; leave it out")
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

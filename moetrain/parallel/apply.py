@@ -170,7 +170,7 @@ def choose_dispatcher(
     dispatcher = DeepEP(
         arch.num_experts,
         group,
-        arch.hidden_size,
+        arch.sent_size,
         kernels.backend,
         num_sms=moe.deepep_num_sms,
         static=static,

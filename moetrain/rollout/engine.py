@@ -477,9 +477,10 @@ def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int) -> i
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)
-    numbers = sum(part.cached_numbers() for part, _ in model.arch.layers())
     free = torch.cuda.mem_get_info(weight.device)[0]
-    states = sum(part.state_bytes(weight.element_size()) for part, _ in model.arch.layers())
+    parts = [part for layer in model.arch.layers() for part in layer]
+    states = sum(part.state_bytes(weight.element_size()) for part in parts)
+    numbers = sum(part.cached_numbers() for part in parts)
     room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
     fitting = room // (max(1, numbers) * weight.element_size() * page_size)
     if fitting < 1:

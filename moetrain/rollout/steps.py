@@ -30,6 +30,7 @@ from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.linear_attention.gated_delta_step import Reads
 from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
+from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
@@ -160,9 +161,13 @@ class Steps:
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[_Cache] = []
-        names = [f"layers.{i}.{part.name}" for i, (part, _) in enumerate(model.arch.layers())]
-        mixers: list[Any] = [model.get_submodule(name) for name in names]
-        for mixer in mixers:
+        mixers: list[tuple[AttentionPart, Any]] = [
+            (part, model.get_submodule(f"layers.{i}.{part.name}"))
+            for i, parts in enumerate(model.arch.layers())
+            for part in parts
+            if isinstance(part, AttentionPart)
+        ]
+        for _, mixer in mixers:
             core = getattr(mixer, "core", None)
             is_paged = core is masked_attention or isinstance(core, PagedAttention)
             if not is_paged and not hasattr(mixer, "keep_states"):
@@ -170,9 +175,9 @@ class Steps:
                 raise ConfigError(
                     "model", f"{model.arch.family} {problem}; other programs can serve its export"
                 )
-        for window, mixer in zip(model.windows, mixers, strict=True):
+        for part, mixer in mixers:
             if hasattr(mixer, "core"):
-                mixer.core = PagedAttention(pages.num_pages, pages.page_size, window)
+                mixer.core = PagedAttention(pages.num_pages, pages.page_size, part.window)
                 self.caches.append(mixer.core)
             else:
                 self.caches.append(mixer.keep_states(max_sequences + 1))

@@ -253,8 +253,8 @@ class RankSizes:
         unsharded = (1.0 if is_narrow else self._unlike_kept) * width * numbers
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
-        inputs = 4 * width if share.is_compiled else 2 * (FP32 + 2 * width)
-        every = share.own_tokens * self.arch.hidden_size * inputs
+        inputs = 2 * width if share.is_compiled else FP32 + 2 * width
+        every = share.own_tokens * self.arch.hidden_size * len(layer) * inputs
         every += sum(part.activations(share) for part in layer)
         saved = every if activation.policy == "none" else self.residual_bytes
         if activation.policy == "selective":
@@ -375,7 +375,7 @@ class RankSizes:
         """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
-        width, parts = self.share.width, [part for part, _ in self.arch.layers()]
+        width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
         return width * tokens * sum(part.cached_numbers() for part in parts) + states
 

@@ -222,7 +222,9 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     dtype = compute_dtype(config, device)
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
-    if config.kernels.attention == "sdpa" and any(mixer.needs_lse for mixer, _ in arch.layers()):
+    if config.kernels.attention == "sdpa" and any(
+        getattr(part, "needs_lse", False) for part in arch.parts()
+    ):
         problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
         raise ConfigError("kernels.attention", problem)
     needs_cudnn = config.kernels.batch_invariant and device.type == "cuda"

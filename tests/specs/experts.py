@@ -20,24 +20,30 @@ from moetrain.kernels.experts.mlp_fp8 import (
     expert_mlp_fp8,
 )
 from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.experts.relu2 import _relu2, _relu2_backward, relu2
 from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu
 from moetrain.kernels.quant.e4m3 import quantise_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens, of which ``empty`` have no expert; experts at random."""
+    """Tokens, of which ``empty`` have no expert; experts at random, with a ``gate`` or without."""
     tokens, slots, experts = case["T"], case["K"], case["E"]
-    dim, width = case["D"], case["F"]
+    dim, width, outer = case["D"], case["F"], _outer(case)
     ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
     ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
     return {
         "x_TD": normal(generator, tokens, dim).to(dtype),
         "weights_TK": uniform(generator, tokens, slots),
         "indices": expert_indices(ids_TK, experts, "reference", num_rows=case.get("rows")),
-        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
+        "w_gate_up_E2FD": (normal(generator, experts, outer, dim) * dim**-0.5).to(dtype),
         "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
     }
+
+
+def _outer(case: Case) -> int:
+    """Rows of an expert's first matrix."""
+    return (2 if case.get("gate", True) else 1) * case["F"]
 
 
 def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -48,11 +54,11 @@ def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
 def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
     """Cost at bf16's rate; a multiply-add counts ``flops``, or 2 in weights' gradients."""
     tokens, dim, width = case["T"], case["D"], case["F"]
-    rows = tokens * case["K"]
-    forward = flops * 3 * rows * dim * width
-    backward = forward + 2.0 * 3 * rows * dim * width
-    weight_bytes = 6.0 * case["E"] * dim * width
-    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
+    rows, outer = tokens * case["K"], _outer(case)
+    forward = flops * rows * dim * (outer + width)
+    backward = forward + 2.0 * rows * dim * (outer + width)
+    weight_bytes = 2.0 * case["E"] * dim * (outer + width)
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 2.0 * rows * outer
     return (
         Cost(2 * token_bytes + weight_bytes + saved_bytes, forward),
         Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, backward),
@@ -67,6 +73,7 @@ CASES = (
     {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
     {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
 )
+GATELESS = {"T": 13, "K": 2, "E": 3, "D": 16, "F": 24, "gate": False}
 SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
 BAD_INPUTS = {
     r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
@@ -84,11 +91,16 @@ _MLP_SPECS = (
             *CASES,
             {"T": 33, "K": 4, "E": 128, "D": 16, "F": 8},
             {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
+            GATELESS,
+            {**GATELESS, "K": 3, "empty": 0.5, "rows": 17},
         ),
         # The products' own targets, 560 and 450, and five passes of permutation at theirs.
-        benches=tuple(
-            Bench(size, {"total_tflops": target})
-            for size, target in zip(SIZES, (490, 400), strict=True)
+        benches=(
+            *(
+                Bench(size, {"total_tflops": target})
+                for size, target in zip(SIZES, (490, 400), strict=True)
+            ),
+            Bench({"T": 16384, "K": 6, "E": 128, "D": 2688, "F": 1856, "gate": False}),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
         cpu_dtypes=(torch.float32,),
@@ -142,7 +154,7 @@ def _mlp_lora_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator)
 
     return make_inputs(case, dtype, generator) | {
         "a_gate_up_ErD": matrices(rank, dim),
-        "b_gate_up_E2Fr": matrices(2 * width, rank),
+        "b_gate_up_E2Fr": matrices(_outer(case), rank),
         "a_down_ErF": matrices(rank, width),
         "b_down_EDr": matrices(dim, rank),
         "scale": 0.75,
@@ -178,6 +190,7 @@ _MLP_LORA_SPECS = (
             {"T": 5, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
             {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
             {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
+            {**GATELESS, "r": 8},
         ),
         benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
@@ -245,6 +258,52 @@ _SWIGLU_SPECS = (
             "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
             "float64.*it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
             "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
+        },
+    ),
+)
+
+
+def _relu2_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, weights = case["R"], uniform(generator, case["R"])
+    a_RF = normal(generator, rows, case["F"]).to(dtype)
+    a_RF[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
+    return {"a_RF": a_RF, "weights_R": weights if case.get("weights", True) else None}
+
+
+def _relu2_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[~inputs["a_RF"].isnan().any(1)]
+
+
+def _relu2_cost(case: Case) -> tuple[Cost, Cost]:
+    rows, width = case["R"], case["F"]
+    return Cost(bytes=rows * (2 * 2 * width + 4)), Cost(bytes=rows * (2 * 3 * width + 2 * 4))
+
+
+_RELU2_SPECS = (
+    KernelSpec(
+        name="relu2",
+        fast=partial(relu2, backend="triton"),
+        reference=partial(relu2, backend="reference"),
+        make_inputs=_relu2_inputs,
+        cases=(
+            {"R": 7, "F": 24},
+            {"R": 1, "F": 1},
+            {"R": 13, "F": 1100, "unused": 3},
+            {"R": 9, "F": 64, "weights": False},
+            {"R": 0, "F": 16},
+        ),
+        benches=(Bench({"R": 98304, "F": 1856}),),
+        # Triton's interpreter cuts a single number's digits off where a GPU rounds them.
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
+        cost=_relu2_cost,
+        differentiable=("a_RF", "weights_R"),
+        select=_relu2_used,
+        select_grads={"a_RF": _relu2_used, "weights_R": _relu2_used},
+        ops=(_relu2, _relu2_backward),
+        bad_inputs={
+            "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
+            "float64.*it takes bf16": lambda i: i | {"a_RF": i["a_RF"].double()},
+            "takes a contiguous": lambda i: i | {"a_RF": i["a_RF"].T.contiguous().T},
         },
     ),
 )
@@ -327,4 +386,11 @@ _SWIGLU_FP8_SPECS = (
     ),
 )
 
-SPECS = (*_MLP_SPECS, *_MLP_FP8_SPECS, *_MLP_LORA_SPECS, *_SWIGLU_SPECS, *_SWIGLU_FP8_SPECS)
+SPECS = (
+    *_MLP_SPECS,
+    *_MLP_FP8_SPECS,
+    *_MLP_LORA_SPECS,
+    *_SWIGLU_SPECS,
+    *_RELU2_SPECS,
+    *_SWIGLU_FP8_SPECS,
+)

@@ -28,6 +28,10 @@ for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` 
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
+Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)^2 * w`` takes
+SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
+take the usual products too.
+
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
 """
@@ -47,6 +51,7 @@ from moetrain.kernels.experts.permutation import (
     unpermute,
 )
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
+from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
 
 
@@ -65,21 +70,23 @@ def expert_mlp(
     Args:
         x_TD: bf16 on CUDA; in plain torch any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
-        w_gate_up_E2FD: gate's F rows, then up's.
+        w_gate_up_E2FD: gate's F rows, then up's; or up's alone, for squared ReLU.
         w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes.
         typical_rows: the usual number of rows, where ``indices`` have room for more.
     """
-    check_experts("expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("expert_mlp", *given, needs_gate=False)
     if not use_fast(backend, x_TD):
         x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
         a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
-        h_RF = swiglu(a_R2F, weights_R, "reference")
+        h_RF = _activated(a_R2F, weights_R, w_down_EDF, "reference")
         y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
         return unpermute(y_RD, indices, "reference")
     weights = (w_gate_up_E2FD, w_down_EDF)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
-    if small_m.runs_experts(x_TD, w_down_EDF, typical):
+    has_gate = w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
+    if has_gate and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
         return unpermute(y_RD, indices, backend)
@@ -94,10 +101,13 @@ def check_experts(
     indices: ExpertIndices,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
+    *,
+    needs_gate: bool = True,
 ) -> None:
     """Raise ValueError, naming ``kernel``, for shapes or dtypes that do not fit together."""
     experts, dim, width = w_down_EDF.shape
-    fits = w_gate_up_E2FD.shape == (experts, 2 * width, dim) and x_TD.shape[1:] == (dim,)
+    rows = (2 * width,) if needs_gate else (2 * width, width)
+    fits = w_gate_up_E2FD.shape in [(experts, n, dim) for n in rows] and x_TD.shape[1:] == (dim,)
     if not fits or not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
         takes = "[T, D], [E, 2F, D] and [E, D, F] in one dtype"
         raise refusal(kernel, takes, x=x_TD, w_gate_up=w_gate_up_E2FD, w_down=w_down_EDF)
@@ -105,6 +115,22 @@ def check_experts(
     if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
         takes = "[T, D], [T, K] and [T, K]"
         raise refusal(kernel, takes, x=x_TD, weights=weights_TK, slot_row=slot_row_TK)
+
+
+def _activated(
+    a_R2F: torch.Tensor, weights_R: torch.Tensor, w_down_EDF: torch.Tensor, backend: Backend
+) -> torch.Tensor:
+    """Return ``h_RF`` of pre-activations with a gate, or [R, F] without."""
+    activation = relu2 if a_R2F.shape[1] == w_down_EDF.shape[2] else swiglu
+    return activation(a_R2F, weights_R, backend)
+
+
+def _activation_gradients(
+    dh_RF: torch.Tensor, a_R2F: torch.Tensor, weights_R: torch.Tensor, h_RF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``da_R2F`` and ``d_weights_R``; ``h_RF`` receives :func:`_activated`."""
+    gradients = relu2_gradients if a_R2F.shape == dh_RF.shape else swiglu_gradients
+    return gradients(dh_RF, a_R2F, weights_R, h_RF)
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
@@ -120,7 +146,7 @@ def _expert_mlp(
     """``y_TD``, and ``a_R2F`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-    h_RF = swiglu(a_R2F, weights_R, "triton")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "triton")
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     del x_RD, h_RF
     y_TD = torch.empty_like(x_TD)
@@ -144,7 +170,7 @@ def _expert_mlp_backward(
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = swiglu_gradients(dh_RF, a_R2F, weights_R, h_RF)
+    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF)
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
     del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
@@ -215,7 +241,8 @@ def adapted_expert_mlp(
         w_gate_up_E2FD, w_down_EDF: get no gradient.
         scale: multiplies the adapters' results.
     """
-    check_experts("adapted_expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("adapted_expert_mlp", *given, needs_gate=False)
     experts, dim, width = w_down_EDF.shape
     rank = a_gate_up_ErD.shape[1]
     offsets_E = indices.offsets_E
@@ -225,7 +252,7 @@ def adapted_expert_mlp(
         "a_down": a_down_ErF,
         "b_down": b_down_EDr,
     }
-    wanted = (rank, dim), (2 * width, rank), (rank, width), (dim, rank)
+    wanted = (rank, dim), (w_gate_up_E2FD.shape[1], rank), (rank, width), (dim, rank)
     for x, shape in zip(adapters.values(), wanted, strict=True):
         if x.shape != (experts, *shape) or x.dtype != x_TD.dtype:
             takes = "[E, r, D], [E, 2F, r], [E, r, F] and [E, D, r] in x's dtype"
@@ -244,7 +271,7 @@ def adapted_expert_mlp(
 
     x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
     a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
-    h_RF = swiglu(a_R2F, weights_R, "reference")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "reference")
     return unpermute(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices, "reference")
 
 
@@ -269,7 +296,7 @@ def _adapted_expert_mlp(
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
     del x_RD
     a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_E), alpha=scale)
-    h_RF = swiglu(a_R2F, weights_R, "triton")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "triton")
     v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_E)
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_E), alpha=scale)
@@ -308,7 +335,7 @@ def _adapted_expert_mlp_backward(
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
     h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = swiglu_gradients(dh_RF, a_R2F, weights_R, h_RF)
+    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF)
     del dh_RF  # before the products below, where memory peaks
     d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
     d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)

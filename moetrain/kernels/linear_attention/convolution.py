@@ -3,7 +3,7 @@
 A token's channel becomes silu of the sum of its last J inputs times as many filters, in fp32. With
 ``normalised`` each head is then divided by its norm. Inputs from before a document are zeros::
 
-    y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c)         y_th / sqrt(|y_th|^2 + 1e-6)
+    y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c + b_c)         y_th / sqrt(|y_th|^2 + 1e-6)
 
 In training these are plain formulas that the compiler fuses; of the inputs it keeps one tensor in
 the compute dtype. In generation a sequence's last J - 1 inputs are kept in its slot
@@ -36,6 +36,8 @@ class Convolution(NamedTuple):
     filters_C1J: torch.Tensor
     width: int
     normalised: bool
+    bias_C: torch.Tensor | None = None
+    """What is added before silu, in training alone."""
 
 
 def convolved(given: Sequence[Convolution], place_T: torch.Tensor) -> list[torch.Tensor]:
@@ -47,7 +49,7 @@ def convolved(given: Sequence[Convolution], place_T: torch.Tensor) -> list[torch
     Args:
         place_T: each token's place in its document.
     """
-    sums = [_summed(_earlier(one, place_T), one.filters_C1J) for one in given]
+    sums = [_summed(_earlier(one, place_T), one) for one in given]
     return [_heads(y_TC, one) for y_TC, one in zip(sums, given, strict=True)]
 
 
@@ -60,13 +62,13 @@ def _earlier(given: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
     return [views[0], *earlier]
 
 
-def _summed(inputs_TC: Sequence[torch.Tensor], filters_C1J: torch.Tensor) -> torch.Tensor:
+def _summed(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
     wide, taps = torch.promote_types(inputs_TC[0].dtype, torch.float32), len(inputs_TC)
-    filters_JC = filters_C1J[:, 0].t().to(wide)
+    filters_JC = given.filters_C1J[:, 0].t().to(wide)
     y_TC = inputs_TC[0].to(wide) * filters_JC[-1]
     for back in range(1, taps):
         y_TC = y_TC + inputs_TC[back].to(wide) * filters_JC[taps - 1 - back]
-    return F.silu(y_TC)
+    return F.silu(y_TC if given.bias_C is None else y_TC + given.bias_C.to(wide))
 
 
 def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
@@ -84,7 +86,8 @@ def convolution_step(
     Args:
         kept_PJC: [P, J - 1, C] in the input's dtype; both are contiguous.
     """
-    x_TC, filters_C1J, width, normalised = given
+    x_TC, filters_C1J, width, normalised, bias_C = given
+    assert bias_C is None  # of the families that generate
     (tokens, channels), taps = x_TC.shape, filters_C1J.shape[-1]
     is_like = kept_PJC.shape[1:] == (taps - 1, channels) and kept_PJC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PJC.is_contiguous()):
@@ -99,7 +102,7 @@ def convolution_step(
                 BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=normalised, num_warps=1,
             )  # fmt: skip
     else:
-        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PJC, reads), filters_C1J), given)
+        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PJC, reads), given), given)
     if taps > 1:
         slots_T = torch.where(reads.after_T < taps - 1, reads.slots_T, 0)
         kept_PJC[slots_T, reads.place_T % (taps - 1)] = x_TC

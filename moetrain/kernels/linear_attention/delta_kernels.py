@@ -1,5 +1,6 @@
 """The Triton kernels of the gated delta rule: :mod:`moetrain.kernels.linear_attention.gated_delta`
-has the formulas, the legend and what launches them.
+has the formulas, the legend and what launches them. Without DELTA they are those of
+:mod:`moetrain.kernels.linear_attention.ssd`, where U is given and there is no T.
 
 A program has one head of one chunk, or walks over the chunks of one document, for all columns of a
 state or for some. In all: H, Q, K, V and C as in the legend, C being the tokens of a chunk; ``row``
@@ -64,7 +65,7 @@ def states_kernel(
     k_ptr, v_ptr, beta_ptr, sums_ptr, inverse_ptr, begins_ptr, ends_ptr, firsts_ptr, new_ptr,
     states_ptr, carried_ptr, slots_ptr, is_new_ptr,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk over a document's chunks: write each one's first state, and its U.
 
@@ -91,17 +92,20 @@ def states_kernel(
         keys = k_ptr + ((token * Q + head // (H // Q)) * K)[:, None] + dims[None, :]
         k = tl.load(keys, mask=valid[:, None], other=0.0)
         at = tl.cast(chunk, tl.int64) * H + head
-        inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
         sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
-        beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
+        if DELTA:
+            inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
+            beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
         ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
         final = tl.load(sums_ptr + ending * H + head)
         rounded = state.to(k.dtype)
         tl.store(states_ptr + at * K * V + dims[:, None] * V + values[None, :], rounded)
-        read = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(sums)[:, None]
-        right = ((v.to(tl.float32) - read) * beta[:, None]).to(k.dtype)
-        new = tl.dot(inverse, right, input_precision=PRECISION)
-        tl.store(new_ptr + row, new.to(k.dtype), mask=valid[:, None])
+        new = v.to(tl.float32)
+        if DELTA:
+            read = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(sums)[:, None]
+            right = ((new - read) * beta[:, None]).to(k.dtype)
+            new = tl.dot(inverse, right, input_precision=PRECISION)
+            tl.store(new_ptr + row, new.to(k.dtype), mask=valid[:, None])
         new = (new * tl.exp(final - sums)[:, None]).to(k.dtype)
         after = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
         if CARRIED:
@@ -168,7 +172,7 @@ def state_gradients_kernel(
     q_ptr, k_ptr, do_ptr, beta_ptr, sums_ptr, inverse_ptr, bounds_ptr, firsts_ptr, du_ptr,
     d_states_ptr, scale,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk back over a document's chunks: write each one's last state's gradient, and R's over
     the part of U's that is known."""
@@ -191,22 +195,25 @@ def state_gradients_kernel(
         do = tl.load(do_ptr + row, mask=valid[:, None], other=0.0)
         du = tl.load(du_ptr + row, mask=valid[:, None], other=0.0)
         at = tl.cast(chunk, tl.int64) * H + head
-        inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
         sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
-        beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
         ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
         final = tl.load(sums_ptr + ending * H + head)
         rounded = d_state.to(k.dtype)
         tl.store(d_states_ptr + at * K * V + dims[:, None] * V + values[None, :], rounded)
         through = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(final - sums)[:, None]
         du = tl.where(valid[:, None], du.to(tl.float32) + through, 0.0).to(k.dtype)
-        dr = tl.dot(tl.trans(inverse), du, input_precision=PRECISION)
-        tl.store(du_ptr + row, dr.to(k.dtype), mask=valid[:, None])
         growth = tl.exp(sums)
         do = (do * (growth * scale)[:, None]).to(k.dtype)
-        dr = (dr * (growth * beta)[:, None]).to(k.dtype)
         d_state = d_state * tl.exp(final) + tl.dot(tl.trans(q), do, input_precision=PRECISION)
-        d_state -= tl.dot(tl.trans(k), dr, input_precision=PRECISION)
+        if DELTA:
+            inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
+            beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
+            dr = tl.dot(tl.trans(inverse), du, input_precision=PRECISION)
+            tl.store(du_ptr + row, dr.to(k.dtype), mask=valid[:, None])
+            dr = (dr * (growth * beta)[:, None]).to(k.dtype)
+            d_state -= tl.dot(tl.trans(k), dr, input_precision=PRECISION)
+        else:
+            tl.store(du_ptr + row, du, mask=valid[:, None])
 
 
 @triton.jit
@@ -214,7 +221,7 @@ def input_gradients_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, new_ptr, dr_ptr, beta_ptr, sums_ptr, states_ptr, d_states_ptr,
     starts_ptr, sizes_ptr, dq_ptr, dk_ptr, dv_ptr, d_sums_ptr, d_beta_ptr, scale, T,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and dK for some columns of K, dV for as many of V's blocks as come to that part,
     and their part of dG and dbeta."""
@@ -225,7 +232,6 @@ def input_gradients_kernel(
         valid = i < size
         token = (tl.load(starts_ptr + chunk) + i).to(tl.int64)
         gates = token * H + head
-        beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
         dq, dk, d_read = (
             tl.zeros([C, BK], tl.float32),
             tl.zeros([C, BK], tl.float32),
@@ -241,50 +247,55 @@ def input_gradients_kernel(
             d_state = tl.load(d_states_ptr + at + values[None, :])
             do = tl.load(do_ptr + row, mask=valid[:, None], other=0.0)
             u = tl.load(new_ptr + row, mask=valid[:, None], other=0.0)
-            dr = tl.load(dr_ptr + row, mask=valid[:, None], other=0.0)
             dq += tl.dot(do, tl.trans(state), input_precision=PRECISION)
             dk += tl.dot(u, tl.trans(d_state), input_precision=PRECISION)
-            d_read += tl.dot(dr, tl.trans(state), input_precision=PRECISION)
             d_scores += tl.dot(do, tl.trans(u), input_precision=PRECISION)
-            d_lower -= tl.dot(dr, tl.trans(u), input_precision=PRECISION)
             through += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
-            if first // BV % (K // BK) == part:
-                v = tl.load(v_ptr + row, mask=valid[:, None], other=0.0)
-                dv = dr.to(tl.float32) * beta[:, None]
-                tl.store(dv_ptr + row, dv.to(v.dtype), mask=valid[:, None])
-                d_beta += tl.sum(dr.to(tl.float32) * v, axis=1)
+            if DELTA:
+                dr = tl.load(dr_ptr + row, mask=valid[:, None], other=0.0)
+                d_read += tl.dot(dr, tl.trans(state), input_precision=PRECISION)
+                d_lower -= tl.dot(dr, tl.trans(u), input_precision=PRECISION)
+                if first // BV % (K // BK) == part:
+                    v = tl.load(v_ptr + row, mask=valid[:, None], other=0.0)
+                    beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
+                    dv = dr.to(tl.float32) * beta[:, None]
+                    tl.store(dv_ptr + row, dv.to(v.dtype), mask=valid[:, None])
+                    d_beta += tl.sum(dr.to(tl.float32) * v, axis=1)
         key_row = (token * Q + head // (H // Q))[:, None] * K + dims[None, :]
         q = tl.load(q_ptr + key_row, mask=valid[:, None], other=0.0)
         k = tl.load(k_ptr + key_row, mask=valid[:, None], other=0.0)
         sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
         final = tl.sum(tl.where(i == size - 1, sums, 0.0), axis=0)
-        growth = tl.exp(sums)
-        dq *= (growth * scale)[:, None]
+        dq *= (tl.exp(sums) * scale)[:, None]
         dk *= tl.exp(final - sums)[:, None]
-        d_read *= growth[:, None]
-        kept, along = tl.sum(dk * k, axis=1), tl.sum(d_read * k, axis=1)
-        d_beta -= along
-        d_sums = tl.sum(dq * q, axis=1) - kept - beta * along
-        dk -= d_read * beta[:, None]
+        kept = tl.sum(dk * k, axis=1)
+        d_sums = tl.sum(dq * q, axis=1) - kept
         d_final = tl.sum(kept, axis=0) + tl.exp(final) * tl.sum(through, axis=0)
         decay = _decay(sums, i, size)
         d_scores *= decay * scale
-        d_lower = tl.where(i[:, None] > i[None, :], d_lower * decay, 0.0)
-        moved = d_lower * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        d_beta += tl.sum(moved, axis=1)
-        moved = moved * beta[:, None]
-        moved += d_scores * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        moved = d_scores * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        parts = tl.cast(part, tl.int64) * T * H
+        if DELTA:
+            beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
+            d_read *= tl.exp(sums)[:, None]
+            along = tl.sum(d_read * k, axis=1)
+            d_sums -= beta * along
+            dk -= d_read * beta[:, None]
+            d_lower = tl.where(i[:, None] > i[None, :], d_lower * decay, 0.0)
+            products = d_lower * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            d_beta += tl.sum(products, axis=1) - along
+            tl.store(d_beta_ptr + parts + gates, d_beta, mask=valid)
+            moved += products * beta[:, None]
+            lower = (d_lower * beta[:, None]).to(k.dtype)
+            dk += tl.dot(lower, k, input_precision=PRECISION)
+            dk += tl.dot(tl.trans(lower), k, input_precision=PRECISION)
         columns = tl.sum(moved, axis=0)  # laid out by column; as rows:
         columns = tl.sum(tl.where(i[:, None] == i[None, :], columns[None, :], 0.0), axis=1)
         d_sums += tl.sum(moved, axis=1) - columns + tl.where(i == size - 1, d_final, 0.0)
-        parts = tl.cast(part, tl.int64) * T * H
         tl.store(d_sums_ptr + parts + gates, d_sums, mask=valid)
-        tl.store(d_beta_ptr + parts + gates, d_beta, mask=valid)
-        scores, lower = d_scores.to(k.dtype), (d_lower * beta[:, None]).to(k.dtype)
+        scores = d_scores.to(k.dtype)
         dq += tl.dot(scores, k, input_precision=PRECISION)
         dk += tl.dot(tl.trans(scores), q, input_precision=PRECISION)
-        dk += tl.dot(lower, k, input_precision=PRECISION)
-        dk += tl.dot(tl.trans(lower), k, input_precision=PRECISION)
         row = gates[:, None] * K + dims[None, :]
         tl.store(dq_ptr + row, dq.to(k.dtype), mask=valid[:, None])
         tl.store(dk_ptr + row, dk.to(k.dtype), mask=valid[:, None])
@@ -293,7 +304,7 @@ def input_gradients_kernel(
 @triton.jit
 def gate_gradients_kernel(
     d_sums_ptr, d_beta_ptr, starts_ptr, sizes_ptr, dg_ptr, dbeta_ptr, T,
-    H: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, P: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts' dG and dbeta, and differentiate the sums of g."""
     head, chunk = tl.program_id(0), tl.program_id(1)
@@ -304,8 +315,10 @@ def gate_gradients_kernel(
     for part in tl.static_range(P):
         parts = tl.cast(part, tl.int64) * T * H + gates
         d_sums += tl.load(d_sums_ptr + parts, mask=valid, other=0.0)
-        d_beta += tl.load(d_beta_ptr + parts, mask=valid, other=0.0)
+        if DELTA:
+            d_beta += tl.load(d_beta_ptr + parts, mask=valid, other=0.0)
     # g_i is part of every later sum.
     dg = tl.sum(d_sums, axis=0) - tl.cumsum(d_sums, axis=0) + d_sums
     tl.store(dg_ptr + gates, dg, mask=valid)
-    tl.store(dbeta_ptr + gates, d_beta, mask=valid)
+    if DELTA:
+        tl.store(dbeta_ptr + gates, d_beta, mask=valid)

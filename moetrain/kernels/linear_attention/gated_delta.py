@@ -53,7 +53,7 @@ from moetrain.kernels.linear_attention.delta_kernels import (
 
 CHUNK = 64
 """Tokens of a chunk. A larger one makes more products within chunks, a smaller one more states."""
-_WIDTHS = (64, 128)
+WIDTHS = (64, 128)
 """Widths that the kernels' tiles divide."""
 
 
@@ -125,7 +125,7 @@ def gated_delta(
     """
     inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
     if not use_fast(backend, v_THV):
-        return _chunked(*inputs, documents, scale)
+        return chunked(*inputs, documents, scale)
     return _gated_delta(*_fast_inputs(*inputs), *documents, scale)[0]
 
 
@@ -146,7 +146,7 @@ def continued(
     """
     inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
     if not use_fast(backend, v_THV):
-        return _chunked(*inputs, documents, scale, carried)
+        return chunked(*inputs, documents, scale, carried)
     return _launch_forward(*_fast_inputs(*inputs), documents, scale, carried)[0]
 
 
@@ -175,27 +175,31 @@ def _fast_inputs(
 ) -> RuleInputs:
     """Return the inputs as the kernels take them."""
     K, V = k_TQK.shape[2], v_THV.shape[2]
-    if K not in _WIDTHS or V not in _WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:
-        takes = f"one dtype, and widths of {', '.join(map(str, _WIDTHS))}"
+    if K not in WIDTHS or V not in WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:
+        takes = f"one dtype, and widths of {', '.join(map(str, WIDTHS))}"
         raise refusal("gated_delta", takes, q=q_TQK, k=k_TQK, v=v_THV)
     require_contiguous("gated_delta", q=q_TQK, k=k_TQK, v=v_THV, g=g_TH, beta=beta_TH)
     return q_TQK, k_TQK, v_THV, g_TH.float(), beta_TH.float()
 
 
-def _chunked(
+def chunked(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
     v_THV: torch.Tensor,
     g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
+    beta_TH: torch.Tensor | None,
     documents: Documents,
     scale: float,
     carried: Carried | None = None,
 ) -> torch.Tensor:
-    """Compute the chunks' formulas in plain torch, in fp32 or wider."""
+    """Compute the chunks' formulas in plain torch, in fp32 or wider.
+
+    Without ``beta`` the values are written as they are: U = V.
+    """
     T, heads = len(v_THV), v_THV.shape[1] // k_TQK.shape[1]
     if T == 0:  # nothing, which still has gradients
-        return v_THV * (q_TQK.sum() + k_TQK.sum() + g_TH.sum() + beta_TH.sum())
+        given = (x for x in (q_TQK, k_TQK, g_TH, beta_TH) if x is not None)
+        return v_THV * sum(x.sum() for x in given)
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     i = torch.arange(CHUNK, device=v_THV.device)
     token_CI = (documents.starts_C[:, None] + i).clamp(max=T - 1)
@@ -208,31 +212,34 @@ def _chunked(
         return x.masked_fill(~mask, 0).transpose(1, 2)
 
     q, k = (chunks(x).repeat_interleave(heads, 1) for x in (q_TQK, k_TQK))
-    v, sums, beta = chunks(v_THV), chunks(g_TH).cumsum(-1), chunks(beta_TH)
+    u, sums = chunks(v_THV), chunks(g_TH).cumsum(-1)
     below = i[:, None] >= i
     decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~below, -torch.inf).exp()
-    lower = (beta[..., None] * decay * (k @ k.mT)).masked_fill(i[:, None] == i, 0)
     grown = sums.exp()[..., None]
-    right = torch.cat((k * beta[..., None] * grown, v * beta[..., None]), -1)
-    lower = lower + torch.eye(CHUNK, dtype=wide, device=v.device)
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    w, u = solved.split((k.shape[-1], v.shape[-1]), -1)
+    w = None
+    if beta_TH is not None:
+        beta = chunks(beta_TH)[..., None]
+        lower = (beta * decay * (k @ k.mT)).masked_fill(i[:, None] == i, 0)
+        right = torch.cat((k * beta * grown, u * beta), -1)
+        lower = lower + torch.eye(CHUNK, dtype=wide, device=u.device)
+        solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        w, u = solved.split((k.shape[-1], u.shape[-1]), -1)
     final = sums[..., -1:, None]  # past a chunk's end g is 0
     # Chunks in sequence; a document's first one begins with zeros, or with what is carried.
-    at_C = torch.arange(len(w), device=w.device)
+    at_C = torch.arange(len(u), device=u.device)
     is_first_C = torch.isin(at_C, documents.firsts_N)
     is_full_C = documents.sizes_C == CHUNK
-    state, states, news, ended = w.new_zeros(w.shape[1], k.shape[-1], v.shape[-1]), [], [], []
-    start_C = [torch.zeros_like(state)] * len(w)
+    state, states, news, ended = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1]), [], [], []
+    start_C = [torch.zeros_like(state)] * len(u)
     if carried is not None:
         first_N = carried.states_PHKV[carried.slots_N.long()].to(wide)
         first_N = first_N.masked_fill(carried.is_new_N.bool()[:, None, None, None], 0)
         doc_C = torch.searchsorted(documents.firsts_N, at_C, right=True) - 1
         start_C = first_N[doc_C.clamp(max=len(first_N) - 1)]
-    for c in range(len(w)):
+    for c in range(len(u)):
         state = torch.where(is_first_C[c], start_C[c], state)
         states.append(state)
-        news.append(u[c] - w[c] @ state)
+        news.append(u[c] if w is None else u[c] - w[c] @ state)
         kept = k[c] * (final[c] - sums[c][..., None]).exp()
         after = state * final[c].exp() + kept.mT @ news[c]
         state = torch.where(is_full_C[c], after, state)
@@ -246,7 +253,7 @@ def _chunked(
     return o_THV.to(v_THV.dtype)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """How a kernel is launched; see LOG.md for what else was tried."""
 
     warps: int
@@ -257,15 +264,15 @@ class _Launch(NamedTuple):
 
 # The best on one H100, bf16, K = V = 128. With one stage Triton 3.6 computes the kernels that walk
 # over chunks wrongly (states off by all of their size); with two and more rightly.
-_PREPARE = _Launch(4, 2)
-_STATES = _Launch(4, 3, 32)
-_OUTPUTS = _Launch(4, 1, 128)
-_LOCAL = _Launch(4, 1)
-_STATE_GRADS = _Launch(4, 3, 32)
-_INPUTS = _Launch(8, 2, 128)
+_PREPARE = Launch(4, 2)
+_STATES = Launch(4, 3, 32)
+_OUTPUTS = Launch(4, 1, 128)
+_LOCAL = Launch(4, 1)
+_STATE_GRADS = Launch(4, 3, 32)
+_INPUTS = Launch(8, 2, 128)
 
 
-def _sizes(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
+def sizes_of(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
     """Return what every kernel is compiled for."""
     (_, Q, K), (_, H, V) = k_TQK.shape, v_THV.shape
     # Of fp32 numbers: the products' error is to be below the inputs' own.
@@ -301,7 +308,7 @@ def _launch_forward(
     scale: float,
     carried: Carried | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (_, starts_C, sizes_C, _), sizes = documents, _sizes(k_TQK, v_THV)
+    (_, starts_C, sizes_C, _), sizes = documents, sizes_of(k_TQK, v_THV)
     H, C, V = v_THV.shape[1], starts_C.shape[0], v_THV.shape[2]
     inverse_CHII = k_TQK.new_empty(C, H, CHUNK, CHUNK)
     sums_TH = torch.empty_like(g_TH)
@@ -350,8 +357,8 @@ def _states(
         *states, begins_N, ends_N = carried
     states_kernel[(V // columns, H, len(ends_N))](
         k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, begins_N, ends_N, firsts_N, new_THV,
-        states_CHKV, *states, **_sizes(k_TQK, v_THV), BV=columns, CARRIED=carried is not None,
-        num_warps=_STATES.warps, num_stages=_STATES.stages,
+        states_CHKV, *states, **sizes_of(k_TQK, v_THV), BV=columns, CARRIED=carried is not None,
+        DELTA=True, num_warps=_STATES.warps, num_stages=_STATES.stages,
     )  # fmt: skip
     return new_THV, states_CHKV
 
@@ -373,7 +380,7 @@ def _gated_delta_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, g and beta."""
-    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), _sizes(k_TQK, v_THV)
+    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, v_THV)
     (T, H, V), (_, Q, K), C = v_THV.shape, k_TQK.shape, starts_C.shape[0]
     do_THV, dv_THV = do_THV.contiguous(), torch.empty_like(v_THV)
     dg_TH, dbeta_TH = torch.empty_like(g_TH), torch.empty_like(beta_TH)
@@ -389,7 +396,7 @@ def _gated_delta_gradients(
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
         q_TQK, k_TQK, do_THV, beta_TH, sums_TH, inverse_CHII, bounds_N, firsts_N, du_THV,
-        d_states_CHKV, scale, **sizes, BV=columns, num_warps=_STATE_GRADS.warps,
+        d_states_CHKV, scale, **sizes, DELTA=True, BV=columns, num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
         num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
     )  # fmt: skip
@@ -400,11 +407,12 @@ def _gated_delta_gradients(
     input_gradients_kernel[(K // columns, H, C)](
         q_TQK, k_TQK, v_THV, do_THV, new_THV, du_THV, beta_TH, sums_TH, states_CHKV,
         d_states_CHKV, starts_C, sizes_C, dq_THK, dk_THK, dv_THV, d_sums_PTH, d_beta_PTH, scale, T,
-        **sizes, BK=columns, BV=min(64, V), num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
+        **sizes, DELTA=True, BK=columns, BV=min(64, V), num_warps=_INPUTS.warps,
+        num_stages=_INPUTS.stages,
     )  # fmt: skip
     gate_gradients_kernel[(H, C)](
         d_sums_PTH, d_beta_PTH, starts_C, sizes_C, dg_TH, dbeta_TH, T,
-        H=H, C=CHUNK, P=K // columns, num_warps=1,
+        H=H, C=CHUNK, P=K // columns, DELTA=True, num_warps=1,
     )  # fmt: skip
     if H != Q:
         dq_THK, dk_THK = (

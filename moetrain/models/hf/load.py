@@ -325,8 +325,8 @@ def _named(section: ModelSection, needs_weights: bool) -> Architecture:
             "model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
-    for name in ("sliding_windows", "moe_layers", "linear_layers"):
-        if (each := getattr(preset, name)) and (count := overrides.get("num_layers")):
+    for name in ("sliding_windows", "moe_layers", "linear_layers", "mixers"):
+        if (each := getattr(preset, name, ())) and (count := overrides.get("num_layers")):
             overrides[name] = (each + each[-1:] * count)[:count]
     kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
     foreign = _fields_of(kinds) - _fields_of(preset.kinds)

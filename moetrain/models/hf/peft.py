@@ -39,9 +39,14 @@ _SETTINGS = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
-_FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
+_FUSED = {
+    "w_gate_up": ("base_layer.", "gate_up_proj"),
+    "w_up": ("base_layer.", "up_proj"),
+    "w_down": ("", "down_proj"),
+}
 """For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Names of modules that PEFT takes for experts' in families whose experts are ``mlp.experts``."""
 _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -83,9 +88,14 @@ class _Site(NamedTuple):
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that hold the adapter of the weight ``name``, one expert a module; none
         where it is a part of a module's weight."""
-        pieces = FAMILIES[arch.family].pieces({name: shape}, arch)
-        whole = [(p.hf_name.removesuffix(".weight"), p.place) for p in pieces if p.is_whole]
-        return [cls(_PREFIX + key, place[:1], place, key) for key, place in whole]
+        family, sites = FAMILIES[arch.family], []
+        for piece in family.pieces({name: shape}, arch):
+            key = piece.hf_name.removesuffix(".weight")
+            if key.startswith(f"{family.backbone}."):
+                key = "model" + key.removeprefix(family.backbone)
+            if piece.is_whole:
+                sites.append(cls(_PREFIX + key, piece.place[:1], piece.place, key))
+        return sites
 
     @property
     def tensors(self) -> list[str]:
@@ -106,15 +116,15 @@ def _fused_order(arch: Architecture, name: str, shape: torch.Size) -> torch.Tens
     return rows
 
 
-def _fused_key(name: str) -> str:
+def _fused_key(arch: Architecture, name: str) -> str:
     """Return the name that ``transformers`` has for the stacked weight ``name``."""
     _, layer, *_, leaf = name.split(".")
-    return f"model.layers.{layer}.mlp.experts.{_FUSED[leaf][1]}"
+    return f"model.layers.{layer}.{FAMILIES[arch.family].experts}.{_FUSED[leaf][1]}"
 
 
-def _fused_module(name: str) -> str:
+def _fused_module(arch: Architecture, name: str) -> str:
     """Return the module with the adapters of all experts, where both stacked weights have some."""
-    experts, nested = _fused_key(name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
+    experts, nested = _fused_key(arch, name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
     return f"{_PREFIX}{experts}.{nested}".removesuffix(".")
 
 
@@ -130,7 +140,9 @@ def save_peft(
     ``base`` is the path or hub id of the model that they adapt.
     """
     folder = Path(folder)
-    layout = FAMILIES[arch.family].lora_layout if lora.layout == "auto" else lora.layout
+    family = FAMILIES[arch.family]
+    layout = family.lora_layout if lora.layout == "auto" else lora.layout
+    taken = _TAKEN_FOR_EXPERTS if family.experts == "mlp.experts" else ()
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -138,11 +150,11 @@ def save_peft(
     for name, shape, adapter in adapters:
         a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
-            module = _fused_module(name)
+            module = _fused_module(arch, name)
             rank = a.shape[1]
             order = _fused_order(arch, name, shape).to(b.device)
             wide = b[:, order].permute(1, 2, 0).reshape(shape[1], rank * shape[0])
-            parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
+            parameters.add(_fused_key(arch, name).split(".", 3)[3])
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
         if not (sites := _Site.of(arch, name, shape)):
@@ -150,7 +162,7 @@ def save_peft(
         for site in sites:
             tensors |= _written(site.module, a[site.a], b[site.b])
             modules.add(site.kind)
-            if len(shape) == 2 and arch.num_experts and site.kind in _TAKEN_FOR_EXPERTS:
+            if len(shape) == 2 and arch.num_experts and site.kind in taken:
                 unread.append(site.key)
     if unread:
         problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
@@ -261,11 +273,12 @@ class _AdapterFiles:
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
         if len(shape) == 3:
-            both = [_fused_key(f"{name.rpartition('.')[0]}.{leaf}") for leaf in _FUSED]
-            targeted = [key for key in both if self.settings.is_parameter(key)]
-            if (key := _fused_key(name)) in targeted:
+            stack = name.rpartition(".")[0]
+            every = [_fused_key(self.arch, f"{stack}.{leaf}") for leaf in _FUSED]
+            targeted = [key for key in every if self.settings.is_parameter(key)]
+            if (key := _fused_key(self.arch, name)) in targeted:
                 outer = _PREFIX + key.rpartition(".")[0]
-                module = _fused_module(name) if len(targeted) == 2 else outer
+                module = _fused_module(self.arch, name) if len(targeted) == 2 else outer
                 return [_Site(module, (), (), key, shape[0], _fused_order(self.arch, name, shape))]
         sites = []
         for site in _Site.of(self.arch, name, shape):

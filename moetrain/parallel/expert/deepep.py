@@ -203,7 +203,7 @@ def why_not_here(
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
     local_experts, top_k = arch.num_experts // ranks, arch.num_experts_per_token
-    width, multiple = arch.hidden_size, _HIDDEN_MULTIPLE[precision]
+    width, multiple = arch.sent_size, _HIDDEN_MULTIPLE[precision]
     if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
     if device.type != "cuda":
@@ -211,8 +211,9 @@ def why_not_here(
     if dtype != torch.bfloat16:
         return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
     if width % multiple or width > _MAX_HIDDEN:
+        name = "hidden_size" if width == arch.hidden_size else "moe_latent_size"
         return (
-            f"the model's hidden_size is {width}, and it takes multiples of {multiple} up to "
+            f"the model's {name} is {width}, and it takes multiples of {multiple} up to "
             f"{_MAX_HIDDEN}"
         )
     if top_k > _MAX_TOP_K:

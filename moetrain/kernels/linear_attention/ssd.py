@@ -1,0 +1,237 @@
+"""The recurrence of Mamba-2 over packed documents: linear attention with a state that decays.
+
+Each head has a state S [K, V], zero at the start of every document. Token by token (state space
+duality, arXiv 2405.21060)::
+
+    S = exp(g) S + k u^T        o = S^T q
+
+Mamba-2 calls q, k and u C, B and dt x, and g is dt A. It is the gated delta rule without its
+correction of what the state already holds for the key.
+
+Worked example, K = V = 1, g = ln(1/2), k = q = 1, u = 1, 1: the state goes from 0 to 1 and 3/2,
+which are also the outputs; a document that starts at the second token gives 1 again.
+
+The fast path takes chunks of 64 tokens. With G the running sums of g in a chunk, D_ij = exp(G_i -
+G_j) for j <= i, and S the state before it::
+
+    O = diag(e^G) Q S + (D * Q K^T) U       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
+
+The kernels that have to do with states are those of
+:mod:`moetrain.kernels.linear_attention.delta_kernels`, without their W. The backward makes the
+states again. States are rounded to the inputs' dtype where a product reads them and are carried in
+fp32.
+
+Left out on purpose: the step sizes, the skip ``D x``, and the convolution before them, which the
+compiler fuses.
+
+Legend: T tokens, H heads of values, Q heads of queries and keys (each serves H / Q of the former;
+Mamba-2's groups), K width of a key (of Mamba-2's state), V width of a value, N documents, C chunks
+of them, P parts of K.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
+)
+from moetrain.kernels.linear_attention.delta_kernels import (
+    gate_gradients_kernel,
+    input_gradients_kernel,
+    local_kernel,
+    outputs_kernel,
+    state_gradients_kernel,
+    states_kernel,
+)
+from moetrain.kernels.linear_attention.gated_delta import (
+    WIDTHS,
+    Documents,
+    Launch,
+    chunked,
+    sizes_of,
+)
+
+
+def ssd(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    documents: Documents,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return ``o_THV`` in ``u``'s dtype; every input but ``documents`` gets a gradient.
+
+    Args:
+        q_TQK, k_TQK, u_THV: one dtype, contiguous; H is a multiple of Q.
+        g_TH: fp32, at most 0: the log of what the state keeps.
+        documents: of all T tokens.
+    """
+    (T, Q, K), (_, H, V) = k_TQK.shape, u_THV.shape
+    fits = q_TQK.shape == k_TQK.shape and u_THV.shape[0] == T and H % max(1, Q) == 0
+    if not fits or g_TH.shape != (T, H):
+        takes = "[T, Q, K] twice, [T, H, V] and [T, H]; Q divides H"
+        raise refusal("ssd", takes, q=q_TQK, k=k_TQK, u=u_THV, g=g_TH)
+    if not use_fast(backend, u_THV):
+        return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0)
+    if K not in WIDTHS or V not in WIDTHS or not q_TQK.dtype == k_TQK.dtype == u_THV.dtype:
+        takes = f"one dtype, and widths of {', '.join(map(str, WIDTHS))}"
+        raise refusal("ssd", takes, q=q_TQK, k=k_TQK, u=u_THV)
+    require_contiguous("ssd", q=q_TQK, k=k_TQK, u=u_THV, g=g_TH)
+    return _ssd(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
+
+
+# The gated delta rule's own, not tuned again; kernels that walk over chunks need two stages.
+_GATES = Launch(1, 1)
+_STATES = Launch(4, 3, 32)
+_OUTPUTS = Launch(4, 1, 128)
+_LOCAL = Launch(4, 1)
+_STATE_GRADS = Launch(4, 3, 32)
+_INPUTS = Launch(4, 2, 64)
+
+
+@torch.library.custom_op("moetrain::ssd", mutates_args=())
+def _ssd(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs, and the running sums of ``g`` in their chunks."""
+    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, u_THV)
+    H, C, V = u_THV.shape[1], starts_C.shape[0], u_THV.shape[2]
+    sums_TH, out_THV = torch.empty_like(g_TH), torch.empty_like(u_THV)
+    if out_THV.numel() == 0:
+        return out_THV, sums_TH
+    _sums_kernel[(C, H)](
+        g_TH, starts_C, sizes_C, sums_TH, H=H, C=sizes["C"],
+        num_warps=_GATES.warps, num_stages=_GATES.stages,
+    )  # fmt: skip
+    states_CHKV = _states(k_TQK, u_THV, sums_TH, documents)
+    columns = min(_OUTPUTS.columns, V)
+    outputs_kernel[(V // columns, H, C)](
+        q_TQK, k_TQK, u_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, 1.0,
+        **sizes, BV=columns, num_warps=_OUTPUTS.warps, num_stages=_OUTPUTS.stages,
+    )  # fmt: skip
+    return out_THV, sums_TH
+
+
+@_ssd.register_fake
+def _(q_TQK, k_TQK, u_THV, g_TH, bounds_N, starts_C, sizes_C, firsts_N):
+    return torch.empty_like(u_THV), torch.empty_like(g_TH)
+
+
+worth_saving("attention", torch.ops.moetrain.ssd.default)
+
+
+def _states(
+    k_TQK: torch.Tensor, u_THV: torch.Tensor, sums_TH: torch.Tensor, documents: Documents
+) -> torch.Tensor:
+    """Return each chunk's first state, [C, H, K, V] in the inputs' dtype."""
+    (_, H, V), K, sizes = u_THV.shape, k_TQK.shape[2], sizes_of(k_TQK, u_THV)
+    bounds_N, starts_C, _, firsts_N = documents
+    states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
+    columns = min(_STATES.columns, V)
+    states_kernel[(V // columns, H, len(bounds_N) - 1)](
+        k_TQK, u_THV, None, sums_TH, None, bounds_N, bounds_N[1:], firsts_N, None, states_CHKV,
+        None, None, None, **sizes, CARRIED=False, DELTA=False, BV=columns,
+        num_warps=_STATES.warps, num_stages=_STATES.stages,
+    )  # fmt: skip
+    return states_CHKV
+
+
+@torch.library.custom_op("moetrain::ssd_gradients", mutates_args=())
+def _ssd_gradients(
+    do_THV: torch.Tensor,
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    sums_TH: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, u and g."""
+    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, u_THV)
+    (T, H, V), (_, Q, K), C = u_THV.shape, k_TQK.shape, starts_C.shape[0]
+    do_THV, du_THV, dg_TH = do_THV.contiguous(), torch.empty_like(u_THV), torch.empty_like(g_TH)
+    if T * H == 0:
+        return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), du_THV, dg_TH
+    states_CHKV = _states(k_TQK, u_THV, sums_TH, documents)
+    d_states_CHKV = torch.empty_like(states_CHKV)
+    local_kernel[(H, C)](
+        q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, 1.0,
+        **sizes, num_warps=_LOCAL.warps, num_stages=_LOCAL.stages,
+    )  # fmt: skip
+    columns = min(_STATE_GRADS.columns, V)
+    state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
+        q_TQK, k_TQK, do_THV, None, sums_TH, None, bounds_N, firsts_N, du_THV, d_states_CHKV, 1.0,
+        **sizes, DELTA=False, BV=columns, num_warps=_STATE_GRADS.warps,
+        # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
+        num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
+    )  # fmt: skip
+    dq_THK, dk_THK = (k_TQK.new_empty(T, H, K) for _ in "qk")
+    columns = min(_INPUTS.columns, K)
+    # What a part of K has of the sums' gradients.
+    d_sums_PTH = g_TH.new_empty(K // columns, T, H)
+    input_gradients_kernel[(K // columns, H, C)](
+        q_TQK, k_TQK, None, do_THV, u_THV, None, None, sums_TH, states_CHKV, d_states_CHKV,
+        starts_C, sizes_C, dq_THK, dk_THK, None, d_sums_PTH, None, 1.0, T,
+        **sizes, DELTA=False, BK=columns, BV=min(64, V),
+        num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
+    )  # fmt: skip
+    gate_gradients_kernel[(H, C)](
+        d_sums_PTH, None, starts_C, sizes_C, dg_TH, None, T, H=H, C=sizes["C"], P=K // columns,
+        DELTA=False, num_warps=_GATES.warps, num_stages=_GATES.stages,
+    )  # fmt: skip
+    if H != Q:
+        dq_THK, dk_THK = (
+            x.unflatten(1, (Q, H // Q)).sum(2, dtype=torch.float32).to(k_TQK.dtype)
+            for x in (dq_THK, dk_THK)
+        )
+    return dq_THK, dk_THK, du_THV, dg_TH
+
+
+@_ssd_gradients.register_fake
+def _(do_THV, q_TQK, k_TQK, u_THV, g_TH, *others):
+    return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, u_THV, g_TH))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
+    if do_THV is None:
+        return (None,) * 8
+    return (*_ssd_gradients(do_THV, *ctx.saved_tensors), *(None,) * 4)
+
+
+_ssd.register_autograd(_differentiate, setup_context=_save)
+
+
+@triton.jit
+def _sums_kernel(g_ptr, starts_ptr, sizes_ptr, sums_ptr, H: tl.constexpr, C: tl.constexpr):
+    """Compute the running sums of g in a chunk."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, C)
+    valid = i < tl.load(sizes_ptr + chunk)
+    gates = (tl.load(starts_ptr + chunk) + i).to(tl.int64) * H + head
+    sums = tl.cumsum(tl.load(g_ptr + gates, mask=valid, other=0.0), axis=0)
+    tl.store(sums_ptr + gates, sums, mask=valid)

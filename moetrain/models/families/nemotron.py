@@ -1,0 +1,280 @@
+"""Nemotron-3 (``nemotron_h``): blocks of one part each, most of them Mamba-2 mixers or experts.
+
+A block is a Mamba-2 mixer, attention without positions, experts with squared ReLU behind
+DeepSeek-V3's router, or a dense layer with squared ReLU. Files name the blocks in
+``layers_block_type`` or, as published ones do, in ``hybrid_override_pattern``.
+
+As in transformers, a step dt is at least ``time_step_min``, and ``time_step_limit`` has no effect:
+one that would cut steps off is refused. Tensors that predict further tokens (``mtp``) are carried
+on into an export.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from moetrain.models.architecture import Architecture, Part
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families.mamba import Mamba2
+from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DEEPSEEK_FIELDS,
+    SIGMOID_ROUTER,
+    Family,
+    Rename,
+    RenameTensor,
+    StackExperts,
+    TakeRows,
+    WeightMap,
+    register,
+)
+from moetrain.models.hf.files import error
+
+Mixer = Literal["mamba", "attention", "moe", "mlp"]
+_LETTERS: Mapping[str, Mixer] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+"""Letters of ``hybrid_override_pattern``."""
+_NEWER: Mapping[str, Mixer] = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Names that transformers 5 writes in ``layers_block_type``."""
+_DEFAULT = ["mamba", "moe", "attention", "mlp"]
+
+
+class NemotronH(Architecture):
+    """One part in each block, as ``mixers`` says."""
+
+    kinds = (GroupedQueryAttention, SquaredReLUExperts, SquaredReLU, Mamba2)
+
+    mixers: tuple[Mixer, ...] = ()
+    """The part of each block; empty: attention in all."""
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_num_groups: int = 0
+    mamba_state_dim: int = 0
+    mamba_conv_kernel_dim: int = 0
+    mamba_conv_bias: bool = True
+    mamba_min_step: float = 0.0
+    moe_latent_size: int = 0
+
+    def block(self, layer: int) -> tuple[Part, ...]:
+        if len(self.mixers) not in (0, self.num_layers):
+            problem = f"mixers names {len(self.mixers)} layers"
+            raise ValueError(f"{problem}, num_layers is {self.num_layers}")
+        mixer = self.mixers[layer] if self.mixers else "attention"
+        if mixer in ("mamba", "attention"):
+            kind = Mamba2 if mixer == "mamba" else GroupedQueryAttention
+            return (kind.of(self, window=None),)
+        return ((SquaredReLUExperts if mixer == "moe" else SquaredReLU).of(self),)
+
+    @property
+    def sent_size(self) -> int:
+        return self.moe_latent_size or self.hidden_size
+
+
+# ---- config.json -------------------------------------------------------------------------------
+
+_OFF = ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "tie_word_embeddings")
+_OFF += ("residual_in_fp32", "sliding_window")
+"""Keys that must be false or null."""
+_GIVEN: Mapping[str, Any] = {"n_shared_experts": 1, "mamba_hidden_act": "silu"}
+"""Keys that have one supported value."""
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the blocks' parts, and refuse what is not supported."""
+    for key in _OFF:
+        if config.get(key):
+            problem = f"{key} {config[key]!r:.80} is not supported"
+            raise error("config.json", f"{problem}; use a model without")
+    for key, value in _GIVEN.items():
+        if config[key] != value:
+            problem = f"{key} {config[key]!r:.80} is not supported, only {value!r}"
+            raise error("config.json", problem)
+    low, high = (*(config["time_step_limit"] or ()), None, None)[:2]
+    if low not in (0, None) or high not in (None, float("inf"), {"__float__": "Infinity"}):
+        problem = f"time_step_limit {config['time_step_limit']!r:.80} is not supported"
+        raise error("config.json", f"{problem}, only 0 to infinity")
+    if config["moe_shared_expert_intermediate_size"] == 0:
+        raise error("config.json", "moe_shared_expert_intermediate_size is 0, expected 1 or more")
+    types, pattern = config["layers_block_type"], config["hybrid_override_pattern"]
+    if types is None:
+        types = _DEFAULT if pattern is None else [_LETTERS.get(x, x) for x in pattern]
+    mixers = tuple(_NEWER.get(x, x) if isinstance(x, str) else repr(x) for x in types)
+    unknown = sorted(set(mixers) - set(get_args(Mixer)))
+    if unknown or not mixers:
+        found = ", ".join(unknown) or "of no block"
+        raise error("config.json", f"layers_block_type {found:.80} are not supported")
+    none = {} if "moe" in mixers else {"num_experts": 0}
+    latent = config["moe_latent_size"] or 0
+    return {"num_layers": len(mixers), "mixers": mixers, "moe_latent_size": latent} | none
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    assert isinstance(arch, NemotronH)
+    letters = {mixer: letter for letter, mixer in _LETTERS.items()}
+    mixers = arch.mixers or ("attention",) * arch.num_layers
+    return {
+        "hybrid_override_pattern": "".join(letters[mixer] for mixer in mixers),
+        "moe_latent_size": arch.moe_latent_size or None,
+        "mlp_hidden_act": "relu2",
+    }
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+_OURS, _THEIRS = "layers.{layer}", "backbone.layers.{layer}"
+_MAMBA, _MIXER = f"{_OURS}.mamba", f"{_THEIRS}.mixer"
+_EXPERT = f"{_MIXER}.experts.{{expert}}"
+
+
+def _inputs(arch: NemotronH) -> tuple[int, ...]:
+    """Return the rows of z, x, B, C and dt in the one matrix that makes them."""
+    return tuple(Mamba2.of(arch, window=None).inputs.values())
+
+
+_MAP: WeightMap = (
+    Rename("embed", "backbone.embeddings"),
+    Rename(f"{_OURS}.attn_norm", f"{_THEIRS}.norm"),
+    Rename(f"{_OURS}.mlp_norm", f"{_THEIRS}.norm"),
+    *(Rename(f"{_OURS}.attn.w{x}", f"{_MIXER}.{x}_proj") for x in "qkvo"),
+    *(Rename(f"{_OURS}.mlp.w_{x}", f"{_MIXER}.{x}_proj") for x in ("up", "down")),
+    TakeRows(
+        tuple(f"{_MAMBA}.w{x}.weight" for x in ("z", "x", "b", "c", "dt")),
+        f"{_MIXER}.in_proj.weight",
+        _inputs,
+    ),
+    TakeRows(
+        tuple(f"{_MAMBA}.conv_{x}" for x in "xbc"),
+        f"{_MIXER}.conv1d.weight",
+        lambda arch: _inputs(arch)[1:4],
+    ),
+    TakeRows(
+        tuple(f"{_MAMBA}.conv_{x}_bias" for x in "xbc"),
+        f"{_MIXER}.conv1d.bias",
+        lambda arch: _inputs(arch)[1:4],
+    ),
+    RenameTensor(f"{_MAMBA}.a_log", f"{_MIXER}.A_log"),
+    RenameTensor(f"{_MAMBA}.d", f"{_MIXER}.D"),
+    RenameTensor(f"{_MAMBA}.dt_bias", f"{_MIXER}.dt_bias"),
+    RenameTensor(f"{_MAMBA}.norm", f"{_MIXER}.norm.weight"),
+    Rename(f"{_MAMBA}.wo", f"{_MIXER}.out_proj"),
+    RenameTensor(f"{_OURS}.moe.router.weight", f"{_MIXER}.gate.weight"),
+    RenameTensor(f"{_OURS}.moe.router.bias", f"{_MIXER}.gate.e_score_correction_bias"),
+    *(
+        Rename(f"{_OURS}.moe.shared_experts.w_{x}", f"{_MIXER}.shared_experts.{x}_proj")
+        for x in ("up", "down")
+    ),
+    Rename(f"{_OURS}.moe.to_latent", f"{_MIXER}.fc1_latent_proj"),
+    Rename(f"{_OURS}.moe.from_latent", f"{_MIXER}.fc2_latent_proj"),
+    *(
+        StackExperts(f"{_OURS}.moe.experts.w_{x}", (f"{_EXPERT}.{x}_proj.weight",))
+        for x in ("up", "down")
+    ),
+    Rename("norm", "backbone.norm_f"),
+    Rename("lm_head", "lm_head"),
+)
+
+# ---- the family --------------------------------------------------------------------------------
+
+_FIXED: dict[str, Any] = {**SIGMOID_ROUTER, "partial_rotary_factor": 0.0, "tie_embeddings": False}
+_COMMON = {key: COMMON_DEFAULTS[key] for key in COMMON_DEFAULTS if key != "rms_norm_eps"}
+
+register(
+    Family(
+        name="nemotron_h",
+        architecture=NemotronH,
+        hf_class="NemotronHForCausalLM",
+        defaults={
+            **_COMMON,
+            "hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "vocab_size": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "max_position_embeddings": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "layers_block_type": None,
+            "hybrid_override_pattern": None,
+            **dict.fromkeys(("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"), False),
+            "residual_in_fp32": False,
+            "sliding_window": None,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "time_step_min": 0.001,
+            "time_step_limit": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        weight_map=_MAP,
+        fields={
+            **DEEPSEEK_FIELDS,
+            "norm_eps": "layer_norm_epsilon",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_num_heads": "mamba_num_heads",
+            "mamba_head_dim": "mamba_head_dim",
+            "mamba_num_groups": "n_groups",
+            "mamba_state_dim": "ssm_state_size",
+            "mamba_conv_kernel_dim": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_min_step": "time_step_min",
+        },
+        fixed={**_FIXED, "qkv_bias": False, "out_bias": False, "mlp_bias": False},
+        aliases={"num_local_experts": "n_routed_experts", "mlp_hidden_act": "hidden_act"},
+        nullable={
+            "layers_block_type": list,
+            "hybrid_override_pattern": str,
+            "time_step_limit": list,
+            "sliding_window": int,
+            "moe_latent_size": int,
+        },
+        lora_layout="fused",
+        backbone="backbone",
+        experts="mixer.experts",
+        unadaptable="*.mamba.wo.weight",
+        activation="relu2",
+        read_layers=_read_layers,
+        write_layers=_write_layers,
+        presets={
+            # The sizes are from memory; the totals are the published 31.6 billion, 3.2 of them
+            # active (3.6 with the embedding).
+            "nemotron-3-nano-30b-a3b": NemotronH(
+                family="nemotron_h",
+                vocab_size=131_072,
+                hidden_size=2688,
+                num_layers=52,
+                mixers=tuple(
+                    _LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+                ),
+                num_heads=32,
+                num_kv_heads=2,
+                head_dim=128,
+                intermediate_size=1856,
+                max_positions=262_144,
+                norm_eps=1e-5,
+                mamba_num_heads=64,
+                mamba_head_dim=64,
+                mamba_num_groups=8,
+                mamba_state_dim=128,
+                mamba_conv_kernel_dim=4,
+                mamba_min_step=0.001,
+                num_experts=128,
+                num_experts_per_token=6,
+                moe_intermediate_size=1856,
+                shared_intermediate_size=3712,
+                routed_scaling_factor=2.5,
+                **_FIXED,
+            )
+        },
+    )
+)
