@@ -248,8 +248,8 @@ def _filled(
     source: HFSource, find: Callable[[str], Any], whole: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return ``whole``, parameters by name, with the values that the files of ``source`` hold."""
-    for name, parameter, place, rows in chain.from_iterable(source.own.values()):
-        if parameter in whole:
+    for name, parameter, place, rows, is_copy in chain.from_iterable(source.own.values()):
+        if parameter in whole and not is_copy:
             whole[parameter][place].copy_(rows_of(find(name), rows)[...])
     return whole
 

@@ -162,6 +162,9 @@ class AttentionPart(Part):
         return 0
 
 
+_Parts = tuple[AttentionPart, Part, *tuple[Part, ...]]
+"""A block's: attention's, feed-forward's, and perhaps others."""
+
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE, _MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
@@ -288,6 +291,8 @@ class Architecture(BaseModel):
     shared_gate: bool = False
     """Whether the shared experts' result is multiplied by a sigmoid of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
+    mtp_layers: _Count = 0
+    """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -310,8 +315,12 @@ class Architecture(BaseModel):
         """Return the second part of block ``layer``."""
         return self.kinds[1].of(self)
 
-    def layers(self) -> list[tuple[AttentionPart, Part]]:
-        """Return both parts of every block."""
+    def further_layers(self) -> tuple[_Parts, ...]:
+        """Return the parts of blocks for further tokens, which some families can have."""
+        return ()
+
+    def layers(self) -> list[_Parts]:
+        """Return the parts of every block, both first ones those of attention and feed-forward."""
         return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
 
     def parts(self) -> list[Part]:
@@ -348,7 +357,7 @@ class Architecture(BaseModel):
     @property
     def moe_layer_indices(self) -> list[int]:
         """Indices of the blocks that route tokens to experts."""
-        return [i for i in range(self.num_layers) if self.feed_forward(i).style == "routed"]
+        return [i for i, parts in enumerate(self.layers()) if parts[1].style == "routed"]
 
     def num_params(self) -> int:
         """Count the parameters of the built model (tied embeddings once)."""
@@ -367,7 +376,7 @@ class Architecture(BaseModel):
         the gradients of weights, and also the adapters that are trained instead.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
-        head = self.vocab_size * self.hidden_size
+        head = (1 + self.mtp_layers) * self.vocab_size * self.hidden_size
         with_weights = sum(part.num_active_params() for part in self._every_part()) + head
         return 6.0 * (products + head) - 2.0 * with_weights * is_frozen
 
@@ -377,10 +386,11 @@ class Architecture(BaseModel):
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
-        return self.hidden_size * (matrices * self.vocab_size + 2 * self.num_layers + 1)
+        return self.hidden_size * (matrices * self.vocab_size + 2 * len(self.layers()) + 1)
 
 
 @lru_cache(maxsize=8)
-def _layers_of(arch: Architecture) -> tuple[tuple[AttentionPart, Part], ...]:
+def _layers_of(arch: Architecture) -> tuple[_Parts, ...]:
     """Make the parts once: plans ask for them hundreds of times."""
-    return tuple((arch.attention(i), arch.feed_forward(i)) for i in range(arch.num_layers))
+    own = ((arch.attention(i), arch.feed_forward(i)) for i in range(arch.num_layers))
+    return *own, *arch.further_layers()

@@ -30,6 +30,8 @@ class Piece(NamedTuple):
     rows: slice | None = None
     """The rows of the file tensor; None: all of it. Pieces of one tensor lie next to each other in
     :meth:`Family.pieces`."""
+    is_copy: bool = False
+    """Whether the file tensor repeats another one, and so is written and not read."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,7 @@ def write_deepseek_layers(arch: Architecture) -> dict[str, Any]:
     return {
         "first_k_dense_replace": min(arch.moe_layer_indices, default=arch.num_layers),
         "n_shared_experts": arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
+        **({"num_nextn_predict_layers": arch.mtp_layers} if arch.mtp_layers else {}),
     }
 
 

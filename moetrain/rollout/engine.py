@@ -473,7 +473,7 @@ def _pages_that_fit(model: Transformer, page_size: int) -> int:
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)
-    numbers = sum(part.cached_numbers() for part, _ in model.arch.layers())
+    numbers = sum(part.cached_numbers() for part, *_ in model.arch.layers())
     free = torch.cuda.mem_get_info(weight.device)[0]
     fitting = int(_MEMORY_SHARE * free) // (max(1, numbers) * weight.element_size() * page_size)
     if fitting < 1:

@@ -144,7 +144,7 @@ class Steps:
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[PagedAttention] = []
-        attentions = [getattr(block, "attn", None) for block in model.layers]
+        attentions = [getattr(block, "attn", None) for block in model.layers[: len(model.windows)]]
         for attention in attentions:
             core = getattr(attention, "core", None)
             if core is not masked_attention and not isinstance(core, PagedAttention):

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
+from moetrain.models.families.multi_token import further_loss, further_targets
 from moetrain.models.moe import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
 
@@ -75,6 +76,8 @@ class Outputs(NamedTuple):
     share: float = 1.0
     """Factor of terms that are made of hidden states or token losses: 1 / tensor parallel ranks,
     each of which has all of them. ``vocabulary.loss_sum`` contains this factor already."""
+    further: Sequence[torch.Tensor] = ()
+    """Hidden states for further tokens, by depth (:mod:`moetrain.models.families.multi_token`)."""
 
 
 class Term(NamedTuple):
@@ -250,17 +253,33 @@ class RouterLosses:
 
 @dataclass(frozen=True)
 class Pretraining(RouterLosses):
-    """The terms of an objective, and the routers' auxiliary losses."""
+    """The terms of an objective, the routers' auxiliary losses, and further tokens' loss."""
 
     own: Objective[Any] = field(default_factory=CrossEntropy)
+    mtp_weight: float = 0.0
+    mtp_layers: int = 0
+
+    @classmethod
+    def of(cls, config: Config, arch: Architecture, **more: Any) -> Self:
+        further = {"mtp_weight": config.train.mtp_weight, "mtp_layers": arch.mtp_layers}
+        return super().of(config, arch, **further, **more)
 
     def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
-        return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+        found = {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+        for depth in range(1, self.mtp_layers + 1):
+            found[f"mtp_{depth}"] = sum(
+                int((further_targets(b, depth) >= 0).sum()) for b in batches
+            )
+        return found
 
     def terms(
         self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
     ) -> dict[str, Term]:
         terms = self.own.terms(model, outputs, batch, sizes)
+        if outputs.further:
+            each = [sizes[f"mtp_{depth}"] for depth in range(1, self.mtp_layers + 1)]
+            loss = further_loss(model, outputs.further, batch, each)
+            terms["mtp_loss"] = Term(loss, self.mtp_weight)
         return terms | self.router_terms(outputs, sizes["tokens"])
 
 

@@ -29,6 +29,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.multi_token import FurtherTokens
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
@@ -45,6 +46,7 @@ from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_EXTRA = "num_nextn_predict_layers"
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -117,7 +119,7 @@ def load_weights(
     write = write or write_whole
     with opened(source, model.arch) as find, torch.no_grad():
         for name in source.stored:
-            for piece in source.own.get(name, ()):
+            for piece in (p for p in source.own.get(name, ()) if not p.is_copy):
                 write(piece.parameter, piece.place, rows_of(find(name), piece.rows))
     if source.extra:
         _logger.info(
@@ -204,8 +206,10 @@ def _count_tensors(arch: Architecture) -> int:
     """Count the file tensors of all blocks' parts, in the layout that has the fewest."""
     family = FAMILIES[arch.family]
     totals = dict.fromkeys((None, *family.other_maps), 0)
+    first = {part: i for i, own in reversed([*enumerate(arch.layers())]) for part in own}
     for part, count in Counter(part for layer in arch.layers() for part in layer).items():
-        shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
+        prefix = f"layers.{first[part]}.{part.name}"
+        shapes = {f"{prefix}.{leaf}": weight.shape for leaf, weight in part.weights.items()}
         for weight_map in totals:
             pieces = family.pieces(shapes, arch, weight_map)
             totals[weight_map] += count * len({piece.hf_name for piece in pieces})
@@ -253,28 +257,33 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
 
 def _num_extra_layers(config: Mapping[str, Any]) -> int:
     """Read how many layers behind the model's own predict further tokens (as DeepSeek has them)."""
-    value = config.get("num_nextn_predict_layers")
+    value = config.get(_EXTRA)
     if value is not None and (type(value) is not int or value < 0):
         raise error(CONFIG, f"num_nextn_predict_layers is {value!r:.80}, expected 0 or more")
     return value or 0
 
 
-def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -> Architecture:
+def resolve_architecture(
+    section: ModelSection, *, needs_weights: bool = True, further: bool = False
+) -> Architecture:
     """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names.
 
     A checkpoint's headers are checked here too, before anything slow is done. Without
-    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
+    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded. ``further``: with
+    blocks for further tokens.
 
     Raises:
         ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
             overrides do not fit the preset or each other.
     """
-    if section.path is not None and not needs_weights:
-        return architecture_from_hf(read_json(config_folder(section.path) / CONFIG))
     if section.path is not None:
-        folder = resolve(section.path)
-        arch = architecture_from_hf(read_json(folder / CONFIG))
-        check_checkpoint(folder, arch)
+        folder = resolve(section.path) if needs_weights else config_folder(section.path)
+        config = read_json(folder / CONFIG)
+        arch = architecture_from_hf(config)
+        if further:
+            arch = _with_further(arch, config)
+        if needs_weights:
+            check_checkpoint(folder, arch)
         return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
@@ -312,7 +321,16 @@ def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -
             if getattr(part, field) % multiple:
                 problem = f"{getattr(part, field)} is not a multiple of {multiple}"
                 raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
-    return arch
+    return _with_further(arch, {}) if further else arch
+
+
+def _with_further(arch: Architecture, config: Mapping[str, Any]) -> Architecture:
+    """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names."""
+    count = _num_extra_layers(config) if _EXTRA in config else 1
+    if not count or not isinstance(arch, FurtherTokens):
+        problem = f"this {arch.family} model has no blocks for further tokens; unset it"
+        raise ConfigError("train.mtp_weight", problem)
+    return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
 
 
 def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:

@@ -129,6 +129,7 @@ class Export:
             num_bytes = sum(part.numel() for part in parts) * own.itemsize
             rows = [piece.rows for piece in pieces]
             self._own.append(_Outgoing(name, own, num_bytes, rows=rows))
+        self._copies = {piece.hf_name for piece in self._pieces if piece.is_copy}
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
@@ -211,7 +212,8 @@ class Export:
                 assert came == name  # both walk the same table
                 if is_mine:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_borrowed = (self.ranks > 1 or len(rows) > 1) and tensor.dtype == dtype
+                    is_shared = self.ranks > 1 or len(rows) > 1 or name in self._copies
+                    is_borrowed = is_shared and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
                     parts[0 if own is None else own.start] = tensor.to("cpu", copy=is_borrowed)
             if is_mine:
