@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from functools import partial
 
 import pytest
 import torch
 from checkpoints import tensors_of
 from distributed import spawn
-from family_cases import VOCAB, architecture_of, random_reference, tokens
+from family_cases import architecture_of, random_reference, tokens
 from safetensors.torch import load_file, save_file
 from test_everything import describe, differences, is_refused
 from test_family_ranks import MESHES, drawn, run_all, run_compiled, run_on_two_ranks
@@ -75,9 +74,18 @@ def theirs(folder):
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.mtp_layer_types = ["full_attention"]
+    # Its classes of GLM know the numbers of published models' layers alone.
+    patterns = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp.*"]
+    main_model._keys_to_ignore_on_load_unexpected = patterns
     further = MtpModel.from_pretrained(main_model).train()
     assert further.config._attn_implementation == "eager"
     return main_model, further
+
+
+def batch_of(tokens_BS):
+    """Rows that are documents."""
+    last_BS = tokens_BS.new_full((len(tokens_BS), 1), -100)
+    return Batch(tokens_BS, torch.cat((tokens_BS[:, 1:], last_BS), 1), None, None)
 
 
 def our_name(name):
@@ -110,7 +118,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
     losses = [cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in pairs]
     (losses[0] + 0.3 * losses[1]).backward()
 
-    batch = Batch(tokens_BS, torch.cat((tokens_BS[:, 1:], tokens_BS.new_full((2, 1), -100)), 1))
+    batch = batch_of(tokens_BS)
     loss = further_loss(model, found, batch, [torch.tensor(42.0)])
     assert relative_error(loss, losses[1]) < 1e-5
     logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
@@ -127,7 +135,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
         plain = f"layers.0.{own}"
         if own.startswith(("join", "readout")):
             there = theirs_by_name[own]
-        elif "experts.w_" in own:
+        elif own.startswith("moe.experts."):
             leaf = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}[own.rpartition(".")[2]]
             there = theirs_by_name[f"mtp_block.mlp.experts.{leaf}"]
         else:
@@ -156,7 +164,7 @@ def test_documents_end_where_positions_begin_again():
 def test_targets_lie_as_far_ahead_as_the_depth():
     tokens_BS, positions_BS = torch.arange(10, 17)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     targets_BS = torch.tensor([[-100, 12, 13, -100, 15, 16, -100]])
-    batch = Batch(tokens_BS, targets_BS, positions_BS)
+    batch = Batch(tokens_BS, targets_BS, positions_BS, None)
     assert further_targets(batch, 1).tolist() == [[12, 13, -100, -100, 16, -100, -100]]
     assert further_targets(batch, 2).tolist() == [[13, -100, -100, -100, -100, -100, -100]]
 
@@ -322,22 +330,19 @@ def further_case(number, world, case, degrees, policy):
 def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     policies = itertools.cycle(["none", "full", "selective"])
     meshes = [degrees for degrees in MESHES[world].values() if "pp" not in degrees]
-    cases = ["glm4_moe", "qwen3_next", "qwen3_5_text"]
-    pairs = itertools.product(cases, meshes)
+    pairs = [("glm4_moe", mesh) for mesh in meshes]
+    pairs += [("qwen3_next", meshes[-1]), ("qwen3_5_text", meshes[1])]
     runs = [further_case(i, world, *mesh, next(policies)) for i, mesh in enumerate(pairs)]
     assert not any(map(is_refused, runs))
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
     # CE, balance of experts or none, further tokens, total and norm.
-    assert {answers[one.number][0].shape[1] for one in runs} == {4, 5}
+    assert [answers[one.number][0].shape[1] for one in runs] == [5] * (len(runs) - 1) + [4]
 
 
 def test_compiled_blocks_on_two_ranks(tmp_path):
-    runs = [
-        further_case(i, 2, case, {"tp": 2, "ep": 2}, policy)
-        for i, (case, policy) in enumerate((("glm4_moe", "none"), ("qwen3_next", "selective")))
-    ]
+    runs = [further_case(0, 2, "glm4_moe", {"tp": 2, "ep": 2}, "selective")]
     compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
     answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
     wrong = [x for one in runs for x in differences(one, answers[one.number])]
@@ -392,7 +397,7 @@ def test_depths_follow_each_other():
     first = []
     one.backbone(tokens_BS, further=first)
     torch.testing.assert_close(first[0], found[0])
-    batch = Batch(tokens_BS, torch.cat((tokens_BS[:, 1:], tokens_BS.new_full((2, 1), -100)), 1))
+    batch = batch_of(tokens_BS)
     loss = further_loss(model, found, batch, [torch.tensor(18.0), torch.tensor(16.0)])
     losses = []
     for depth, hidden_BSD in enumerate(found, 1):
@@ -449,7 +454,3 @@ def test_two_depths_take_one_tensor_parallel_rank(tmp_path):
     assert resolve_run(Config.load(None, words, environ={}))[1].mtp_layers == 2
     with pytest.raises(ConfigError, match=r"parallel.tp: 2, not with 2 blocks"):
         resolve_run(Config.load(None, [*words, "parallel.tp=2"], environ={}))
-
-
-assert VOCAB
-assert partial

@@ -99,7 +99,8 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:
     kinds = arch.linear_layers or (False,) * arch.num_layers
-    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds]}
+    further = {"mtp_num_hidden_layers": arch.mtp_layers} if arch.mtp_layers else {}
+    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds], **further}
 
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
