@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import tensors_of
 from distributed import spawn
+from estimates import estimate_memory
 from family_cases import architecture_of, random_reference, tokens
 from safetensors.torch import load_file, save_file
 from test_everything import describe, differences, is_refused
@@ -21,10 +22,16 @@ from moetrain.cli.checkpoint import main
 from moetrain.config import Config, ConfigError, KernelsSection, MoeSection
 from moetrain.data.loader import Batch
 from moetrain.models.families import FAMILIES
-from moetrain.models.families.multi_token import further_loss, further_targets, reaches
+from moetrain.models.families.multi_token import (
+    further_loss,
+    further_sizes,
+    further_targets,
+    reaches,
+)
 from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
+from moetrain.parallel.world import plan_world
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -119,7 +126,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
     (losses[0] + 0.3 * losses[1]).backward()
 
     batch = batch_of(tokens_BS)
-    loss = further_loss(model, found, batch, [torch.tensor(42.0)])
+    loss = further_loss(model, found, batch, {"mtp_1": torch.tensor(42.0)})
     assert relative_error(loss, losses[1]) < 1e-5
     logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
     (cross_entropy(logits_BSV[:, :-1].flatten(0, 1), targets[0].flatten()) + 0.3 * loss).backward()
@@ -248,6 +255,22 @@ def test_files_there_and_back_are_the_same_bits(case, tmp_path):
     assert all(torch.equal(want[name], kept[name]) for name in want)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5"])
+@torch.no_grad()
+def test_beside_a_vision_tower_they_lie_at_the_top(family, tmp_path):
+    arch = architecture_of(f"{family}_text").model_copy(update={"family": family})
+    made = random_model(with_further(arch))
+    save_hf(made, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "mtp.layers.0.self_attn.q_proj.weight" in stored
+    outside = [n for n in stored if not n.startswith(("mtp.", "model.language_model."))]
+    assert outside == ["lm_head.weight"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    for (name, x), y in zip(made.named_parameters(), ours(tmp_path).parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
 @torch.no_grad()
 def test_copies_of_embedding_and_head_are_written_and_not_read(tmp_path):
     made = save_with_further("glm4_moe", tmp_path / "in")
@@ -333,6 +356,8 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     pairs = [("glm4_moe", mesh) for mesh in meshes]
     pairs += [("qwen3_next", meshes[-1]), ("qwen3_5_text", meshes[1])]
     runs = [further_case(i, world, *mesh, next(policies)) for i, mesh in enumerate(pairs)]
+    for i, word in enumerate(("activation.offload=0.5", "parallel.reshard_after_forward=yes")):
+        runs[i] = runs[i]._replace(words=[*runs[i].words, word])
     assert not any(map(is_refused, runs))
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=300)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
@@ -385,6 +410,24 @@ def test_a_loss_falls_from_a_presets_random_weights(tiny_words, tmp_path, monkey
     assert trainer.held_out_terms(trainer.data.eval).keys() == {"loss"}
 
 
+def test_the_estimate_of_memory_counts_them():
+    words = ["model.preset=glm-4.5-air", "model.num_layers=2", "data.seq_len=4096"]
+    words += ["data.source=synthetic", "train.micro_batch_size=64", "train.global_batch_size=64"]
+    found = []
+    for more in ([], ["train.mtp_weight=0.3"]):
+        config, arch = resolve_run(Config.load(None, [*words, *more], environ={}))
+        dims = plan_world(config, arch, 1)
+        estimate = estimate_memory(config, arch, dims, torch.bfloat16)
+        assert estimate.weights == 4 * arch.num_params()
+        found.append((arch, estimate))
+    (plain, before), (arch, after) = found
+    join = 2 * arch.hidden_size**2 + 5 * arch.hidden_size
+    block = sum(part.num_params() for part in plain.layers()[1])
+    assert arch.num_params() - plain.num_params() == block + join
+    assert after.activations > 1.3 * before.activations
+    assert after.logits > 1.5 * before.logits
+
+
 def test_depths_follow_each_other():
     """Two blocks: the second one's hidden states come of the first one's."""
     model = random_model(with_further(architecture_of("glm4_moe"), 2))
@@ -398,7 +441,9 @@ def test_depths_follow_each_other():
     one.backbone(tokens_BS, further=first)
     torch.testing.assert_close(first[0], found[0])
     batch = batch_of(tokens_BS)
-    loss = further_loss(model, found, batch, [torch.tensor(18.0), torch.tensor(16.0)])
+    assert further_sizes([batch], 2) == {"mtp_1": 18, "mtp_2": 16}
+    sizes = {"mtp_1": torch.tensor(18.0), "mtp_2": torch.tensor(16.0)}
+    loss = further_loss(model, found, batch, sizes)
     losses = []
     for depth, hidden_BSD in enumerate(found, 1):
         logits = model.vocabulary.logits(hidden_BSD[:, : -depth - 1], model.head_weight)

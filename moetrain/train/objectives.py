@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.multi_token import further_loss, further_targets
+from moetrain.models.families.multi_token import further_loss, further_sizes
 from moetrain.models.moe import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
 
@@ -266,19 +266,14 @@ class Pretraining(RouterLosses):
 
     def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
         found = {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
-        for depth in range(1, self.mtp_layers + 1):
-            found[f"mtp_{depth}"] = sum(
-                int((further_targets(b, depth) >= 0).sum()) for b in batches
-            )
-        return found
+        return found | further_sizes(batches, self.mtp_layers)
 
     def terms(
         self, model: Transformer, outputs: Outputs, batch: _Targeted, sizes: Sizes
     ) -> dict[str, Term]:
         terms = self.own.terms(model, outputs, batch, sizes)
         if outputs.further:
-            each = [sizes[f"mtp_{depth}"] for depth in range(1, self.mtp_layers + 1)]
-            loss = further_loss(model, outputs.further, batch, each)
+            loss = further_loss(model, outputs.further, batch, sizes)
             terms["mtp_loss"] = Term(loss, self.mtp_weight)
         return terms | self.router_terms(outputs, sizes["tokens"])
 

@@ -29,13 +29,15 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.models.architecture import Architecture, AttentionPart, Part, Weight, linear
 from moetrain.models.family import Piece, Rename, WeightMap
+from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
 from moetrain.models.moe import RouterStats
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
 
+_COUNT = "num_nextn_predict_layers"
 _WHOLE = Rule("replicate")  # of a matrix that every tensor parallel rank has, for its own tokens
 
 
@@ -110,6 +112,29 @@ class FurtherTokens(Architecture):
         return mixers[like[-1]], self.feed_forward(like[-1]), Join.of(self), Readout.of(self)
 
 
+def num_further_layers(config: Mapping[str, Any]) -> int:
+    """Read from ``config.json`` how many layers behind the model's own predict further tokens."""
+    value = config.get(_COUNT)
+    if value is not None and (type(value) is not int or value < 0):
+        raise error("config.json", f"{_COUNT} is {value!r:.80}, expected 0 or more")
+    return value or 0
+
+
+def with_further(arch: Architecture, config: Mapping[str, Any]) -> Architecture:
+    """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names.
+
+    One that names no number (Qwen's, and the empty one of a preset) stands for one block.
+
+    Raises:
+        ConfigError: there are none, or the family has none.
+    """
+    count = num_further_layers(config) if _COUNT in config else 1
+    if not count or not isinstance(arch, FurtherTokens):
+        problem = f"this {arch.family} model has no blocks for further tokens; unset it"
+        raise ConfigError("train.mtp_weight", problem)
+    return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
+
+
 # ---- forward -----------------------------------------------------------------------------------
 
 
@@ -164,17 +189,27 @@ def further_targets(batch: Any, depth: int) -> torch.Tensor:
     return torch.where(is_there_BS, targets_BS.roll(-depth, 1), -100)
 
 
+def further_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
+    """Count the targets of each of ``depths``, as ``Objective.sizes`` does."""
+    return {
+        f"mtp_{depth}": sum(int((further_targets(b, depth) >= 0).sum()) for b in batches)
+        for depth in range(1, depths + 1)
+    }
+
+
 def further_loss(
-    model: Any, hidden: Sequence[torch.Tensor], batch: Any, sizes: Sequence[torch.Tensor]
+    model: Any, hidden: Sequence[torch.Tensor], batch: Any, sizes: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
 
-    ``sizes`` are the numbers of targets of each depth in the global batch.
+    ``sizes`` are those of :func:`further_sizes` in the global batch.
     """
     losses = []
-    for depth, (hidden_BSD, size) in enumerate(zip(hidden, sizes, strict=True), 1):
+    for depth, hidden_BSD in enumerate(hidden, 1):
         targets_T = further_targets(batch, depth).flatten()
-        weights_T = torch.ones_like(targets_T, dtype=torch.float32) / (size * len(hidden))
+        size = sizes[f"mtp_{depth}"] * len(hidden)
+        # The weight goes in rather than onto the result, so that gradients are rounded once.
+        weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / size)
         hidden_TD = hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
         losses.append(loss.total)

@@ -29,7 +29,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.families.multi_token import FurtherTokens
+from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
@@ -46,7 +46,6 @@ from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_EXTRA = "num_nextn_predict_layers"
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +85,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     extra = [name for name in stored if name not in pieces]
     if arch.tie_embeddings and _HEAD in extra:
         extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
-    num_extra_layers = _num_extra_layers(source.config)
+    num_extra_layers = num_further_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, own=pieces, extra=tuple(extra))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -255,14 +254,6 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
     return not is_layer or not 0 <= int(scope) - arch.num_layers < num_extra_layers
 
 
-def _num_extra_layers(config: Mapping[str, Any]) -> int:
-    """Read how many layers behind the model's own predict further tokens (as DeepSeek has them)."""
-    value = config.get(_EXTRA)
-    if value is not None and (type(value) is not int or value < 0):
-        raise error(CONFIG, f"num_nextn_predict_layers is {value!r:.80}, expected 0 or more")
-    return value or 0
-
-
 def resolve_architecture(
     section: ModelSection, *, needs_weights: bool = True, further: bool = False
 ) -> Architecture:
@@ -281,7 +272,7 @@ def resolve_architecture(
         config = read_json(folder / CONFIG)
         arch = architecture_from_hf(config)
         if further:
-            arch = _with_further(arch, config)
+            arch = with_further(arch, config)
         if needs_weights:
             check_checkpoint(folder, arch)
         return arch
@@ -321,16 +312,7 @@ def resolve_architecture(
             if getattr(part, field) % multiple:
                 problem = f"{getattr(part, field)} is not a multiple of {multiple}"
                 raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
-    return _with_further(arch, {}) if further else arch
-
-
-def _with_further(arch: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names."""
-    count = _num_extra_layers(config) if _EXTRA in config else 1
-    if not count or not isinstance(arch, FurtherTokens):
-        problem = f"this {arch.family} model has no blocks for further tokens; unset it"
-        raise ConfigError("train.mtp_weight", problem)
-    return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
+    return with_further(arch, {}) if further else arch
 
 
 def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:
