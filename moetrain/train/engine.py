@@ -220,7 +220,8 @@ class Engine(ModelState):
 
         def forward(batch: _B) -> torch.Tensor:
             batch = batch.to(self.world.device)
-            return finish(*self.model.backbone(*batch.inputs, further=further), batch)
+            how = {"further": further} if self.arch.mtp_layers else {}
+            return finish(*self.model.backbone(*batch.inputs, **how), batch)
 
         for batch in batches:
             self.before_forward()

@@ -102,14 +102,14 @@ class FurtherTokens(Architecture):
     """
 
     def further_layers(self) -> tuple[tuple[AttentionPart, Part, *tuple[Part, ...]], ...]:
-        return (self._further_parts(),) * self.mtp_layers
-
-    def _further_parts(self) -> tuple[AttentionPart, Part, Part, Part]:
+        if not self.mtp_layers:
+            return ()
         mixers = {i: self.attention(i) for i in range(self.num_layers)}
         like = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
         if not like:
             raise ValueError(f"mtp_layers {self.mtp_layers}, and no block has full attention")
-        return mixers[like[-1]], self.feed_forward(like[-1]), Join.of(self), Readout.of(self)
+        own = mixers[like[-1]], self.feed_forward(like[-1])
+        return ((*own, Join.of(self), Readout.of(self)),) * self.mtp_layers
 
 
 def num_further_layers(config: Mapping[str, Any]) -> int:
