@@ -14,7 +14,8 @@ from moetrain.config import ActivationSection, Config, KernelsSection, MoeSectio
 from moetrain.kernels import small_m
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear, linears
-from moetrain.models.moe import load_balancing_loss, update_router_bias
+from moetrain.models.moe import update_router_bias
+from moetrain.models.routing import load_balancing_loss
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.train.setup import resolve_run
 

@@ -1,8 +1,8 @@
 """README.md and docs/ hold what is true: commands, paths, links, settings, names of metrics.
 
 A fenced block whose first line has a second word (``toml mine.toml``) is a file that commands of
-the same page may name. ``MODEL`` in a command is a Hugging Face checkpoint, and ``outputs/debug``
-the folder of a run: both are made here, tiny.
+the same page may name. ``MODEL`` in a command is a Hugging Face checkpoint, ``DENSE`` a dense one,
+and ``outputs/debug`` the folder of a run: all are made here, tiny.
 """
 
 import argparse
@@ -29,6 +29,10 @@ from moetrain.cli import checkpoint, generate, plan, serve
 from moetrain.cli.main import main as named
 from moetrain.cli.train import _PROGRAMS, main
 from moetrain.config import Config, Recipes
+from moetrain.models.families import PRESETS
+from moetrain.models.family import DenseDecoder
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import Transformer
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.server import CompletionServer
 from moetrain.train.metrics import read_metrics
@@ -88,6 +92,12 @@ def folder(corpus, token_cache, tmp_path_factory):
     (folder / "outputs" / "MODEL-chats").mkdir()
     for export in ("MODEL", "outputs/MODEL-chats/hf"):
         (folder / export).symlink_to(folder / "outputs" / "debug" / "hf")
+    dense = PRESETS["qwen3-0.6b"].model_dump() | {"num_layers": 1, "vocab_size": 264}
+    dense |= {"hidden_size": 64, "intermediate_size": 32}
+    model = Transformer(DenseDecoder.model_validate(dense))
+    model.init_weights(std=0.02, seed=0)
+    save_hf(model, folder / "DENSE")
+    shutil.copy(folder / "outputs" / "debug" / "hf" / "tokenizer.json", folder / "DENSE")
     first = "checkpoints/step-00000001"
     shutil.copytree(folder / "outputs" / "debug" / first, folder / "outputs" / "other" / first)
     return folder

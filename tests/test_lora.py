@@ -23,7 +23,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.sections import LoraSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.moe import load_balancing_loss, router_z_loss
+from moetrain.models.routing import load_balancing_loss, router_z_loss
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel import apply

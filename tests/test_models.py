@@ -17,7 +17,7 @@ from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import RotaryEmbedding
-from moetrain.models.moe import load_balancing_loss
+from moetrain.models.routing import load_balancing_loss
 from moetrain.models.transformer import Transformer
 
 transformers.logging.set_verbosity_error()

@@ -4,11 +4,13 @@
     verify PATH         read every byte; exit code 1 if one differs from what was written
     export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
     import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
+    upcycle PATH OUT    write a mixture of experts that computes what the dense model PATH does,
+                        both Hugging Face folders
     diff PATH OTHER     print which tensors differ, and by how much; exit code 1 if any does
 
 PATH is a step-... folder, or the output_dir of a run, which means its newest checkpoint. export-hf
-holds one parameter and two files in host memory, the others one file. Other exit codes: 0, or 2 and
-one line that says what is wrong.
+and upcycle hold one parameter and two files in host memory, the others one file. Other exit codes:
+0, or 2 and one line that says what is wrong.
 """
 
 import argparse
@@ -16,10 +18,12 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache, partial, reduce
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -38,8 +42,9 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
-from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
+from moetrain.models.families.upcycling import Upcycling
+from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.hf.files import CONFIG, HFSource, listing, read_json, resolve
 from moetrain.models.hf.load import check_checkpoint, opened, part_of
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
@@ -55,6 +60,12 @@ def main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
     dtypes = ["auto", "bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="export-hf: what to store")
+    upcycle = parser.add_argument_group("upcycle")
+    upcycle.add_argument("--num_experts", type=int, default=8)
+    upcycle.add_argument("--num_experts_per_token", type=int, default=2)
+    upcycle.add_argument("--split", type=int, default=1, help="pieces of a feed-forward's width")
+    upcycle.add_argument("--noise", type=float, default=0.0, help="on copies, as part of their std")
+    upcycle.add_argument("--family", help="of what is written; unset: the usual one")
     words = parser.parse_args(argv)
     if (words.other is None) != (words.command in ("inspect", "verify")):
         takes = "a second path" if words.other is None else "one path"
@@ -151,14 +162,18 @@ def _diff(words: argparse.Namespace) -> int:
     return int(bool(lines))
 
 
+def _check_out(out: Path, source: Path) -> None:
+    """Raise ConfigError for a folder OUT whose files an export would spoil."""
+    if out.resolve().is_relative_to(source.resolve()):
+        raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
+    if list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
+        problem = "is a run's output folder, whose config.json would be replaced; give another"
+        raise ConfigError("checkpoint", f"OUT {str(out)!r} {problem}")
+
+
 def _export_hf(words: argparse.Namespace) -> int:
     found = _open(words.path)
-    out = words.other.resolve()
-    if out.is_relative_to(found.folder.resolve()):
-        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} is in the checkpoint itself")
-    if list_checkpoints(out / "checkpoints"):  # it could not be resumed afterwards
-        problem = "is a run's output folder, whose config.json would be replaced; give another"
-        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} {problem}")
+    _check_out(words.other, found.folder)
     arch = _architecture(found)
     with torch.device("meta"):
         model = Transformer(arch)
@@ -224,11 +239,43 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
     with opened(source, arch) as find:
         for parts in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            for piece in chain.from_iterable(source.own.values()):
-                if piece.parameter in whole:
-                    part = part_of(find(piece.hf_name), piece)[...]
-                    whole[piece.parameter][piece.place].copy_(part)
-            yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
+            filled = _filled(source, find, whole)
+            yield {name: TensorSlice.all_of(tensor) for name, tensor in filled.items()}
+
+
+def _filled(
+    source: HFSource, find: Callable[[str], Any], whole: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return ``whole``, parameters by name, with the values that the files of ``source`` hold."""
+    for piece in chain.from_iterable(source.own.values()):
+        if piece.parameter in whole and not piece.is_copy:
+            part = part_of(find(piece.hf_name), piece)[...]
+            whole[piece.parameter][piece.place].copy_(part)
+    return whole
+
+
+def _upcycle(words: argparse.Namespace) -> int:
+    folder = resolve(words.path)
+    _check_out(words.other, folder)
+    dense = architecture_from_hf(read_json(folder / CONFIG))
+    made = Upcycling(**{field.name: getattr(words, field.name) for field in fields(Upcycling)})
+    try:
+        arch = made.architecture(dense)
+        config = exported_config(arch, None)
+    except ValueError as error:
+        problem = error if isinstance(error, ConfigError) else ConfigError("family", str(error))
+        raise problem from None
+    source = check_checkpoint(folder, dense)
+    width = reduce(torch.promote_types, (source.stored[name].dtype for name in source.own))
+    with torch.device("meta"):
+        model, before = Transformer(arch).to(width), Transformer(dense).to(width)
+    ids = {key: value for key, value in source.config.items() if key.endswith("_token_id")}
+    model.source = replace(source, config=config | ids, weight_map=None, extra=())
+    with opened(source, dense) as find:
+        weights = made.weights(model, before, partial(_filled, source, find))
+        Export(model, words.other).write(weights)
+    print(f"{words.other}: {arch.family}, {arch.num_params():,} parameters, made of {folder}")
+    return 0
 
 
 _COMMANDS = {
@@ -236,5 +283,6 @@ _COMMANDS = {
     "verify": _verify,
     "export-hf": _export_hf,
     "import-hf": _import_hf,
+    "upcycle": _upcycle,
     "diff": _diff,
 }

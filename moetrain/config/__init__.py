@@ -124,6 +124,11 @@ _NEEDS: tuple[_Need, ...] = (
     # References of all rows are computed before the first step.
     _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
+    # A pipeline's last stage has no embedding, and PEFT's models have no such blocks.
+    _Need("train.mtp_weight", {"train.objective": {"next_token"}}),
+    _Need("train.mtp_weight", {"parallel.pp": {1}}),
+    _Need("train.mtp_weight", {"parallel.cp": {1}}),
+    _Need("train.mtp_weight", {"lora.rank": {0}}),
     _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),

@@ -78,7 +78,8 @@ class Part(ABC):
     name: ClassVar[str] = "mlp"
     """Name of the block's attribute that holds the module."""
     norm: ClassVar[str] = "mlp_norm"
-    """Name of the block's attribute that holds the norm before it."""
+    """Name of the block's attribute that holds the norm before it; empty: it has none, and the
+    block does not call it after the part before."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
     """Fields that kernels need to be multiples of a number."""
@@ -304,6 +305,8 @@ class Architecture(BaseModel):
     shared_gate: bool = False
     """Whether the shared experts' result is multiplied by a sigmoid of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
+    mtp_layers: _Count = 0
+    """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -330,6 +333,10 @@ class Architecture(BaseModel):
         """Return the parts of block ``layer``; in some families it is one of them alone."""
         return self.attention(layer), self.feed_forward(layer)
 
+    def further_layers(self) -> tuple[tuple[Part, ...], ...]:
+        """Return the parts of blocks for further tokens, which some families can have."""
+        return ()
+
     def layers(self) -> list[tuple[Part, ...]]:
         """Return the parts of every block."""
         return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
@@ -346,7 +353,7 @@ class Architecture(BaseModel):
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
-        rules |= {f"layers.*.{part.norm}.weight": norm for part in self.parts()}
+        rules |= {f"layers.*.{part.norm}.weight": norm for part in self.parts() if part.norm}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
@@ -394,7 +401,7 @@ class Architecture(BaseModel):
         the gradients of weights, and also the adapters that are trained instead.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
-        head = self.vocab_size * self.hidden_size
+        head = (1 + self.mtp_layers) * self.vocab_size * self.hidden_size
         with_weights = sum(part.num_active_params() for part in self._every_part()) + head
         return 6.0 * (products + head) - 2.0 * with_weights * is_frozen
 
@@ -404,11 +411,11 @@ class Architecture(BaseModel):
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
-        norms = sum(len(parts) for parts in self.layers()) + 1
+        norms = sum(bool(part.norm) for parts in self.layers() for part in parts) + 1
         return self.hidden_size * (matrices * self.vocab_size + norms)
 
 
 @lru_cache(maxsize=8)
 def _layers_of(arch: Architecture) -> tuple[tuple[Part, ...], ...]:
     """Make the parts once: plans ask for them hundreds of times."""
-    return tuple(arch.block(i) for i in range(arch.num_layers))
+    return *(arch.block(i) for i in range(arch.num_layers)), *arch.further_layers()

@@ -61,7 +61,8 @@ class FakeStep:
             widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
 
     def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
-        kinds = {part: i for i, part in reversed(list(enumerate(model.arch.layers())))}
+        own = model.arch.layers()[: model.arch.num_layers]  # others launch no further kernels
+        kinds = {part: i for i, part in reversed(list(enumerate(own)))}
         seen = tuple(f"layers.{i}." for i in kinds.values())
         for name, parameter in list(model.named_parameters()):
             if name.startswith("layers.") and not name.startswith(seen):

@@ -34,6 +34,8 @@ class Piece(NamedTuple):
     next to each other in :meth:`Family.pieces`."""
     is_transposed: bool = False
     """Whether the file tensor's last two dims are swapped before."""
+    is_copy: bool = False
+    """Whether the file tensor repeats another one, and so is written and not read."""
 
     @property
     def is_whole(self) -> bool:
@@ -321,6 +323,7 @@ def write_deepseek_layers(arch: Architecture) -> dict[str, Any]:
     return {
         "first_k_dense_replace": min(arch.moe_layer_indices, default=arch.num_layers),
         "n_shared_experts": arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
+        **({"num_nextn_predict_layers": arch.mtp_layers} if arch.mtp_layers else {}),
     }
 
 

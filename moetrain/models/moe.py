@@ -11,7 +11,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ from moetrain.kernels.experts.router import Routed, router_topk
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
+from moetrain.models.routing import RouterStats
 from moetrain.models.rules import EXPERT, PartStyle, Rule
 
 _SHARED = Rule("replicate")
@@ -156,61 +157,6 @@ class RoutedExperts(Part):
 def _own(share: Workload) -> Workload:
     """Return the share of a layer that is whole on every rank, for the tokens of its own."""
     return replace(share, tokens=share.own_tokens, tp=1)
-
-
-class RouterStats(NamedTuple):
-    """Sums over one layer's tokens, which :class:`~moetrain.kernels.experts.router.Routed` has."""
-
-    counts_E: torch.Tensor
-    prob_sum_E: torch.Tensor
-    z_sum: torch.Tensor
-    entropy_sum: torch.Tensor
-    dropped: torch.Tensor | None = None
-    """int32: rows for which a dispatcher of fixed sizes had no room; None: sizes are not fixed."""
-
-
-class RoutingStats(NamedTuple):
-    """:class:`RouterStats` of every MoE layer, stacked in layer order."""
-
-    counts_LE: torch.Tensor
-    """int32: (token, slot) pairs that chose each expert."""
-    prob_sum_LE: torch.Tensor
-    """fp32, differentiable: sum over tokens of the routing probabilities."""
-    z_sum_L: torch.Tensor
-    """fp32, differentiable: sum over tokens of logsumexp(logits)^2."""
-    entropy_sum_L: torch.Tensor
-    """fp32, no gradient: sum over tokens of the routing entropy in nats."""
-    num_tokens: torch.Tensor
-    """int64 (0-d): tokens that each layer routed, without pads."""
-    dropped: torch.Tensor | None = None
-    """int32: rows dropped in all layers; if there are any, no statistic can be trusted."""
-
-    @classmethod
-    def of_layers(cls, layers: Sequence[RouterStats], top_k: int) -> "RoutingStats | None":
-        """Stack the layers of one batch whose tokens have ``top_k`` experts; None: no layers."""
-        if not layers:
-            return None
-        counts_LE = torch.stack([layer.counts_E for layer in layers])
-        dropped = [layer.dropped for layer in layers if layer.dropped is not None]
-        return cls(
-            counts_LE,
-            torch.stack([layer.prob_sum_E for layer in layers]),
-            torch.stack([layer.z_sum for layer in layers]),
-            torch.stack([layer.entropy_sum for layer in layers]),
-            counts_LE[0].sum() // top_k,
-            torch.stack(dropped).sum() if dropped else None,
-        )
-
-    @classmethod
-    def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
-        """Add up several micro-batches, at least one; some may have no ``dropped``."""
-        parts = zip(cls._fields, zip(*several, strict=True), strict=True)
-        given = {name: [x for x in part if x is not None] for name, part in parts}
-        return cls(**{name: torch.stack(part).sum(0) for name, part in given.items() if part})
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
-        """Apply ``function`` to every sum: a sum over ranks, say."""
-        return RoutingStats(**{k: function(x) for k, x in self._asdict().items() if x is not None})
 
 
 class Dispatched(NamedTuple):
@@ -446,42 +392,6 @@ class MoE(nn.Module):
         sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
         return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped
-
-
-def load_balancing_loss(
-    counts_LE: torch.Tensor,
-    prob_sum_LE: torch.Tensor,
-    num_tokens: torch.Tensor | int,
-    *,
-    pooled: bool = False,
-) -> torch.Tensor:
-    """Compute the auxiliary loss ``E * sum_e f_e * P_e`` of L layers (arXiv 2101.03961, eq. 4-6).
-
-    ``f_e`` is the share of the tokens that chose the expert, ``P_e`` its mean probability. Each
-    layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
-    times L is ours). With ``pooled``, as Hugging Face has it, both are those of all layers taken
-    together: one layer may be unbalanced as long as others make up for it. A uniform router gives
-    K either way.
-
-    Args:
-        counts_LE: choices of each expert over the *whole* batch.
-        prob_sum_LE: probabilities summed over any part of it. The loss is linear in them, so the
-            losses of the parts add up to the loss of the batch.
-        num_tokens: tokens a layer of the whole batch.
-    """
-    share_LE = counts_LE / num_tokens
-    mean_prob_LE = prob_sum_LE / num_tokens
-    if pooled:
-        share_LE, mean_prob_LE = share_LE.mean(0, keepdim=True), mean_prob_LE.mean(0, keepdim=True)
-    return counts_LE.shape[1] * (share_LE * mean_prob_LE).sum(1).mean()
-
-
-def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-    """Average ``logsumexp(router logits)^2`` over tokens and layers (arXiv 2202.08906, eq. 5).
-
-    Like :func:`load_balancing_loss`, parts of a batch add up when ``num_tokens`` is the whole's.
-    """
-    return z_sum_L.mean() / num_tokens
 
 
 @torch.no_grad()

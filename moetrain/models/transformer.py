@@ -32,6 +32,7 @@ from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.families import FAMILIES
+from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
 from moetrain.models.layers import (
@@ -42,7 +43,7 @@ from moetrain.models.layers import (
     Vocabulary,
 )
 from moetrain.models.lora import add_adapters
-from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.routing import RouterStats, RoutingStats
 from moetrain.models.rules import ADAPTER, Rule
 
 _KERNELS = KernelsSection()
@@ -62,10 +63,11 @@ class Block(nn.Module):
         super().__init__()
         parts = arch.layers()[layer]
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
-        self.parts = tuple((part.norm, part.name) for part in parts)
+        self.parts = tuple((part.norm, part.name) for part in parts if part.norm)
         for part in parts:
-            norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-            self.add_module(part.norm, norm)
+            if part.norm:
+                norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
+                self.add_module(part.norm, norm)
             self.add_module(part.name, part.build(kernels, moe))
 
     def forward(
@@ -81,6 +83,19 @@ class Block(nn.Module):
                 y_BSD, stats = y_BSD
         assert y_BSD is not None  # a block has a part
         return x_BSD + y_BSD, stats
+
+
+class _FurtherBlock(Block):
+    """A block for further tokens (:mod:`moetrain.models.families.multi_token`)."""
+
+    join: nn.Module
+    readout: nn.Module
+
+    def forward(
+        self, x_BSD: torch.Tensor, context: Context
+    ) -> tuple[torch.Tensor, RouterStats | None]:
+        x_BSD, stats = super().forward(self.join(x_BSD), context)
+        return self.readout(x_BSD), stats
 
 
 class _Embedding(nn.Module):
@@ -168,7 +183,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.arch = arch
         self.kernels = kernels
-        blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
+        kinds = [Block] * arch.num_layers + [_FurtherBlock] * arch.mtp_layers
+        blocks = [kind(arch, i, kernels, moe) for i, kind in enumerate(kinds)]
         self.compute_dtype: torch.dtype | None = None
         self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
@@ -206,14 +222,23 @@ class Transformer(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         is_pad_BS: torch.Tensor | None = None,
         routes_BSLK: torch.Tensor | None = None,
+        *,
+        further: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Run all stages; return hidden states [B, S, D] after the final norm, and statistics.
 
-        Arguments as in :class:`Inputs`. The routing statistics are None if no layer is MoE.
+        Arguments as in :class:`Inputs`; to ``further``, unless it is None, those of blocks for
+        further tokens are added. The routing statistics are None if no layer is MoE.
         """
-        rows = self.prepare(Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK))
+        inputs = Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK)
+        rows = self.prepare(inputs)
         x_BSD, layer_stats = self.run(self.embed_tokens(tokens_BS), rows)
-        return self.head(x_BSD, rows), self.routing(layer_stats)
+        hidden_BSD = self.head(x_BSD, rows)
+        if further is not None:
+            found, more = run_further(self, x_BSD, inputs, rows)
+            further += found
+            layer_stats += more
+        return hidden_BSD, self.routing(layer_stats)
 
     def prepare(self, inputs: Inputs) -> Rows:
         """Compute what every block needs to know of the rows; no parameters are touched."""
@@ -259,18 +284,25 @@ class Transformer(nn.Module):
         """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
-            block, context = self.layers[i], rows.contexts[self.windows[i]]
+            context = rows.contexts[self.windows[i]]
             if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
                 layer = self.arch.moe_layer_indices.index(i)
                 context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])
-            with annotate(f"layer {i} forward"):
-                with self.sharding.unsharded(block):
-                    outputs = self.call_block(block, x_BSD, context)
-                x_BSD, stats = self.sharding.reopen(block, outputs)
-            x_BSD = annotate_backward(x_BSD, f"layer {i} backward")
+            x_BSD, stats = self.through(i, x_BSD, context)
             if stats is not None:
                 layer_stats.append(stats)
         return x_BSD, layer_stats
+
+    def through(
+        self, i: int, x_BSD: torch.Tensor, context: Context
+    ) -> tuple[torch.Tensor, RouterStats | None]:
+        """Call block ``i``, unsharded."""
+        block = self.layers[i]
+        with annotate(f"layer {i} forward"):
+            with self.sharding.unsharded(block):
+                outputs = self.call_block(block, x_BSD, context)
+            x_BSD, stats = self.sharding.reopen(block, outputs)
+        return annotate_backward(x_BSD, f"layer {i} backward"), stats
 
     def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Apply the final norm: [B, S, D], for ``vocabulary`` with :attr:`head_weight`."""

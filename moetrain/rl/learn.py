@@ -13,7 +13,7 @@ import torch
 
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.moe import RoutingStats
+from moetrain.models.routing import RoutingStats
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack

@@ -163,7 +163,7 @@ class Steps:
         self.caches: list[_Cache] = []
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
-            for i, parts in enumerate(model.arch.layers())
+            for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers])
             for part in parts
             if isinstance(part, AttentionPart)
         ]

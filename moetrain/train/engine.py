@@ -25,7 +25,8 @@ from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.architecture import Architecture
 from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
-from moetrain.models.moe import RoutingStats, update_router_bias
+from moetrain.models.moe import update_router_bias
+from moetrain.models.routing import RoutingStats
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
@@ -183,13 +184,14 @@ class Engine(ModelState):
         batches: Sequence[_B],
         finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
         backward: Callable[[torch.Tensor], None] | None = None,
+        further: list[torch.Tensor] | None = None,
     ) -> None:
         """Run the model on ``batches``, and on its result ``finish(hidden_BSD, routing, batch)``.
 
         Forward and backward of one micro-batch follow those of another, which takes the least
         memory; with pipeline ranks ``parallel.pp_schedule`` orders them, and ``finish`` runs on the
         last stage. ``backward`` is called with what it returns; None: gradients are not wanted.
-        Pipelines have a backward of their own.
+        Pipelines have a backward of their own. ``further`` gets what ``backbone`` adds to it.
         """
         if self.pipeline is not None:
             self.pipeline.run(batches, finish, learns=backward is not None)
@@ -197,7 +199,8 @@ class Engine(ModelState):
 
         def forward(batch: _B) -> torch.Tensor:
             batch = batch.to(self.world.device)
-            return finish(*self.model.backbone(*batch.inputs), batch)
+            how = {"further": further} if self.arch.mtp_layers else {}
+            return finish(*self.model.backbone(*batch.inputs, **how), batch)
 
         for batch in batches:
             self.before_forward()
@@ -263,6 +266,8 @@ class _Pass(Generic[_B]):
         """How many rows of all ranks found no room; None: no row can be dropped."""
         self.load: ExpertLoad | None = None
         """Expert load of all micro-batches; None: each is balanced by its own."""
+        self.further: list[torch.Tensor] = []
+        """Hidden states of this micro-batch for further tokens, where they are learned."""
 
     def over(self, batches: Sequence[_B]) -> Self:
         engine, self.num_batches = self.engine, len(batches)
@@ -275,13 +280,15 @@ class _Pass(Generic[_B]):
 
             def count(hidden_BSD: torch.Tensor, routing: Any, _: _B) -> torch.Tensor:
                 ahead.append(routing)
+                self.further.clear()
                 return hidden_BSD
 
             with torch.no_grad(), engine.exact_sizes():
-                engine._drive(batches, count)
+                engine._drive(batches, count, further=self.further if self.learns else None)
             if ahead:  # on the last pipeline stage
                 self.load = engine._expert_load(RoutingStats.together(ahead))
-        engine._drive(batches, self.finish, self.backward if self.learns else None)
+        learning = {"backward": self.backward, "further": self.further} if self.learns else {}
+        engine._drive(batches, self.finish, **learning)
         return self
 
     @annotated("head and loss")
@@ -292,7 +299,9 @@ class _Pass(Generic[_B]):
         engine, load = self.engine, self.load
         if load is None and routing is not None and self.objective.balances:
             load = engine._expert_load(routing)
-        outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.token_ranks)
+        share, further = 1 / engine.world.dims.token_ranks, tuple(self.further)
+        self.further.clear()
+        outputs = Outputs(hidden_BSD, routing, load, share, further)
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

@@ -312,6 +312,7 @@ class RankSizes:
         backward = max(block.backward for block in self._blocks.values())
         # The loss's forward makes the gradients of head and hidden states.
         gradients = self.share_trained * self.vocabulary_numbers + tokens * self.arch.hidden_size
+        gradients *= 1 + self.arch.mtp_layers
         chunk = min(tokens * self.arch.vocab_size / self.dims.tp, CHUNK_ELEMENTS)
         logits = width * gradients + max(0.0, width * chunk - backward)
         # The final norm, which is never compiled, and the hidden states.

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
-from moetrain.models.moe import RoutingStats, load_balancing_loss, router_z_loss
+from moetrain.models.families.multi_token import further_loss, further_sizes
+from moetrain.models.routing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
 
 
@@ -70,6 +71,8 @@ class Outputs(NamedTuple):
     """Factor of terms that are made of token losses or of few tokens' logits: 1 / the context and
     tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
     factor already."""
+    further: Sequence[torch.Tensor] = ()
+    """Hidden states for further tokens, by depth (:mod:`moetrain.models.families.multi_token`)."""
 
 
 class Term(NamedTuple):
@@ -205,13 +208,15 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The terms of an objective, and the routers' auxiliary losses."""
+    """The terms of an objective, the routers' auxiliary losses, and further tokens' loss."""
 
     load_balancing: float
     router_z: float
     is_pooled: bool
     """Whether all layers are balanced together: see :func:`moetrain.models.load_balancing_loss`."""
     own: Objective[Any]
+    mtp_weight: float = 0.0
+    mtp_layers: int = 0
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, own: Objective[Any] | None = None) -> Self:
@@ -219,19 +224,24 @@ class Pretraining:
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         pooled = moe.pools_aux_loss(config.model.path)
-        return cls(aux, moe.z_loss_coef, pooled, own or CrossEntropy())
+        further = config.train.mtp_weight, arch.mtp_layers
+        return cls(aux, moe.z_loss_coef, pooled, own or CrossEntropy(), *further)
 
     @property
     def balances(self) -> bool:
         return self.load_balancing > 0
 
     def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
-        return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+        found = {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+        return found | further_sizes(batches, self.mtp_layers)
 
     def terms(
         self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         terms = {**self.own.terms(model, outputs, batch, sizes)}
+        if outputs.further:
+            loss = further_loss(model, outputs.further, batch, sizes)
+            terms["mtp_loss"] = Term(loss, self.mtp_weight)
         routing, load, num_tokens = outputs.routing, outputs.load, sizes["tokens"]
         if routing is not None and load is not None:
             balance = load_balancing_loss(

@@ -26,7 +26,7 @@ from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
-from moetrain.models.moe import RoutingStats
+from moetrain.models.routing import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of

@@ -156,7 +156,11 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         ConfigError: no such model, one without a tokenizer or without the experts that a setting
             is for, rows longer than it is made for.
     """
-    arch = resolve_architecture(config.model, needs_weights=needs_weights)
+    further = config.train.mtp_weight > 0
+    arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)
+    if arch.mtp_layers > 1 and config.parallel.tp > 1:
+        problem = f"not with {arch.mtp_layers} blocks for further tokens; use 1, or unset"
+        raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
     # A recipe may be made for another model; what a user sets is meant for this one.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitting({Fact.EXPERTS: absent})

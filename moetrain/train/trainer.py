@@ -18,7 +18,7 @@ from moetrain.data.given import given_data
 from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
-from moetrain.models.moe import RoutingStats
+from moetrain.models.routing import RoutingStats
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine

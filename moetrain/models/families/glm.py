@@ -1,11 +1,13 @@
 """GLM-4.5, 4.6 and 4.7: attention of which half a head rotates, and DeepSeek-V3's router.
 
 The first layers are dense, and a shared expert is beside the routed ones. Layers behind the model's
-own, which predict further tokens, are carried on into an export.
+own, which predict further tokens, are carried on into an export, or trained
+(:mod:`moetrain.models.families.multi_token`).
 """
 
 from typing import Any
 
+from moetrain.models.families.multi_token import FurtherTokens, behind_layers
 from moetrain.models.family import (
     COMMON_DEFAULTS,
     DEEPSEEK_FIELDS,
@@ -19,6 +21,14 @@ from moetrain.models.family import (
     write_deepseek_layers,
 )
 
+
+class _Glm(FurtherTokens, MoEDecoder):
+    """As MoEDecoder, perhaps with blocks for further tokens."""
+
+
+_MAP, _MAP_WITHOUT_COPIES = behind_layers(
+    DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
+)
 _FIXED = {**SIGMOID_ROUTER, "out_bias": False}
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
 # agree with what is published (tests/test_families.py).
@@ -37,8 +47,8 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _glm_355b(max_positions: int) -> MoEDecoder:
-    return MoEDecoder(
+def _glm_355b(max_positions: int) -> _Glm:
+    return _Glm(
         **_COMMON,
         hidden_size=5120,
         num_layers=92,
@@ -56,7 +66,7 @@ def _glm_355b(max_positions: int) -> MoEDecoder:
 register(
     Family(
         name="glm4_moe",
-        architecture=MoEDecoder,
+        architecture=_Glm,
         hf_class="Glm4MoeForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -83,14 +93,15 @@ register(
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        weight_map=DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts"),
+        weight_map=_MAP,
+        other_maps=(_MAP_WITHOUT_COPIES,),
         fields={**DEEPSEEK_FIELDS, "qk_norm": "use_qk_norm"},
         fixed=_FIXED,
         aliases={"num_local_experts": "n_routed_experts"},
         read_layers=read_deepseek_layers,
         write_layers=write_deepseek_layers,
         presets={
-            "glm-4.5-air": MoEDecoder(
+            "glm-4.5-air": _Glm(
                 **_COMMON,
                 hidden_size=4096,
                 num_layers=46,

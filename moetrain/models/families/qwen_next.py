@@ -13,6 +13,7 @@ from typing import Any
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families.linear_attention import GatedDeltaNet
+from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.family import (
     COMMON_DEFAULTS,
     DENSE,
@@ -32,7 +33,7 @@ from moetrain.models.moe import RoutedExperts
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
-class _QwenNext(MoEDecoder):
+class _QwenNext(FurtherTokens, MoEDecoder):
     """A gated delta net where ``linear_layers`` says so, else attention; then as MoEDecoder."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU, GatedDeltaNet)
@@ -98,7 +99,8 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:
     kinds = arch.linear_layers or (False,) * arch.num_layers
-    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds]}
+    further = {"mtp_num_hidden_layers": arch.mtp_layers} if arch.mtp_layers else {}
+    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds], **further}
 
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +229,7 @@ register(
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        weight_map=(*DENSE, *_NEXT_LINEAR_MAP, *_EXPERTS, _GATE),
+        weight_map=under_mtp((*DENSE, *_NEXT_LINEAR_MAP, *_EXPERTS, _GATE))[0],
         fields=_EXPERTS_FIELDS,
         fixed=_EXPERTS_FIXED,
         nullable={**_NULLABLE, "mlp_only_layers": list},
@@ -267,7 +269,8 @@ def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **how: Any) -> 
         (f"{name}_text", "ForCausalLM", maps, None),
     )
     presets = how.pop("presets")
-    for own, head, (own_map, *others), text in families:
+    for own, head, own_maps, text in families:
+        own_map, *others = under_mtp(*own_maps)
         register(
             Family(
                 name=own,

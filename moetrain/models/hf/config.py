@@ -170,6 +170,7 @@ def _canonical(arch: Architecture) -> Architecture:
     """Empty the per-layer fields where that means the same, so that equal models compare equal."""
     return arch.model_copy(
         update={
+            "mtp_layers": 0,  # files hold them whether or not they are trained
             "sliding_windows": arch.sliding_windows if any(arch.sliding_windows) else (),
             "moe_layers": () if all(arch.moe_layers) else arch.moe_layers,
             "linear_layers": arch.linear_layers if any(arch.linear_layers) else (),

@@ -29,6 +29,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part, RopeScaling
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
@@ -85,7 +86,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     extra = [name for name in stored if name not in pieces]
     if arch.tie_embeddings and _HEAD in extra:
         extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
-    num_extra_layers = _num_extra_layers(source.config)
+    num_extra_layers = num_further_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, own=pieces, extra=tuple(extra))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -118,7 +119,7 @@ def load_weights(
     write = write or write_whole
     with opened(source, model.arch) as find, torch.no_grad():
         for name in source.stored:
-            for piece in source.own.get(name, ()):
+            for piece in (p for p in source.own.get(name, ()) if not p.is_copy):
                 write(piece.parameter, piece.place, part_of(find(name), piece))
     if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
@@ -217,8 +218,10 @@ def _count_tensors(arch: Architecture) -> int:
     """Count the file tensors of all blocks' parts, in the layout that has the fewest."""
     family = FAMILIES[arch.family]
     totals = dict.fromkeys((None, *family.other_maps), 0)
+    first = {part: i for i, own in reversed([*enumerate(arch.layers())]) for part in own}
     for part, count in Counter(part for layer in arch.layers() for part in layer).items():
-        shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
+        prefix = f"layers.{first[part]}.{part.name}"
+        shapes = {f"{prefix}.{leaf}": weight.shape for leaf, weight in part.weights.items()}
         for weight_map in totals:
             pieces = family.pieces(shapes, arch, weight_map)
             totals[weight_map] += count * len({piece.hf_name for piece in pieces})
@@ -261,26 +264,21 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
     return not is_layer or not 0 <= int(scope) - arch.num_layers < num_extra_layers
 
 
-def _num_extra_layers(config: Mapping[str, Any]) -> int:
-    """Read how many layers behind the model's own predict further tokens (as DeepSeek has them)."""
-    value = config.get("num_nextn_predict_layers")
-    if value is not None and (type(value) is not int or value < 0):
-        raise error(CONFIG, f"num_nextn_predict_layers is {value!r:.80}, expected 0 or more")
-    return value or 0
-
-
-def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -> Architecture:
+def resolve_architecture(
+    section: ModelSection, *, needs_weights: bool = True, further: bool = False
+) -> Architecture:
     """Return the architecture that ``section`` describes: a checkpoint's or a preset's, for rows of
     ``model.max_positions``.
 
     A checkpoint's headers are checked here too, before anything slow is done. Without
-    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
+    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded. ``further``: with
+    blocks for further tokens.
 
     Raises:
         ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
             overrides do not fit the preset or each other; the model cannot reach so far.
     """
-    return _reaching(_named(section, needs_weights), section)
+    return _reaching(_named(section, needs_weights, further), section)
 
 
 def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
@@ -305,14 +303,16 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
     return arch.model_copy(update={"max_positions": wanted, "rope": scaled})
 
 
-def _named(section: ModelSection, needs_weights: bool) -> Architecture:
+def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
     """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names."""
-    if section.path is not None and not needs_weights:
-        return architecture_from_hf(read_json(config_folder(section.path) / CONFIG))
     if section.path is not None:
-        folder = resolve(section.path)
-        arch = architecture_from_hf(read_json(folder / CONFIG))
-        check_checkpoint(folder, arch)
+        folder = resolve(section.path) if needs_weights else config_folder(section.path)
+        config = read_json(folder / CONFIG)
+        arch = architecture_from_hf(config)
+        if further:
+            arch = with_further(arch, config)
+        if needs_weights:
+            check_checkpoint(folder, arch)
         return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
@@ -350,7 +350,7 @@ def _named(section: ModelSection, needs_weights: bool) -> Architecture:
             if getattr(part, field) % multiple:
                 problem = f"{getattr(part, field)} is not a multiple of {multiple}"
                 raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
-    return arch
+    return with_further(arch, {}) if further else arch
 
 
 def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:

@@ -130,6 +130,7 @@ class Export:
                 own = source.stored[name].dtype
             num_bytes = math.prod(shape) * own.itemsize
             self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
+        self._copies = {piece.hf_name for piece in self._pieces if piece.is_copy}
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
@@ -213,7 +214,8 @@ class Export:
                 assert came == name  # both walk the same table
                 if is_mine and piece.is_whole:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_borrowed = self.ranks > 1 and tensor.dtype == dtype
+                    is_shared = self.ranks > 1 or name in self._copies
+                    is_borrowed = is_shared and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
                     values[name] = tensor.to("cpu", copy=is_borrowed)
                 elif is_mine:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels.annotate import annotate
-from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.routing import RouterStats, RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.pipeline.schedules import Action, Schedule, Step

@@ -53,7 +53,7 @@ class StagePlan:
         else:
             kind.check_stages(parallel.pp_schedule, virtual)
         self.rank_of_stage = tuple(range(ranks)) * virtual
-        count, blocks, sizes = ranks * virtual, arch.num_layers, parallel.pp_split
+        count, blocks, sizes = ranks * virtual, len(arch.layers()), parallel.pp_split
         if count > blocks:
             fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
             raise ConfigError(
@@ -280,7 +280,7 @@ class Stages:
             else:
                 for name in names:
                     setattr(model, name, _RemoteStage())
-        for i in set(range(self.arch.num_layers)) - set(self.blocks):
+        for i in set(range(len(model.layers))) - set(self.blocks):
             model.layers[i] = _RemoteStage()
         first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]

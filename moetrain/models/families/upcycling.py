@@ -1,0 +1,168 @@
+"""Makes the weights of a mixture of experts of a dense model's: sparse upcycling.
+
+Every expert begins as a copy of its layer's feed-forward (arXiv 2212.05055), everything else as it
+is in the dense model, and the router at small random numbers. With renormalised weights p_e of the
+K chosen experts, equal copies give the dense layer's result whatever the router says:
+
+    sum_e p_e * f(x) = f(x)        since sum_e p_e = 1
+
+With ``split`` G, an expert is one of G pieces of the width, f = f_0 + ... + f_{G-1} (arXiv
+2410.07524). Neighbours form virtual groups of G experts with all pieces, whose router rows begin
+equal. So a token chooses K / G whole groups, in which the weights are equal too:
+
+    sum_groups p_g / G * sum_i G * f_i(x) = f(x)
+
+The factor G is in ``w_down``: exact in every dtype for powers of two. E = 4, G = 2:
+
+    expert        0    1    2    3
+    piece         f_0  f_1  f_0  f_1
+    router row    r_0  r_0  r_1  r_1
+
+Noise makes copies differ from the beginning; the first group has none. Left out on purpose: files
+(``python -m moetrain.checkpoint upcycle``), and experts drawn anew in part (arXiv 2502.19261).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from moetrain.config import ConfigError
+from moetrain.models.architecture import Architecture
+from moetrain.models.family import FAMILIES
+from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
+from moetrain.models.rules import EXPERT
+
+_Tensors = dict[str, torch.Tensor]
+_BECOMES = {"llama": "mixtral", "qwen2": "glm4_moe", "qwen3": "qwen3_moe"}
+"""Dense families, and families of mixtures of experts that have the same attention."""
+_KEPT = {"hidden_size", "norm_topk_prob", "routed_scaling_factor"}
+_ROUTING = {field.name for field in fields(RoutedExperts)} - _KEPT
+"""What a family may fix otherwise, and the function stay."""
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """What a dense model becomes: how many experts it gets, and how they begin."""
+
+    num_experts: int
+    num_experts_per_token: int
+    split: int = 1
+    """G, the experts that the width of one feed-forward is divided among."""
+    noise: float = 0.0
+    """Standard deviation of what is added to copies, as a part of the tensor's own."""
+    family: str | None = None
+    """None: the usual one for the dense model's family."""
+
+    def architecture(self, dense: Architecture) -> Architecture:
+        """Return the architecture that ``dense`` becomes.
+
+        Raises:
+            ConfigError: it is no dense model, or the sizes or the family do not fit it.
+            ValueError: the sizes do not fit each other.
+        """
+        mixed = [part for _, part in dense.layers() if not isinstance(part, SwiGLU)]
+        if mixed or dense.num_experts or dense.mlp_bias:
+            what = "biases in its feed-forward" if dense.mlp_bias else "experts already"
+            raise ConfigError("PATH", f"a {dense.family} model with {what}; give a dense one")
+        name = self.family or _BECOMES.get(dense.family)
+        if name not in FAMILIES:
+            problem = f"{self.family or f'no usual one for {dense.family}'}: give one of "
+            raise ConfigError("family", problem + ", ".join(sorted(FAMILIES)))
+        self._check(dense)
+        family, width = FAMILIES[name], dense.intermediate_size // self.split
+        given: dict[str, Any] = {
+            **dense.model_dump(),
+            **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), width),
+            "num_experts": self.num_experts,
+            "num_experts_per_token": self.num_experts_per_token,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": family.defaults.get("router_aux_loss_coef", 0.0),
+        }
+        own = {key: x for key, x in family.fixed.items() if key not in given or key in _ROUTING}
+        lost = [key for key in family.fixed if key not in own and family.fixed[key] != given[key]]
+        given |= {**own, "family": name, "num_experts_per_token": self.num_experts_per_token}
+        arch = family.architecture.model_validate(given)
+        if lost or any(
+            ours != theirs or type(part) is not RoutedExperts or part.shared is not None
+            for (ours, _), (theirs, part) in zip(dense.layers(), arch.layers(), strict=True)
+        ):
+            what = f"{lost[0]} {given[lost[0]]}" if lost else "the layers"
+            raise ConfigError(
+                "family", f"{name} cannot have {what} of this {dense.family}; give another"
+            )
+        return arch
+
+    def _check(self, dense: Architecture) -> None:
+        width = dense.intermediate_size
+        if self.split < 1 or width % self.split:
+            raise ConfigError("split", f"{self.split} does not divide intermediate_size {width}")
+        for name in ("num_experts", "num_experts_per_token"):
+            if (value := getattr(self, name)) < 1 or value % self.split:
+                raise ConfigError(name, f"{value} is not a multiple of split {self.split}")
+        if not 0 <= self.noise < math.inf:
+            raise ConfigError("noise", f"{self.noise} is not a number of at least 0")
+
+    def weights(
+        self, model: Any, dense: nn.Module, fill: Callable[[_Tensors], _Tensors]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the files of ``model``, with its name there.
+
+        One parameter of ``model`` and its layer's of ``dense`` are in memory at a time.
+
+        Args:
+            model: a ``Transformer`` of the architecture that is made, on meta.
+            dense: the dense one, on meta, with the dtype in which it is read.
+            fill: reads the values of parameters of the dense model, by name.
+        """
+        shapes = {name: parameter.shape for name, parameter in dense.named_parameters()}
+        dtype = next(dense.parameters()).dtype
+        empty = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+        def read(name: str) -> torch.Tensor:
+            return fill({name: torch.empty(shapes[name], dtype=dtype)})[name]
+
+        for name, pieces in groupby(model.pieces(), attrgetter("parameter")):
+            value = self._parameter(name, empty[name].shape, read)
+            yield from ((piece.hf_name, value[piece.place]) for piece in pieces)
+
+    def _parameter(
+        self, name: str, shape: Sequence[int], read: Callable[[str], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the parameter or buffer ``name`` of the model that is made; ``read`` returns a
+        parameter of the dense model."""
+        layer, found, leaf = name.partition(".moe.")
+        if not found:
+            return read(name)
+        if leaf == "router.bias":
+            return torch.zeros(shape)
+        if leaf == "router.weight":
+            rows_GD = torch.empty(shape[0] // self.split, shape[1])
+            EXPERT.draw(rows_GD, name, rows_GD.shape, 0.02, _SEED)
+            return rows_GD.repeat_interleave(self.split, dim=0)
+        if leaf == "experts.w_down":
+            pieces = read(f"{layer}.mlp.w_down.weight").chunk(self.split, dim=1)
+            pieces = [piece * self.split for piece in pieces]
+        else:
+            both = (read(f"{layer}.mlp.{key}.weight").chunk(self.split) for key in _GATE_UP)
+            pieces = [torch.cat(pair) for pair in zip(*both, strict=True)]
+        experts = torch.empty(shape, dtype=pieces[0].dtype)
+        for number, expert in enumerate(experts):
+            piece = pieces[number % self.split]
+            expert.copy_(piece)
+            if self.noise and number >= self.split:
+                noise = torch.empty(piece.shape)
+                width = self.noise * piece.float().std().item()
+                EXPERT.draw(noise, f"{name}.{number}", noise.shape, width, _SEED)
+                expert.copy_(piece.float() + noise)
+        return experts
+
+
+_GATE_UP = ("w_gate", "w_up")
