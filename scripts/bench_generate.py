@@ -35,6 +35,7 @@ from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.pages import PagedAttention
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.setup import resolve_run
@@ -196,10 +197,15 @@ def bytes_of_step(generator: Generator, world: World, batch: int, context: int) 
             share = 1 - (1 - chosen) ** (batch * world.size)
         if not name.startswith("embed"):
             total += share * weight.nbytes
-    for cache in generator.steps.caches:
+    for cache in paged(generator):
         assert cache.keys_PZGd is not None  # it has been used
         total += 2 * batch * context * cache.keys_PZGd[0, 0].nbytes
     return total
+
+
+def paged(generator: Generator) -> list[PagedAttention]:
+    """The caches of keys and values."""
+    return [cache for cache in generator.steps.caches if isinstance(cache, PagedAttention)]
 
 
 def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
@@ -242,7 +248,7 @@ def sleep(generator: Generator, world: World) -> dict[str, Any]:
     """What sleeping gives back, and that it wakes with the same tokens."""
     request = Request("sleep", tuple(range(100)), SamplingParams(max_tokens=20))
     before = generator.generate([request])[0][0].tokens
-    caches = [c.keys_PZGd.nbytes for c in generator.steps.caches if c.keys_PZGd is not None]
+    caches = [c.keys_PZGd.nbytes for c in paged(generator) if c.keys_PZGd is not None]
     free = torch.cuda.mem_get_info(world.device)[0]
     begun = now(world.device)
     generator.sleep()

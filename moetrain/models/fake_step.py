@@ -4,8 +4,6 @@ Left out on purpose: what dispatch launches (indices among a rank's own experts 
 kernels that are compiled for a tensor parallel rank's part of the heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

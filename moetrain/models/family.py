@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -74,7 +74,7 @@ class Rename:
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the file tensor of ``parameter``; none if it is not of this module."""
         module, _, leaf = parameter.rpartition(".")
-        fields = _match(self.ours, module)
+        fields = match(self.ours, module)
         if fields is None:
             return []
         return [Piece(f"{self.theirs.format(**fields)}.{leaf}", parameter, ())]
@@ -95,7 +95,7 @@ class RenameTensor:
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the file tensor of ``parameter``; none if it is another one."""
-        fields = _match(self.ours, parameter)
+        fields = match(self.ours, parameter)
         if fields is None:
             return []
         return [Piece(self.theirs.format(**fields), parameter, self.place)]
@@ -119,7 +119,7 @@ class StackExperts:
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
-        fields = _match(self.ours, parameter)
+        fields = match(self.ours, parameter)
         if fields is None:
             return []
         rows = shape[1] // len(self.theirs)
@@ -139,47 +139,23 @@ class StackExperts:
         return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
 
 
-@dataclass(frozen=True)
-class TakeRows:
-    """Divides the rows of one file tensor among several parameters.
-
-    The tensor consists of groups, and each of them has some rows of every one of ``ours``, in
-    their order. For ours = (q, k), two rows of q and one of k in a group, and two groups, the
-    tensor ``[6, D]`` is ``[q_0; q_1; k_0; q_2; q_3; k_1]``.
-    """
-
-    ours: tuple[str, ...]
-    theirs: str
-    rows: Callable[[Any], tuple[int, ...]]
-    """Computes, from the architecture, the rows that each of ``ours`` has in a group."""
+class Operation(Protocol):
+    """Says of which file tensors some parameters are made."""
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the rows that are those of ``parameter``, or none, as ``Rename``."""
-        for i, ours in enumerate(self.ours):
-            if (fields := _match(ours, parameter)) is not None:
-                each = self.rows(arch)
-                own, before, group = each[i], sum(each[:i]), sum(each)
-                return [
-                    Piece(
-                        self.theirs.format(**fields),
-                        parameter,
-                        (slice(g * own, (g + 1) * own),),
-                        (slice(g * group + before, g * group + before + own),),
-                    )
-                    for g in range(shape[0] // own)
-                ]
-        return []
+        """Return the file tensors of ``parameter``; none if it is another's."""
+        ...
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}``."""
-        return (self.theirs.rpartition(".")[0],)
+        """The file's modules, with ``{layer}`` and ``{expert}``."""
+        ...
 
 
-WeightMap = tuple[Rename | RenameTensor | StackExperts | TakeRows, ...]
+WeightMap = tuple[Operation, ...]
 
 
-def _match(template: str, name: str) -> dict[str, str] | None:
+def match(template: str, name: str) -> dict[str, str] | None:
     """Return the fields of ``template`` ("layers.{layer}.mlp") in ``name``; None: no match."""
     pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)")
     found = re.fullmatch(pattern, name)
@@ -292,39 +268,6 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10000.0,
 }
 """Entries of ``Family.defaults``, which a family completes and overrides."""
-
-
-SIGMOID_ROUTER: Mapping[str, Any] = {
-    "router_score": "sigmoid",
-    "router_fp32": True,
-    "selection_bias": True,
-    # Files' models add it to the sum. In fp32 both give one number for sums above 1e-12.
-    "router_min_sum": 1e-20,
-}
-"""Entries of ``Family.fixed`` for DeepSeek-V3's router (arXiv 2412.19437), which many have."""
-DEEPSEEK_FIELDS: Mapping[str, str] = {
-    "num_experts": "n_routed_experts",
-    "num_expert_groups": "n_group",
-    "topk_expert_groups": "topk_group",
-    "routed_scaling_factor": "routed_scaling_factor",
-}
-"""Entries of ``Family.fields`` for the names of DeepSeek's config.json."""
-
-
-def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers are MoE, and the width of shared experts, as ``Family.read_layers``."""
-    layers, first = range(config["num_hidden_layers"]), config["first_k_dense_replace"]
-    width = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
-    return {"moe_layers": tuple(i >= first for i in layers), "shared_intermediate_size": width}
-
-
-def write_deepseek_layers(arch: Architecture) -> dict[str, Any]:
-    """Invert :func:`read_deepseek_layers`."""
-    return {
-        "first_k_dense_replace": min(arch.moe_layer_indices, default=arch.num_layers),
-        "n_shared_experts": arch.shared_intermediate_size // max(1, arch.moe_intermediate_size),
-        **({"num_nextn_predict_layers": arch.mtp_layers} if arch.mtp_layers else {}),
-    }
 
 
 @dataclass(frozen=True)

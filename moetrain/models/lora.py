@@ -8,8 +8,6 @@ experts have stacked adapters, A [E, rank, in]; an expert's gate and up matrices
 weight, share A. Left out on purpose: adapters of the embedding, the head and norms.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,8 +60,8 @@ class Adaptable(nn.Module):
 def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     """Add adapters without values to the modules of ``layers`` that ``lora.targets`` names.
 
-    Raises:
-        ConfigError: a pattern matches no module, or a module does not support the dropout or rank.
+    Raises ConfigError: a pattern matches no module, or a module does not support the dropout or
+    rank.
     """
     modules = dict(adaptable(layers))
     for name in _targets(modules, lora):

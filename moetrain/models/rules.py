@@ -5,8 +5,6 @@ name the rules of their own parameters (:mod:`moetrain.models.architecture`). Ad
 patterns: how they are cut follows from the weights that they adapt.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence

@@ -29,7 +29,7 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
-from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
@@ -262,7 +262,7 @@ class Transformer(nn.Module):
         }
         own: tuple[Documents | None, torch.Tensor | None] = (None, None)
         if self.carries_state:
-            own = _documents(positions_BS, cu_seqlens, batch, seq_len, tokens_BS.device)
+            own = documents_of(positions_BS, cu_seqlens, (batch, seq_len), tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         rotation = self.rope(positions_BS)
@@ -351,31 +351,6 @@ class Transformer(nn.Module):
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """Stack the statistics of all MoE layers; None: there are none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
-
-
-def _documents(
-    positions_BS: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    batch: int,
-    seq_len: int,
-    device: torch.device,
-) -> tuple[Documents, torch.Tensor]:
-    """Return the documents over all tokens, and each token's place in its own, [B * S].
-
-    A row's first token begins one, whatever its position. Arguments as in :class:`Inputs`.
-    """
-    if positions_BS is None:
-        bounds_N = torch.arange(0, (batch + 1) * seq_len, max(1, seq_len), device=device)
-    elif cu_seqlens is not None:
-        bounds_N = cu_seqlens
-    else:  # their number is the tokens' to say, so the host waits for the device
-        is_first_BS = positions_BS == 0
-        is_first_BS[:, 0] = True
-        starts_N = is_first_BS.flatten().nonzero()[:, 0]
-        bounds_N = torch.cat((starts_N, starts_N.new_tensor([batch * seq_len])))
-    index_T = torch.arange(batch * seq_len, device=device)
-    place_T = index_T - bounds_N[torch.bucketize(index_T, bounds_N[1:], right=True)]
-    return Documents.of(bounds_N.int(), batch * seq_len), place_T
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -7,8 +7,6 @@ have the server's origin.
 Left out on purpose: TLS, which belongs to a proxy before the server.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import secrets

@@ -11,10 +11,7 @@ projections have biases or layers carry states, they agree to rounding. Not ther
 parallelism.
 """
 
-from __future__ import annotations
-
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -23,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
@@ -34,8 +31,6 @@ from moetrain.models.transformer import Transformer
 from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
 from moetrain.rollout.steps import ExpertParallel, Steps
-
-_logger = logging.getLogger("moetrain")
 
 _CPU_TOKENS = 16_384
 _MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
@@ -108,8 +103,7 @@ class Generator:
     def submit(self, *requests: Request) -> None:
         """Take up ``requests``; the next steps serve them.
 
-        Raises:
-            RequestError: one can never be served, or its id is being served; none is taken up.
+        Raises RequestError: one can never be served, or its id is being served; none is taken up.
         """
         begun: dict[str, list[Running]] = {}
         for request in requests:
@@ -253,9 +247,8 @@ class Generator:
 
         Completions under way go on with them, and their tokens are read again.
 
-        Raises:
-            ValueError: the model lacks a name or shape, or one of its own is not given. The weights
-                before it have been copied then.
+        Raises ValueError: the model lacks a name or shape, or one of its own is not given. Weights
+        before it have been copied then.
         """
         parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         missing = set(parameters)
@@ -447,8 +440,7 @@ def load_model(
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
-    Raises:
-        ConfigError: the checkpoint cannot be loaded, or there is no such device.
+    Raises ConfigError: the checkpoint cannot be loaded, or there is no such device.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -457,7 +449,7 @@ def load_model(
     auto = torch.bfloat16 if on_gpu else torch.float32
     folder = resolve(path)
     if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
-        _logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
+        logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
     tokenizer = load_tokenizer(str(folder))  # the quicker one first
     model = load_hf(
         folder,

@@ -8,8 +8,6 @@ The library (the extra ``eval``) brings tasks, prompts and scores. Left out on p
 change while they run, and models that are no generator.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -57,8 +55,7 @@ class _Benchmarks:
     def __init__(self, settings: EvalSection) -> None:
         """Load the tasks and their data.
 
-        Raises:
-            ConfigError: there is no such task, or its data cannot be loaded.
+        Raises ConfigError: there is no such task, or its data cannot be loaded.
         """
         self.settings = settings
         self._manager = TaskManager(include_path=settings.task_folder)
@@ -225,7 +222,7 @@ class _Model(TemplateLM):
         rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
         done = self.generator.generate(requests[rank::size])
         found = [pick(completion) for (completion,) in done]
-        if self.world is None or self.world.rendezvous is None:
+        if self.world is None:
             return found
         texts = self.world.rendezvous.gather(json.dumps(found))
         answers: list[Any] = [None] * len(requests)

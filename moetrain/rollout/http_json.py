@@ -6,8 +6,6 @@ file of the process. Starlette's and uvicorn's own means answer in plain text, c
 itself, and close no slow client. :mod:`moetrain.rollout.access` says who is served at all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource
@@ -135,8 +133,7 @@ class JsonServer:
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
         """Return a server that serves whom ``access`` allows, and the socket it runs with.
 
-        Raises:
-            ConfigError: the token's file holds none; the address is invalid, or taken.
+        Raises ConfigError: the token's file holds none; the address is invalid, or taken.
         """
         token = access.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

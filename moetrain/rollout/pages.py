@@ -16,8 +16,6 @@ Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of
 H query heads, G key/value heads, d width of a query and a key, v of a value.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

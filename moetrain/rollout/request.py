@@ -3,8 +3,6 @@
 Token ids are all that a generator knows. :class:`JsonBody` is how clients send requests.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,8 +214,7 @@ def chat_ids(
         record: further variables of the template, such as tools and documents
             (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
 
-    Raises:
-        ConfigError: ``messages`` are not a conversation, or the template refuses them.
+    Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
         text = ChatTemplate.of(tokenizer).prompt(messages, ChatTemplate.variables_of(record))

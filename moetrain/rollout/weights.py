@@ -120,8 +120,7 @@ class WeightUpdate:
         Args:
             generator: its model is a :func:`replica`, or has all experts, in any dtype.
 
-        Raises:
-            ValueError: the models have different parameters.
+        Raises ValueError: the models have different parameters.
         """
         self.engine, self.generator = engine, generator
         targets = dict(generator.model.named_parameters())
@@ -362,8 +361,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generator:
     """Return a generator of ``sizes`` with the engine's weights as they are now. Collective.
 
-    Raises:
-        CannotGenerate: a rank is short of memory, or the model has no generation.
+    Raises CannotGenerate: a rank is short of memory, or the model has no generation.
     """
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device

@@ -87,6 +87,36 @@ RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 """q, k, v, g and beta of :func:`gated_delta`."""
 
 
+def documents_of(
+    positions_BS: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> tuple[Documents, torch.Tensor]:
+    """Return the documents over the tokens of rows, and each token's place in its own, [B * S].
+
+    A row's first token begins one, whatever its position.
+
+    Args:
+        positions_BS: each token's position in its document; None: each row is one.
+        cu_seqlens: int32, 0 and the documents' ends; None: the positions say them.
+        shape: B and S.
+    """
+    batch, seq_len = shape
+    if positions_BS is None:
+        bounds_N = torch.arange(0, (batch + 1) * seq_len, max(1, seq_len), device=device)
+    elif cu_seqlens is not None:
+        bounds_N = cu_seqlens
+    else:  # their number is the tokens' to say, so the host waits for the device
+        is_first_BS = positions_BS == 0
+        is_first_BS[:, 0] = True
+        starts_N = is_first_BS.flatten().nonzero()[:, 0]
+        bounds_N = torch.cat((starts_N, starts_N.new_tensor([batch * seq_len])))
+    index_T = torch.arange(batch * seq_len, device=device)
+    place_T = index_T - bounds_N[torch.bucketize(index_T, bounds_N[1:], right=True)]
+    return Documents.of(bounds_N.int(), batch * seq_len), place_T
+
+
 class Carried(NamedTuple):
     """States that documents begin with, and leave for those that go on with them."""
 

@@ -12,20 +12,22 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.models.families.deepseek_router import (
+    DEEPSEEK_FIELDS,
+    SIGMOID_ROUTER,
+    read_deepseek_layers,
+    write_deepseek_layers,
+)
 from moetrain.models.families.latent_attention import LatentAttention
 from moetrain.models.family import (
     COMMON_DEFAULTS,
-    DEEPSEEK_FIELDS,
     DENSE,
-    SIGMOID_ROUTER,
     Family,
     MoEDecoder,
     Rename,
     WeightMap,
     moe_block,
-    read_deepseek_layers,
     register,
-    write_deepseek_layers,
 )
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU

@@ -17,13 +17,8 @@ from moetrain.models.families.deepseek import (
     LatentDecoder,
     check_keys,
 )
-from moetrain.models.family import (
-    Family,
-    moe_block,
-    read_deepseek_layers,
-    register,
-    write_deepseek_layers,
-)
+from moetrain.models.families.deepseek_router import read_deepseek_layers, write_deepseek_layers
+from moetrain.models.family import Family, moe_block, register
 from moetrain.models.hf.files import error
 
 _FIXED: Mapping[str, Any] = {

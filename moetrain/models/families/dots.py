@@ -4,19 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.qwen import read_windows, write_windows
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
+from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
-    DENSE,
     SIGMOID_ROUTER,
-    Family,
-    MoEDecoder,
-    moe_block,
     read_deepseek_layers,
-    register,
     write_deepseek_layers,
 )
+from moetrain.models.families.qwen import read_windows, write_windows
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, MoEDecoder, moe_block, register
 
 _FIXED = {**SIGMOID_ROUTER, "qk_norm": True}
 

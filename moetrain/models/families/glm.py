@@ -7,19 +7,14 @@ own, which predict further tokens, are carried on into an export, or trained
 
 from typing import Any
 
-from moetrain.models.families.multi_token import FurtherTokens, behind_layers
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
+from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
-    DENSE,
     SIGMOID_ROUTER,
-    Family,
-    MoEDecoder,
-    moe_block,
     read_deepseek_layers,
-    register,
     write_deepseek_layers,
 )
+from moetrain.models.families.multi_token import FurtherTokens, behind_layers
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, MoEDecoder, moe_block, register
 
 
 class _Glm(FurtherTokens, MoEDecoder):

@@ -8,7 +8,8 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.families.deepseek import V3, LatentDecoder, read_v3_layers
-from moetrain.models.family import Family, register, write_deepseek_layers
+from moetrain.models.families.deepseek_router import write_deepseek_layers
+from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
 _DENSE, _ROUTED, _FIRST = "dense", "sparse", "first_k_dense_replace"

@@ -14,6 +14,7 @@ from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
+from moetrain.models.families.take_rows import TakeRows
 from moetrain.models.family import (
     COMMON_DEFAULTS,
     DENSE,
@@ -21,7 +22,6 @@ from moetrain.models.family import (
     MoEDecoder,
     Rename,
     RenameTensor,
-    TakeRows,
     WeightMap,
     moe_block,
     register,
@@ -187,7 +187,8 @@ def _beside_vision(weight_map: WeightMap) -> WeightMap:
             return tuple(map(nested, theirs))
         return theirs.replace("model.", "model.language_model.", 1)
 
-    return tuple(replace(one, theirs=nested(one.theirs)) for one in weight_map)
+    operations: Any = weight_map  # which all say ``theirs``
+    return tuple(replace(one, theirs=nested(one.theirs)) for one in operations)
 
 
 # ---- families ----------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ Left out on purpose: what acts in training only (attention dropout, router jitte
 describes text instead of the network (token ids, generation settings).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,9 +35,8 @@ _DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that the parsed ``config.json`` of a checkpoint describes.
 
-    Raises:
-        ConfigError: an unsupported model type, activation, rope type or quantization, or a value
-            of the wrong type.
+    Raises ConfigError: an unsupported model type, activation, rope type or quantization, or a value
+    of the wrong type.
     """
     family = _family_of(config.get("model_type"))
     own = _own_keys(config, family)
@@ -123,8 +120,7 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     ``source`` is the config that the architecture was read from. Everything else that it says is
     carried on, and it is kept unchanged if it still describes ``arch``.
 
-    Raises:
-        ValueError: the family's format cannot express ``arch``; it names the fields.
+    Raises ValueError: the family's format cannot express ``arch``; it names the fields.
     """
     if source is None or source.get("model_type") != arch.family:
         return _to_hf(arch)

@@ -10,8 +10,6 @@ which format it is (:func:`format_of`), and exports leave that out.
     fp8     X_scale_inv, X e4m3 [N, M] -> X [N, M]; see :mod:`moetrain.kernels.quant.blocks`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,8 +103,7 @@ def _fp8(block: tuple[int, int]) -> Format:
 def format_of(config: Mapping[str, Any]) -> Format | None:
     """Return the format of what a ``config.json`` calls quantised; None: nothing is.
 
-    Raises:
-        ConfigError: they are quantised in another way.
+    Raises ConfigError: they are quantised in another way.
     """
     how = config.get("quantization_config")
     if how is None:

@@ -10,7 +10,6 @@ before a weight is read. Left out on purpose: pickled weights (``.bin`` files ru
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -26,12 +25,10 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
 from moetrain.models.family import Piece, WeightMap
 from moetrain.models.hf.dequantise import Dequantised, Format, format_of
-
-_logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -211,8 +208,7 @@ def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
     Links that lead elsewhere are refused: the checkpoint's author chose where they point, a private
     key perhaps, and an export would publish it.
 
-    Raises:
-        ConfigError: ``path`` links to a place outside of the folder.
+    Raises ConfigError: ``path`` links to a place outside of the folder.
     """
     if not _is_within(path, folder):
         problem = f"links to {os.path.realpath(path)}, outside of its folder"
@@ -254,9 +250,8 @@ def resolve(
         barrier: waits until every process has called it. It is called once in every case, also
             when this process fails, so that no other process is left waiting.
 
-    Raises:
-        ConfigError: there is no such folder or id, or the hub cannot be reached
-            (``HF_HUB_OFFLINE``).
+    Raises ConfigError: there is no such folder or id, or the hub cannot be reached
+    (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
     try:
@@ -275,8 +270,7 @@ def resolve(
 def config_folder(path_or_hub_id: str) -> Path:
     """Return the local folder of a model's ``config.json``, whose weights need not be there.
 
-    Raises:
-        ConfigError: there is none, in a folder of that name or in the hub's cache.
+    Raises ConfigError: there is none, in a folder of that name or in the hub's cache.
     """
     try:
         folder = Path(path_or_hub_id).expanduser()
@@ -294,8 +288,7 @@ def config_folder(path_or_hub_id: str) -> Path:
 def export_in(folder: Path) -> Path:
     """Return ``folder``, or the export in it if it is the output folder of a run.
 
-    Raises:
-        ConfigError: it is the output folder of a run that has not exported.
+    Raises ConfigError: it is the output folder of a run that has not exported.
     """
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         return folder
@@ -364,8 +357,8 @@ def _readable(folder: Path) -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file of a checkpoint.
 
-    Raises:
-        ConfigError: there is no file, or it is not JSON, or holds something other than an object.
+    Raises ConfigError: there is no file, or it is not JSON, or holds something other than an
+    object.
     """
     with _readable(path):
         if not path.is_file():
@@ -481,7 +474,7 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
         try:
             earlier = read_json(manifest).get("files")
         except ConfigError as failure:
-            _logger.warning("what an earlier export left there is kept: %s", failure.problem)
+            logger.warning("what an earlier export left there is kept: %s", failure.problem)
     write_files(folder, {_MANIFEST: {"files": sorted(written)}})
     for name in earlier if isinstance(earlier, list) else []:
         if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):

@@ -8,9 +8,6 @@ Every name, shape and dtype is checked before the first byte is copied.
 Left out on purpose: process groups (who downloads and how the others wait are arguments).
 """
 
-from __future__ import annotations
-
-import logging
 import os
 import re
 from collections import Counter
@@ -25,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import ValidationError
 
-from moetrain.config import ConfigError, ModelSection
+from moetrain.config import ConfigError, ModelSection, logger
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part, RopeScaling
 from moetrain.models.families import FAMILIES, PRESETS
@@ -53,8 +50,6 @@ _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that follow from config.json and are ignored."""
 
-_logger = logging.getLogger(__name__)
-
 
 def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSource:
     """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
@@ -62,9 +57,8 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     There may be more than the model has: heads for several tokens, a vision tower. Saving carries
     all of that on.
 
-    Raises:
-        ConfigError: a file is missing or damaged; a tensor is missing, has another shape or dtype,
-            or lies in a layer or module that ``arch`` describes and does not have it.
+    Raises ConfigError: a file is missing or damaged; a tensor is missing, has another shape or
+    dtype, or lies in a layer or module that ``arch`` describes and does not have it.
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
     source = HFSource.read(folder)
@@ -107,8 +101,7 @@ def load_weights(
     embeddings is taken if it equals the embedding, and refused if it differs, because the file then
     contradicts itself. What else the checkpoint holds is noted in ``model.source``.
 
-    Raises:
-        ConfigError: as :func:`check_checkpoint`.
+    Raises ConfigError: as :func:`check_checkpoint`.
     """
     source = check_checkpoint(folder, model.arch)
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -123,9 +116,9 @@ def load_weights(
                 write(piece.parameter, piece.place, part_of(find(name), piece))
     if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
-        _logger.info(what, source.folder, len(quantised))
+        logger.info(what, source.folder, len(quantised))
     if source.extra:
-        _logger.info(
+        logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
             source.folder,
             len(source.extra),
@@ -138,8 +131,7 @@ def load_weights(
 def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any]]:
     """Open the files of ``source``; gives a function that finds a tensor, read where it is indexed.
 
-    Raises:
-        ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
+    Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
         paths = dict.fromkeys(
@@ -201,8 +193,8 @@ def load_hf(
     checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` notes what else the
     checkpoint holds, for :func:`save_hf`.
 
-    Raises:
-        ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and :func:`check_checkpoint`.
+    Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
+    :func:`check_checkpoint`.
     """
     folder = resolve(path_or_hub_id)
     arch = architecture_from_hf(read_json(folder / CONFIG))
@@ -274,9 +266,8 @@ def resolve_architecture(
     ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded. ``further``: with
     blocks for further tokens.
 
-    Raises:
-        ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
-            overrides do not fit the preset or each other; the model cannot reach so far.
+    Raises ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is
+    unknown; overrides do not fit the preset or each other; the model cannot reach so far.
     """
     return _reaching(_named(section, needs_weights, further), section)
 

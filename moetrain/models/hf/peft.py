@@ -15,7 +15,6 @@ weights (biases, DoRA, PiSSA, ...). An unknown setting is refused too, unless it
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import torch
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 from safetensors.torch import save_file
 
-from moetrain.config import ConfigError, LoraSection
+from moetrain.config import ConfigError, LoraSection, logger
 from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
@@ -65,7 +64,6 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 """Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
 setting must be off: null or false."""
 
-_logger = logging.getLogger(__name__)
 _Index = tuple[int | slice | None, ...]
 _Matches = Callable[[str], bool]
 """Decides whether a name is selected."""
@@ -167,7 +165,7 @@ def save_peft(
     if unread:
         problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
         advice = "moetrain reads them, or export the merged model"
-        _logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
+        logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -206,9 +204,8 @@ def load_peft(
 
     ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
 
-    Raises:
-        ConfigError: the files hold other adapters or other shapes, or settings that are not
-            supported.
+    Raises ConfigError: the files hold other adapters or other shapes, or settings that are not
+    supported.
     """
     files = _AdapterFiles(folder, arch)
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
@@ -227,8 +224,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 
     They have the dtype and the device of the weights.
 
-    Raises:
-        ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
+    Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
     files = _AdapterFiles(folder, model.arch)
     modules = dict(adaptable(model.layers))
@@ -298,8 +294,7 @@ class _AdapterFiles:
             is_partial: whether the file may lack all tensors of a weight, or of its gates: settings
                 often target more modules than have adapters, such as those of every layer.
 
-        Raises:
-            ConfigError: tensors are missing, or of no site.
+        Raises ConfigError: tensors are missing, or of no site.
         """
         stored = set(self.file.keys())
         wanted = set()

@@ -7,10 +7,7 @@ Left out on purpose: process groups (how processes share the work is an argument
 tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 """
 
-from __future__ import annotations
-
 import itertools
-import logging
 import math
 import os
 import re
@@ -26,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
@@ -57,15 +54,13 @@ _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensor
 _File = Path | str | Mapping[str, Any]
 _EOS = "eos_token_id"
 
-_logger = logging.getLogger(__name__)
-
 
 def warn_about_router_bias(model: Transformer) -> None:
     """Warn of a selection bias, which steers routing, where the files have no place for it."""
     holds = FAMILIES[model.arch.family].holds
     lost = [n for n, b in model.named_buffers() if not holds(n) and b.any()]
     if lost:
-        _logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
+        logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
 class _Outgoing(NamedTuple):
@@ -170,7 +165,7 @@ class Export:
             if _OUR_FILES.fullmatch(path.name) and path.name not in {*shards, *files}:
                 path.unlink()
         remove_stale(self.folder, [*shards, *files])
-        _logger.info("Hugging Face checkpoint: %s", self.folder)
+        logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
             problem = f"gone or changed since it was read; {self.folder} has all but "
             problem += f"{listing(lost)}; put it back and save again"
@@ -335,8 +330,7 @@ def _side_files(
         tokenizer: replaces the tokenizer of ``source`` and the ids of its special tokens.
         dtype: the dtype that config.json names; None: the one that ``source`` names.
 
-    Raises:
-        ValueError: the family's format cannot express ``arch``.
+    Raises ValueError: the family's format cannot express ``arch``.
     """
     config = exported_config(arch, None if source is None else source.config)
     keys = [key for key in ("torch_dtype", "dtype") if key in config]
