@@ -145,7 +145,7 @@ def rank_main(
     The answer goes before the group ends: a world of four was seen to lose a rank by SIGSEGV
     between its last barrier and that end, with the peers' connections closing.
     """
-    faulthandler.enable(os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY))
+    faulthandler.enable(os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve
     torch.set_num_threads(1)
     if device_type == "cuda":

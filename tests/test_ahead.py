@@ -151,9 +151,9 @@ def test_a_fake_step_executes_no_plan_of_a_library():
     def fake_step():
         q, k = (torch.empty(32, heads, 64, device="cuda").bfloat16() for heads in (4, 2))
         ends = torch.empty(3, device="cuda", dtype=torch.int32)
-        out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, 16, None, True)
+        out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, 16, None, 0.25, True)
         saved = (out, q, k, k, out, lse, ends)
-        found.extend(torch.ops.moetrain.attention_packed_backward(*saved, 16, None, False))
+        found.extend(torch.ops.moetrain.attention_packed_backward(*saved, 16, None, 0.25, False))
 
     launched = ahead.launches_of(fake_step)
     assert [kernel.fn.__name__ for kernel in launched] == ["_attend_kernel"]

@@ -82,7 +82,7 @@ FILES = [
     ("--data.seq_len 4097", "data.seq_len", "more than the 4096 positions .* model.preset 'debug'"),
     # The layout.
     ("--parallel.pp 2", "parallel.pp", "world of 1 process"),
-    ("--parallel.cp 2", "parallel.cp", "2: this version has no context parallelism; use 1"),
+    ("--parallel.cp 2", "parallel.cp", "world of 1 process"),
     ("--parallel.tp 2", "parallel.tp", "world of 1 process"),
     ("--parallel.ep 2", "parallel.ep", "2 does not divide"),
     ("--parallel.dp_replicate 2", "parallel.dp_replicate", "world of 1"),

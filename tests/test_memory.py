@@ -15,11 +15,11 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.environment import GIB, GPUS
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.linear_attention.gated_delta import documents_of
 from moetrain.models.architecture import Workload
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.layers import Context
-from moetrain.models.transformer import _documents
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.train.memory import RankSizes
@@ -151,7 +151,7 @@ def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps):
     module = part.build(KernelsSection(backend="triton"), MoeSection()).to(device, torch.bfloat16)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    documents, place_T = _documents(None, None, 1, tokens, torch.device(device))
+    documents, place_T = documents_of(None, None, (1, tokens), torch.device(device))
     context = Context((place_T, place_T), None, documents=documents, place_T=place_T)
     x_BSD = torch.randn(1, tokens, 256, device=device).bfloat16().requires_grad_()
     others = [x_BSD, place_T, *documents, *module.parameters()]

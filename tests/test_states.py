@@ -130,7 +130,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
     torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", LINEAR_CASES)
+@pytest.mark.parametrize("case", [case for case in LINEAR_CASES if case != "nemotron_h"])
 @torch.no_grad()
 def test_prompts_longer_than_a_chunk_go_on_as_those_of_transformers(case, tmp_path):
     theirs = random_reference(case, max_position_embeddings=512).eval()

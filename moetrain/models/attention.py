@@ -139,7 +139,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """Attend over whole rows: softmax over what the mask lets a token see, and over a sink."""
     if sinks_H is not None:
-        return attention_with_sinks(q_BSHd, k_BSGd, v_BSGv, context.mask, sinks_H)
+        return attention_with_sinks(q_BSHd, k_BSGd, v_BSGv, context.mask, sinks_H, scale)
     return attention(q_BSHd, k_BSGd, v_BSGv, context.mask, scale)
 
 

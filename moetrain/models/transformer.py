@@ -387,6 +387,9 @@ def _check_adapters(model: Transformer, layout: str) -> None:
     for name in weights:
         shape = model.get_parameter(name).shape
         piece = family.pieces({name: shape}, model.arch)[0]
+        if fnmatchcase(name, family.unadaptable):
+            problem = f"PEFT takes no adapter of {name} in a {family.name}"
+            raise ConfigError("lora.targets", f"{problem}; leave it out")
         if piece.is_whole:
             continue
         if len(shape) == 2:
@@ -395,9 +398,6 @@ def _check_adapters(model: Transformer, layout: str) -> None:
         if layout == "per_expert":
             problem = f"'per_expert', but {piece.hf_name} is one tensor of all experts; use fused"
             raise ConfigError("lora.layout", problem)
-        if fnmatchcase(name, family.unadaptable):
-            problem = f"PEFT takes no adapter of {name} in a {family.name}"
-            raise ConfigError("lora.targets", f"{problem}; leave it out")
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

@@ -420,7 +420,7 @@ class PagedAttention:
                 visible_QL &= distance_QL < self.window
             q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
             if sinks_H is not None:
-                out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H)
+                out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
             else:
                 out_NHQv = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True

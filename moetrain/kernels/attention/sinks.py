@@ -5,7 +5,7 @@ logit ``s``, and ``o``, ``lse`` of attention without it (:mod:`moetrain.kernels.
 has the rest of the notation)::
 
     lse' = log(exp(lse) + exp(s))        o' = o * exp(lse - lse') = o * sigmoid(lse - s)
-    p[i, j] = exp(q[i] . k[j] / sqrt(d) - lse'[i])        delta[i] = do[i] . o'[i]
+    p[i, j] = exp(scale q[i] . k[j] - lse'[i])        delta[i] = do[i] . o'[i]
     ds = -sum over i of exp(s - lse'[i]) * delta[i]
 
 The other gradients are those of attention as it is, given ``o'`` and ``lse'``: its backward needs
@@ -32,6 +32,7 @@ from moetrain.kernels.attention.attention import (
     _compiled_flex,
     _documents,
     _forward_formula,
+    _scale,
 )
 from moetrain.kernels.backend import refusal, worth_saving
 
@@ -39,47 +40,50 @@ from moetrain.kernels.backend import refusal, worth_saving
 def attention_with_sinks(
     q_BSHd: torch.Tensor,
     k_BSGd: torch.Tensor,
-    v_BSGd: torch.Tensor,
+    v_BSGv: torch.Tensor,
     mask: AttentionMask,
     sinks_H: torch.Tensor,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attend as :func:`~moetrain.kernels.attention.attention.attention` does, with sinks.
 
     ``mask`` was made with ``needs_lse``; ``sinks_H`` has any floating dtype and gets a gradient.
     """
     if mask.cu_seqlens is not None:
-        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
+        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGv))
         backend = "exact" if mask.backend == "exact" else "cudnn"
-        how = {"window": mask.window, "backend": backend}
+        how = {"window": mask.window, "scale": scale, "backend": backend}
         ends, longest = mask.cu_seqlens, mask.max_seqlen
-        return attention_packed_with_sinks(q, k, v, sinks_H, ends, longest, **how).view_as(q_BSHd)
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))
+        out_THv = attention_packed_with_sinks(q, k, v, sinks_H, ends, longest, **how)
+        return out_THv.unflatten(0, q_BSHd.shape[:2])
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
     if mask.backend == "flex":
         is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
         run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
         grouped = q.shape[1] != k.shape[1]
-        aux = AuxRequest(lse=True)
-        made: Any = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped, return_aux=aux)
+        how = {"scale": scale, "enable_gqa": grouped, "return_aux": AuxRequest(lse=True)}
+        made: Any = run(q, k, v, block_mask=mask.blocks, **how)
         o, lse = made[0], made[1].lse
         share = (lse - sinks_H.to(lse.dtype)[:, None]).sigmoid()
         return (o * share[..., None]).to(o.dtype).transpose(1, 2)
     assert mask.backend == "reference"  # of masks made with needs_lse
     assert mask.dense_BSS is not None
-    return dense_attention_with_sinks(q, k, v, mask.dense_BSS, sinks_H).transpose(1, 2)
+    return dense_attention_with_sinks(q, k, v, mask.dense_BSS, sinks_H, scale).transpose(1, 2)
 
 
 def dense_attention_with_sinks(
     q_BHQd: torch.Tensor,
     k_BGLd: torch.Tensor,
-    v_BGLd: torch.Tensor,
+    v_BGLv: torch.Tensor,
     visible: torch.Tensor,
     sinks_H: torch.Tensor,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend by plain products: ``o_BHQd``. ``visible`` [..., Q, L] is True for keys to see."""
+    """Attend by plain products: ``o_BHQv``. ``visible`` [..., Q, L] is True for keys to see."""
     repeats = q_BHQd.shape[1] // k_BGLd.shape[1]
-    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BGLd, v_BGLd))
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BGLd, v_BGLv))
     wide = torch.promote_types(q_BHQd.dtype, torch.float32)
-    scores = (q_BHQd @ k.transpose(-1, -2)).to(wide) * q_BHQd.shape[-1] ** -0.5
+    scores = (q_BHQd @ k.transpose(-1, -2)).to(wide) * _scale(q_BHQd, scale)
     scores = scores.masked_fill(~visible, float("-inf"))
     sinks = sinks_H.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
@@ -89,12 +93,13 @@ def dense_attention_with_sinks(
 def attention_packed_with_sinks(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     sinks_H: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
     backend: Literal["auto", "cudnn", "exact", "reference"] = "auto",
     check: bool = False,
 ) -> torch.Tensor:
@@ -102,21 +107,21 @@ def attention_packed_with_sinks(
 
     ``sinks_H`` has any floating dtype; the other arguments are those of that function.
     """
-    _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
+    _check(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window)
+    scale = _scale(q_THd, scale)
     if sinks_H.shape != q_THd.shape[1:2]:
         takes = "[T, H, d] and [H]"
         raise refusal("attention_packed_with_sinks", takes, q=q_THd, sinks=sinks_H)
     if check or backend == "reference":
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         if backend == "reference":
-            scale = q_THd.shape[2] ** -0.5
-            o_THd, lse_HT = _forward_formula(q_THd, k_TGd, v_TGd, documents, window, scale)
-            return (o_THd * _share(lse_HT, sinks_H)).to(o_THd.dtype)
+            o_THv, lse_HT = _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)
+            return (o_THv * _share(lse_HT, sinks_H)).to(o_THv.dtype)
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
-        cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
-    tensors = (x.contiguous() for x in (q_THd, k_TGd, v_TGd, sinks_H))
-    how = (max_seqlen, window, backend == "exact")
+        cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2], v_TGv.shape[2])
+    tensors = (x.contiguous() for x in (q_THd, k_TGd, v_TGv, sinks_H))
+    how = (max_seqlen, window, scale, backend == "exact")
     return _attention_with_sinks(*tensors, cu_seqlens, *how)[0]
 
 
@@ -129,43 +134,46 @@ def _share(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
 def _attention_with_sinks(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
     sinks_H: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    scale: float,
     is_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o'_THd`` and ``lse'_HT``."""
+    """``o'_THv`` and ``lse'_HT``."""
     if is_invariant and q_THd.is_cuda:
-        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window, sinks_H=sinks_H)
-    how = (max_seqlen, window, q_THd.shape[2] ** -0.5, is_invariant)
-    o_THd, lse_HT = _attention_packed(q_THd, k_TGd, v_TGd, cu_seqlens, *how)
+        how = {"window": window, "scale": scale, "sinks_H": sinks_H}
+        return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, **how)
+    how = (max_seqlen, window, scale, is_invariant)
+    o_THv, lse_HT = _attention_packed(q_THd, k_TGd, v_TGv, cu_seqlens, *how)
     lse_HT, before_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None]), lse_HT
-    return o_THd.mul_(_share(before_HT, sinks_H)), lse_HT  # in fp32, rounded in place
+    return o_THv.mul_(_share(before_HT, sinks_H)), lse_HT  # in fp32, rounded in place
 
 
 @_attention_with_sinks.register_fake
-def _(q_THd, k_TGd, v_TGd, sinks_H, cu_seqlens, max_seqlen, window, is_invariant):
+def _(q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, max_seqlen, window, scale, is_invariant):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    return torch.empty_like(q_THd), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=wide)
+    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    o_THv = q_THd.new_empty(tokens, heads, width)
+    return o_THv, q_THd.new_empty(heads, tokens, dtype=wide)
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.max_seqlen, ctx.window, _ = inputs
+    *tensors, ctx.max_seqlen, ctx.window, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx, do_THd: torch.Tensor, _):
-    q_THd, k_TGd, v_TGd, sinks_H, cu_seqlens, o_THd, lse_HT = ctx.saved_tensors
-    saved = (do_THd.contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu_seqlens)
-    scale, is_deterministic = q_THd.shape[2] ** -0.5, torch.are_deterministic_algorithms_enabled()
-    how = ctx.max_seqlen, ctx.window, scale, is_deterministic
+def _differentiate(ctx, do_THv: torch.Tensor, _):
+    q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, o_THv, lse_HT = ctx.saved_tensors
+    saved = (do_THv.contiguous(), q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens)
+    how = ctx.max_seqlen, ctx.window, ctx.scale, torch.are_deterministic_algorithms_enabled()
     grads = _attention_packed_backward(*saved, *how)
-    delta_HT = (do_THd.to(lse_HT.dtype) * o_THd.to(lse_HT.dtype)).sum(-1).T
+    delta_HT = (do_THv.to(lse_HT.dtype) * o_THv.to(lse_HT.dtype)).sum(-1).T
     p_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
     d_sinks_H = -(p_HT * delta_HT).sum(1).to(sinks_H.dtype)
-    return *grads, d_sinks_H, None, None, None, None
+    return *grads, d_sinks_H, *[None] * 5
 
 
 _attention_with_sinks.register_autograd(_differentiate, setup_context=_save)
