@@ -444,3 +444,23 @@ def test_recompute_gives_the_same_gradients_and_counts():
     # The head takes no part in this loss.
     for a, b in zip(gradients[:-1], gradients_again[:-1], strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_wide_router_keeps_its_weights():
+    """In bf16 too its logits are those of fp32, and so is its weight's gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(30, 48, generator=generator).bfloat16()
+    weight_ED = torch.randn(9, 48, generator=generator).requires_grad_()
+    exact_TE = x_TD.double() @ weight_ED.double().T
+    errors = {}
+    for wide in (False, True):
+        logits_TE = router_logits(x_TD, weight_ED, "triton", wide=wide)
+        errors[wide] = ((logits_TE - exact_TE).norm() / exact_TE.norm()).item()
+    assert errors[False] > 1e-3
+    assert errors[True] < 1e-6
+    upstream = torch.randn(30, 9, generator=generator)
+    found, want = (
+        torch.autograd.grad((y * upstream).sum(), weight_ED, retain_graph=True)[0]
+        for y in (logits_TE, exact_TE)
+    )
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)

@@ -271,9 +271,7 @@ class Router(Adaptable):
         """Compute ``logits_TE`` in fp32."""
         adapter = self.adapter("weight", self.weight.dtype)
         weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
-        if self.sizes.router_fp32:
-            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        return router_logits(x_TD, weight_ED, self.backend)
+        return router_logits(x_TD, weight_ED, self.backend, wide=self.sizes.router_fp32)
 
     def _sent_to(
         self,

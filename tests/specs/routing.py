@@ -314,5 +314,23 @@ _ROUTER_LOGITS_SPECS = (
         bad_inputs={r"\[T, D\] and \[E, D\]": lambda i: i | {"weight_ED": i["weight_ED"][:, 1:]}},
     ),
 )
+_WIDE_ROUTER_LOGITS = replace(
+    _ROUTER_LOGITS_SPECS[0],
+    name="router_logits_wide",
+    fast=lambda **inputs: router_logits(**inputs, backend="triton", wide=True),
+    reference=lambda **inputs: router_logits(**inputs, backend="reference", wide=True),
+    make_inputs=lambda case, dtype, generator: {
+        "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
+        "weight_ED": normal(generator, case["E"], case["D"]).float(),
+    },
+    benches=(Bench({"T": 16384, "D": 4096, "E": 128}),),
+    ops=(),
+)
 
-SPECS = (*_INDICES_SPECS, *_PERMUTATION_SPECS, *_ROUTER_SPECS, *_ROUTER_LOGITS_SPECS)
+SPECS = (
+    *_INDICES_SPECS,
+    *_PERMUTATION_SPECS,
+    *_ROUTER_SPECS,
+    *_ROUTER_LOGITS_SPECS,
+    _WIDE_ROUTER_LOGITS,
+)

@@ -109,20 +109,32 @@ def _outer_reference(
 
 
 def router_logits(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto"
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto", *, wide: bool = False
 ) -> torch.Tensor:
     """Return ``logits_TE`` in fp32 (float64 for a float64 ``x``).
 
     Args:
         x_TD: any floating dtype; bf16 takes the fast path, others the reference.
         weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
+        wide: take the weight as it is. In the fast path three numbers of bf16 then stand for each
+            of fp32, so that products are exact, and rows have the bits that they have alone.
     """
     if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
         raise refusal("router_logits", "[T, D] and [E, D]", x=x_TD, weight=weight_ED)
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
     if x_TD.dtype == torch.bfloat16 and use_fast(backend, x_TD):
-        return _router_logits(x_TD, weight_ED)
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    return F.linear(x_TD.to(wide), weight_ED.to(x_TD.dtype).to(wide))
+        if not wide:
+            return _router_logits(x_TD, weight_ED)
+        weight_ED = weight_ED.to(dtype)
+        rest_ED = weight_ED.detach() - weight_ED.detach().to(x_TD.dtype)
+        middle_ED = rest_ED.to(x_TD.dtype).to(dtype)
+        # The first part's gradient, in fp32, is the weight's.
+        three = (weight_ED - rest_ED, middle_ED, rest_ED - middle_ED)
+        parts = _router_logits(x_TD, torch.cat(three))
+        high_TE, middle_TE, low_TE = parts.chunk(3, dim=1)
+        return (low_TE + middle_TE) + high_TE
+    weight_ED = weight_ED if wide else weight_ED.to(x_TD.dtype)
+    return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
 @torch.library.custom_op("moetrain::router_logits", mutates_args=())
