@@ -1,6 +1,7 @@
 """Every family of mixtures of experts on several ranks: meshes, compilation, runs, generation."""
 
 import itertools
+import zlib
 from functools import partial
 
 import pytest
@@ -78,8 +79,12 @@ def drawn(number, world, case, degrees, policy):
 @pytest.mark.parametrize("world", MESHES)
 def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     policies = itertools.cycle(["none", "full", "selective"])
-    meshes = itertools.product(FAMILY_CASES, MESHES[world].values())
-    runs = [drawn(i, world, *mesh, next(policies)) for i, mesh in enumerate(meshes)]
+    runs = [
+        # Numbers, and so weights, that are the same whatever other families there are.
+        drawn(zlib.crc32(f"{case} {name}".encode()), world, case, degrees, next(policies))
+        for case in FAMILY_CASES
+        for name, degrees in MESHES[world].items()
+    ]
     assert not any(map(is_refused, runs))
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=600)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
@@ -104,7 +109,8 @@ def follow_families(archs):
 
 
 def test_a_generator_follows_a_trainer_of_every_family():
-    archs = [architecture_of(case, num_experts=8) for case in FAMILY_CASES]
+    generating = [case for case in FAMILY_CASES if case != "nemotron_h"]  # no states of Mamba-2
+    archs = [architecture_of(case, num_experts=8) for case in generating]
     spawn(2, follow_families, archs, timeout=200)
 
 
