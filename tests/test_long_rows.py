@@ -60,6 +60,42 @@ def test_what_cannot_be_is_refused_in_one_line(words, setting, says):
         resolved(PRESET, *words)
 
 
+@pytest.fixture
+def scaled(tmp_path):
+    """Write the config.json of a model whose rotary embeddings are scaled; returns its setting."""
+
+    def write(kind, positions, **rope):
+        config = exported_config(resolved(PRESET), None)
+        rope = {"rope_type": kind, "rope_theta": config.get("rope_theta", 1e6)} | rope
+        config |= {"max_position_embeddings": positions, "rope_scaling": rope}
+        config.pop("rope_parameters", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return [f"model.path={tmp_path}", "data.source=synthetic"]
+
+    return write
+
+
+def test_a_linear_factor_of_the_models_own_is_part_of_the_new_one(scaled):
+    own = scaled("linear", 4096, factor=2.0)
+    arch = resolved(*own, "model.max_positions=8192", "model.rope=linear")
+    assert (arch.rope.kind, arch.rope.factor, arch.reach) == ("linear", 4.0, 8192)
+
+
+def test_rows_of_a_scaled_model_are_as_long_as_it_reaches_or_as_the_user_says(scaled):
+    own = scaled("yarn", 4096, factor=4.0, original_max_position_embeddings=4096)
+    assert resolved(*own, "data.seq_len=16384").reach == 16384
+    with pytest.raises(ConfigError, match="more than the 8192 positions"):
+        resolved(*own, "model.max_positions=8192", "data.seq_len=16384")
+    with pytest.raises(ConfigError, match="20000 is more than the 16384 positions"):
+        resolved(*own, "model.max_positions=20000")
+
+
+def test_a_linear_models_reach_is_what_it_says(scaled):
+    own = scaled("linear", 4096, factor=2.0)
+    with pytest.raises(ConfigError, match="5000 is more than the 4096 positions"):
+        resolved(*own, "model.max_positions=5000")
+
+
 def test_a_checkpoint_trains_on_longer_rows_and_is_read_as_trained(tmp_path):
     """transformers computes the same from the files that the run writes."""
     torch.manual_seed(0)

@@ -379,6 +379,12 @@ class Architecture(BaseModel):
         return self.hidden_size
 
     @property
+    def reach(self) -> int:
+        """Positions that scaled rotary embeddings reach, where ``max_positions`` says less."""
+        original = self.rope.original_max_positions or 0
+        return max(self.max_positions, int(self.rope.factor * original))
+
+    @property
     def moe_layer_indices(self) -> list[int]:
         """Indices of the blocks that route tokens to experts."""
         layers = enumerate(self.layers())

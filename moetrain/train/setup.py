@@ -173,9 +173,7 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
         found = {"compile.enabled": device == "cuda" or on_gpu}
         config = config.filled(found, "auto, by the device").fitting()
-    # What a model with scaled rotary embeddings reaches; its config.json may say less.
-    scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
-    longest = max(arch.max_positions, scaled)
+    longest = config.model.max_positions or arch.reach
     if config.data.seq_len > longest:
         name = "preset" if config.model.path is None else "path"
         raise ConfigError(

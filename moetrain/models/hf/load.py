@@ -277,11 +277,10 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
     wanted, rope = section.max_positions, arch.rope
     if wanted is None:
         return arch
-    original = rope.original_max_positions or arch.max_positions
-    reach = max(arch.max_positions, int(rope.factor * original))
+    original = rope.original_max_positions or int(arch.max_positions / rope.factor)
     if section.rope is None:
-        if wanted > reach:
-            problem = f"{wanted} is more than the {reach} positions that the model is made for"
+        if wanted > arch.reach:
+            problem = f"{wanted} is more than the {arch.reach} positions that the model is made for"
             raise ConfigError("model.max_positions", f"{problem}; lower it, or set model.rope yarn")
         return arch.model_copy(update={"max_positions": wanted})
     if rope.kind not in ("default", section.rope) or wanted <= original:
