@@ -16,10 +16,11 @@ from moetrain.kernels.attention.batch_invariant import (
 )
 from moetrain.kernels.attention.sinks import attention_packed_with_sinks
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.experts.products import grouped_mm
+from moetrain.kernels.experts.products import grouped_mm, router_logits
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
+from moetrain.kernels.norm import elementwise
 from moetrain.kernels.small_m import low_rank_products
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
@@ -207,16 +208,51 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
             assert logprobs.isnan().all()
 
 
-DIFFERING = ["gpt-oss-20b", "moonlight-16b-a3b", "glm-4.7-flash"]
-"""Presets whose generation differs from training by bf16's rounding on a GPU; docs/precision.md."""
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("width", "dim"), [(256, 4096), (640, 4096), (2048, 11264), (32, 2880), (256, 7168)]
+)
+def test_no_sum_is_split_however_few_rows_there_are(width, dim):
+    """Inner widths at which the library splits the sums of few rows."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device="cuda") * shape[-1] ** -0.5
+
+    x_TD, w_ND = draw(16_896, dim).bfloat16(), draw(width, dim)
+    w, bias_N = w_ND.bfloat16(), draw(width).bfloat16()
+    wanted = [torch.nn.functional.linear(x_TD, w, b) for b in (None, bias_N)]
+    logits = [router_logits(x_TD, w_ND, wide=wide) for wide in (False, True)]
+    for rows in (1, 3, 64, 129, 200, 320, 513, 1000, 2048, 4000):
+        x = x_TD[:rows].clone()
+        for bias, want in zip((None, bias_N), wanted, strict=True):
+            assert torch.equal(small_m.invariant_linear(x, w, bias), want[:rows]), rows
+        for wide, want in zip((False, True), logits, strict=True):
+            assert torch.equal(router_logits(x, w_ND, wide=wide), want[:rows]), rows
 
 
-def differing(preset):
-    return pytest.param(preset, marks=pytest.mark.xfail(strict=True, raises=AssertionError))
+@pytest.mark.parametrize("name", ["sigmoid", "softplus", "exp"])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_elementwise_op_has_the_bits_of_torch_in_every_graph(place, name):
+    op = getattr(elementwise, name)
+    plain = getattr(torch.nn.functional, name, None) or getattr(torch, name)
+    x = torch.linspace(-30, 30, 999, device=place)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(op(x.to(dtype)), plain(x.to(dtype)))
+    wide = torch.linspace(-3, 25, 9, dtype=torch.float64, device=place).requires_grad_()
+    torch.library.opcheck(op, (wide,))
+    found, want = (torch.autograd.grad(f(wide).sum(), wide)[0] for f in (op, plain))
+    torch.testing.assert_close(found, want)
+    if place == "cuda":
+        compiled = torch.compile(lambda x: op(x * 2) + 1, fullgraph=True)
+        assert torch.equal(compiled(x), plain(x * 2) + 1)
+
+
+GENERATING = ("qwen3-30b-a3b", "gpt-oss-20b", "moonlight-16b-a3b", "glm-4.7-flash")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", *(differing(name) for name in DIFFERING)])
+@pytest.mark.parametrize("preset", GENERATING)
 def test_generation_has_the_bits_of_the_compiled_forward(preset):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
@@ -255,8 +291,11 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     lengths = [len(text) for text in texts]
     positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    few = int(ends[3])  # tokens of the first texts, which are then trained on alone
     with torch.no_grad():
         hidden, _ = models[1].backbone(tokens[None], positions[None], ends)
+        alone, _ = models[1].backbone(tokens[None, :few], positions[None, :few], ends[:4])
+        assert torch.equal(alone, hidden[:, :few])
         losses = linear_cross_entropy(hidden[0], models[1].head_weight, tokens.roll(-1)).loss_T
     for prompt, completion, start in zip(prompts, found, ends.tolist(), strict=False):
         first = start + len(prompt) - 1

@@ -3,11 +3,14 @@
 In a step of generation each sequence has one row, and a product takes the time of reading its
 weights. These kernels sum over the inner width in ascending order whatever the number of rows M, as
 cuBLAS and the grouped product do for many rows on Hopper, so a row has the same bits in generation
-as in training (measured; cuBLAS splits the sum where M is small and the inner width large).
+as in training. cuBLAS splits the sum where M is small and the inner width large: on an H100 at
+inner widths from 2,880 on, not at 2,048, and where the result has no more than some 80 tiles of
+128 x 128, for results in fp32 below 4,096 rows.
 
 :func:`linears`, and :func:`expert_mlp` with SwiGLU in the first product's epilogue, have no
-autograd: training takes the library's products. :func:`low_rank_products` has, for the A matrices
-of LoRA adapters, whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
+autograd: training takes the library's products. :func:`invariant_linear` has, which takes cuBLAS
+only where it does not split, and :func:`low_rank_products`, for the A matrices of LoRA adapters,
+whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
 
     u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
 
@@ -32,13 +35,22 @@ from moetrain.kernels.backend import (
     tl,
     triton,
     use_fast,
+    worth_saving,
 )
 
 _MAX_ROWS = 128
-"""Above it cuBLAS does not split the sum either."""
+"""Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""
+WHOLE_WIDTH = 2048
+"""Inner widths up to it cuBLAS never splits."""
+_WHOLE_ROWS = 4096
+"""From it on cuBLAS does not split sums whose results are fp32."""
+_TILE = 128
+"""Rows and columns of cuBLAS's tiles. It splits where they are fewer than multiprocessors."""
 _MAX_ROWS_PER_EXPERT = 64
 """The same limit for experts, on average."""
 _MOST_WEIGHTS = 3
+_MULTIPLE = 16
+"""The kernel's outer widths are multiples of this."""
 
 
 def _runs(x: torch.Tensor) -> bool:
@@ -63,6 +75,66 @@ def runs_linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     return aligned and len(weights) <= _MOST_WEIGHTS
 
 
+def invariant_linear(
+    x_TD: torch.Tensor,
+    w_ND: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return ``x @ w^T + bias`` [T, N], whose rows have the same bits among any number of rows.
+
+    That holds for bf16 on a Hopper GPU if ``N`` is a multiple of 16 and ``D`` of 8; all else takes
+    ``torch.nn.functional.linear``. Differentiable.
+    """
+    if x_TD.dim() != 2 or w_ND.shape[1:] != x_TD.shape[1:] or w_ND.dtype != x_TD.dtype:
+        takes = "[T, D] and [N, D] of one dtype"
+        raise refusal("invariant_linear", takes, x=x_TD, w=w_ND)
+    aligned = w_ND.shape[0] % _MULTIPLE == w_ND.shape[1] % 8 == 0
+    can_split = w_ND.shape[1] > WHOLE_WIDTH and x_TD.dtype == torch.bfloat16
+    if not (aligned and can_split and use_fast(backend, x_TD)):
+        return F.linear(x_TD, w_ND, bias_N)
+    return _invariant_linear(x_TD.contiguous(), w_ND.contiguous(), bias_N)
+
+
+@torch.library.custom_op("moetrain::invariant_linear", mutates_args=())
+def _invariant_linear(
+    x_TD: torch.Tensor, w_ND: torch.Tensor, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    tiles = triton.cdiv(x_TD.shape[0], _TILE) * triton.cdiv(w_ND.shape[0], _TILE)
+    if tiles >= _multiprocessors(x_TD.device):
+        return F.linear(x_TD, w_ND, bias_N)
+    return _product(x_TD, [w_ND], [bias_N])
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@_invariant_linear.register_fake
+def _(x_TD, w_ND, bias_N):
+    return x_TD.new_empty(x_TD.shape[0], w_ND.shape[0])
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _differentiate_linear(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+    x_TD, w_ND = ctx.saved_tensors
+    for_x, for_w, for_bias = ctx.needs_input_grad
+    return (
+        dy_TN @ w_ND if for_x else None,
+        dy_TN.t() @ x_TD if for_w else None,
+        dy_TN.sum(0) if for_bias else None,
+    )
+
+
+_invariant_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+worth_saving("linear", torch.ops.moetrain.invariant_linear.default)
+
+
 def linears(
     x_RD: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -80,11 +152,12 @@ def _product(
     x_RD: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None] = (),
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return what :func:`linears` does as one tensor [R, sum of N]."""
+    """Return what :func:`linears` does as one tensor [R, sum of N], in ``x``'s dtype or another."""
     R, D = x_RD.shape
     sizes = [w.shape[0] for w in weights]
-    out_RN = x_RD.new_empty(R, sum(sizes))
+    out_RN = x_RD.new_empty(R, sum(sizes), dtype=dtype)
     # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
     wide = sum(sizes) >= 4096 or R > 4096
     rows = min(64 if wide else 32, max(16, triton.next_power_of_2(R)))
@@ -219,8 +292,16 @@ def _down_kernel(
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None])
 
 
-_MULTIPLE = 16
-"""The kernel's outer widths are multiples of this; others are padded."""
+def wide_product(x_TD: torch.Tensor, w_ND: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ w^T`` in fp32, [T, N], of bf16 on CUDA; within an op: it has no autograd.
+
+    Rows have the same bits among any number of rows; ``w`` is contiguous, ``D`` a multiple of 8.
+    """
+    rows, width = x_TD.shape
+    if width <= WHOLE_WIDTH or width % 8 or rows >= _WHOLE_ROWS:
+        return torch.mm(x_TD, w_ND.t(), out_dtype=torch.float32)
+    y_TN = _product(x_TD.contiguous(), [_padded(w_ND)], dtype=torch.float32)
+    return y_TN[:, : w_ND.shape[0]].contiguous()
 
 
 def low_rank_products(
@@ -243,13 +324,18 @@ def low_rank_products(
 
 @torch.library.custom_op("moetrain::low_rank_products", mutates_args=())
 def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    missing = [-a.shape[0] % _MULTIPLE for a in weights]
-    padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
+    padded = [_padded(a) for a in weights]
     u_TR = _product(x_TD, padded)
-    if not any(missing):
+    if all(a is b for a, b in zip(padded, weights, strict=True)):
         return u_TR
     parts = u_TR.split([a.shape[0] for a in padded], 1)
     return torch.cat([u[:, : a.shape[0]] for u, a in zip(parts, weights, strict=True)], 1)
+
+
+def _padded(w_ND: torch.Tensor) -> torch.Tensor:
+    """Return ``w`` with rows of zeros, as many as the kernel wants."""
+    missing = -w_ND.shape[0] % _MULTIPLE
+    return F.pad(w_ND, (0, 0, 0, missing)) if missing else w_ND
 
 
 @_low_rank_products.register_fake

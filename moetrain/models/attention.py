@@ -15,6 +15,7 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.attention.sinks import attention_with_sinks
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear, RMSNorm, WideNorm, linears
@@ -184,7 +185,9 @@ class Attention(nn.Module):
         q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
         v_BSGd = v.unflatten(-1, (-1, self.head_dim))
         y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
-        return self.wo(y if gate is None else y * gate.sigmoid())
+        if gate is None:
+            return self.wo(y)
+        return self.wo(y * (sigmoid(gate) if self.batch_invariant else gate.sigmoid()))
 
     def mix(self, *qkv_and_context: Any) -> torch.Tensor:
         """Call :attr:`core`."""

@@ -267,6 +267,7 @@ class Linear(Adaptable):
         super().__init__()
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
+        self.batch_invariant = kernels.batch_invariant
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
@@ -284,16 +285,20 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
         products = linears_fp8(x_TD, weights, modules[0].backend)
         made = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
     else:
-        made = _products(x_TD, weights, biases)
+        made = _products(x_TD, weights, biases, modules[0].batch_invariant)
     return tuple(y.unflatten(0, leading) for y in _adapted(x_TD, made, modules))
 
 
 def _products(
-    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    x_TD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    batch_invariant: bool,
 ) -> Sequence[torch.Tensor]:
     if small_m.runs_linears(x_TD, weights):
         return small_m.linears(x_TD, weights, biases)
-    return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
+    product = small_m.invariant_linear if batch_invariant else F.linear
+    return [product(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def _adapted(

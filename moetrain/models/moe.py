@@ -26,6 +26,7 @@ from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.router import Routed, router_topk
+from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
@@ -378,7 +379,10 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             shared_TD, _ = self.shared_experts(x_TD, context)
             if self.shared_expert_gate is not None:
-                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+                gate_T1 = self.shared_expert_gate(x_TD)
+                is_apart = self.shared_experts.batch_invariant
+                gate_T1 = sigmoid(gate_T1) if is_apart else gate_T1.sigmoid()
+                shared_TD = gate_T1 * shared_TD
             y_TD = y_TD + shared_TD
         sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
         return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)

@@ -403,8 +403,12 @@ def _check_adapters(model: Transformer, layout: str) -> None:
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
     """Compile every block as one graph; blocks of one kind share the compiled code."""
     prepare_compiler()
+    how: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if model.kernels.batch_invariant and backend == "inductor":
+        # Fused operations then round where they would alone, as generation runs them.
+        how["options"] = {"emulate_precision_casts": True}
     for block in model.layers:
-        block.compile(fullgraph=True, backend=backend)
+        block.compile(**how)
 
 
 def prepare_compiler() -> None:

@@ -1,8 +1,14 @@
-"""Spec of low-rank products."""
+"""Specs of products whose rows have the same bits among any number of rows."""
 
 import torch
+from torch.nn import functional as F
 
-from moetrain.kernels.small_m import _low_rank_products, low_rank_products
+from moetrain.kernels.small_m import (
+    _invariant_linear,
+    _low_rank_products,
+    invariant_linear,
+    low_rank_products,
+)
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 _MATRICES = ("a0_rD", "a1_rD", "a2_rD")
@@ -27,7 +33,41 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     return Cost(moved, flops), Cost(moved + 2.0 * rows * dim, 2 * flops)
 
 
+def _linear_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, dim, width = case["T"], case["D"], case["N"]
+    bias_N = normal(generator, width).to(dtype) if case["bias"] else None
+    w_ND = (normal(generator, width, dim) * dim**-0.5).to(dtype)
+    return {"x_TD": normal(generator, rows, dim).to(dtype), "w_ND": w_ND, "bias_N": bias_N}
+
+
+def _linear_cost(case: Case) -> tuple[Cost, Cost]:
+    rows, dim, width = case["T"], case["D"], case["N"]
+    moved = 2.0 * (rows * dim + width * dim + rows * width)
+    flops = 2.0 * rows * dim * width
+    return Cost(moved, flops), Cost(2 * moved, 2 * flops)
+
+
 SPECS = (
+    KernelSpec(
+        name="invariant_linear",
+        fast=lambda **inputs: invariant_linear(**inputs, backend="triton"),
+        reference=lambda x_TD, w_ND, bias_N: F.linear(x_TD, w_ND, bias_N),
+        make_inputs=_linear_inputs,
+        cases=(
+            {"T": 5, "D": 2056, "N": 32, "bias": True},
+            {"T": 1, "D": 2064, "N": 16, "bias": False},
+            {"T": 0, "D": 2056, "N": 16, "bias": True},
+        ),
+        benches=(Bench({"T": 256, "D": 4096, "N": 2048, "bias": True}),),
+        tolerance={torch.bfloat16: 1e-2},
+        cost=_linear_cost,
+        differentiable=("x_TD", "w_ND", "bias_N"),
+        ops=(_invariant_linear,),
+        bad_inputs={
+            r"\[T, D\] and \[N, D\]": lambda x: x | {"w_ND": x["w_ND"][:, 1:]},
+            "of one dtype": lambda x: x | {"w_ND": x["w_ND"].half()},
+        },
+    ),
     KernelSpec(
         name="low_rank_products",
         fast=lambda x_TD, **matrices: low_rank_products(x_TD, _given(matrices), "triton"),

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.functional import grouped_mm as _grouped_mm
 
+from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, refusal, save_inputs, use_fast, worth_saving
 
 _ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
@@ -117,7 +118,7 @@ def router_logits(
         x_TD: any floating dtype; bf16 takes the fast path, others the reference.
         weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
         wide: take the weight as it is. In the fast path three numbers of bf16 then stand for each
-            of fp32, so that products are exact, and rows have the bits that they have alone.
+            of fp32, so that products are exact.
     """
     if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
         raise refusal("router_logits", "[T, D] and [E, D]", x=x_TD, weight=weight_ED)
@@ -139,7 +140,10 @@ def router_logits(
 
 @torch.library.custom_op("moetrain::router_logits", mutates_args=())
 def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    return _wide_product(x_TD, weight_ED.to(x_TD.dtype).t())
+    weight_ED = weight_ED.to(x_TD.dtype)
+    if x_TD.is_cuda:
+        return small_m.wide_product(x_TD, weight_ED.contiguous())
+    return _wide_product(x_TD, weight_ED.t())
 
 
 @torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
