@@ -40,7 +40,7 @@ NOT_KERNELS = {
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.backend",
-    "moetrain.kernels.linear_attention.convolution",
+    "moetrain.kernels.norm.elementwise",
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
     "moetrain.kernels.loss.vocabulary_chunk",

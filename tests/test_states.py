@@ -97,7 +97,8 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
     x_TC = torch.randn(T, 12, generator=draw, device=device)
     filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
     place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-    (want_Thd,) = convolved([Convolution(x_TC, filters_C1J, 4, True)], place_T)
+    given = Convolution(x_TC, filters_C1J, 4, True)
+    (want_Thd,) = convolved([given], place_T, fusible=not is_fast)
     kept_PJC = x_TC.new_full((4, 3, 12), torch.nan)
     free, slot_of, seen, got_THV = [3, 1, 2], {}, [0] * 4, torch.empty_like(want_THV)
     got_Thd = torch.empty_like(want_Thd)
@@ -125,9 +126,14 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
             seen[i] += number
             if seen[i] == lengths[i]:
                 free.append(slot_of.pop(i))
-    assert torch.equal(got_THV, want_THV)
-    # On a CPU silu's rounding depends on a number's place in a vector register.
-    torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
+    if is_fast:
+        assert torch.equal(got_Thd, want_Thd)
+    else:  # on a CPU silu's rounding depends on a number's place in a vector register
+        torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
+    if is_fast or device == "cpu":
+        assert torch.equal(got_THV, want_THV)
+    else:  # the library's products have other bits for other shapes
+        torch.testing.assert_close(got_THV, want_THV, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [case for case in LINEAR_CASES if case != "nemotron_h"])

@@ -185,9 +185,9 @@ class Attention(nn.Module):
         q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
         v_BSGd = v.unflatten(-1, (-1, self.head_dim))
         y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
-        if gate is None:
-            return self.wo(y)
-        return self.wo(y * (sigmoid(gate) if self.batch_invariant else gate.sigmoid()))
+        if gate is not None:
+            y = y * sigmoid(gate, fusible=not self.batch_invariant)
+        return self.wo(y)
 
     def mix(self, *qkv_and_context: Any) -> torch.Tensor:
         """Call :attr:`core`."""

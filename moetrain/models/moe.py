@@ -362,6 +362,8 @@ class MoE(nn.Module):
         self.shared_experts = None if sizes.shared is None else sizes.shared.build(kernels, moe)
         has_gate = sizes.shared is not None and sizes.shared_gate
         self.shared_expert_gate = Linear(sizes.hidden_size, 1) if has_gate else None
+        if self.shared_expert_gate is not None:  # never in fp8
+            self.shared_expert_gate.batch_invariant = kernels.batch_invariant
         self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
@@ -379,10 +381,8 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             shared_TD, _ = self.shared_experts(x_TD, context)
             if self.shared_expert_gate is not None:
-                gate_T1 = self.shared_expert_gate(x_TD)
-                is_apart = self.shared_experts.batch_invariant
-                gate_T1 = sigmoid(gate_T1) if is_apart else gate_T1.sigmoid()
-                shared_TD = gate_T1 * shared_TD
+                fusible = not self.shared_expert_gate.batch_invariant
+                shared_TD = sigmoid(self.shared_expert_gate(x_TD), fusible=fusible) * shared_TD
             y_TD = y_TD + shared_TD
         sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
         return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)

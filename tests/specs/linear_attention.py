@@ -2,10 +2,16 @@
 Mamba-2's recurrence."""
 
 import itertools
+from typing import Any
 
 import torch
 
-from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step
+from moetrain.kernels.linear_attention.convolution import (
+    Convolution,
+    _convolution,
+    convolution_step,
+    convolved,
+)
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Documents,
@@ -111,7 +117,7 @@ def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Ge
     }
 
 
-def _convolution(*, kept_PJC, reads, backend="triton", **given):
+def _convolve_step(*, kept_PJC, reads, backend="triton", **given):
     """The heads, and the inputs that are kept in the slots that have an owner."""
     kept_PJC = kept_PJC.clone()
     return convolution_step(Convolution(**given), kept_PJC, reads, backend), kept_PJC[1:]
@@ -120,6 +126,29 @@ def _convolution(*, kept_PJC, reads, backend="triton", **given):
 def _convolution_cost(case: Case) -> tuple[Cost, Cost]:
     tokens = sum(number for _, number in case["sequences"])
     return Cost(2 * tokens * case["heads"] * case["width"] * (2 + case["J"])), Cost()
+
+
+def _packed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    channels, lengths = case["heads"] * case["width"], case["lengths"]
+    bias_C = normal(generator, channels).to(dtype) if case.get("bias") else None
+    places = [torch.arange(n, device=generator.device) for n in lengths]
+    return {
+        "x_TC": normal(generator, sum(lengths), channels).to(dtype),
+        "filters_C1J": normal(generator, channels, 1, case["J"]).to(dtype),
+        "width": case["width"],
+        "normalised": case.get("normalised", True),
+        "bias_C": bias_C,
+        "place_T": torch.cat(places),
+    }
+
+
+def _convolve(*, place_T: torch.Tensor, fusible: bool, **given: Any) -> torch.Tensor:
+    return convolved([Convolution(**given)], place_T, fusible=fusible)[0]
+
+
+def _packed_cost(case: Case) -> tuple[Cost, Cost]:
+    numbers = sum(case["lengths"]) * case["heads"] * case["width"]
+    return Cost(4 * numbers), Cost(8 * numbers)
 
 
 _SIZES = {"H": 32, "Q": 32, "K": 128}
@@ -186,9 +215,33 @@ _DELTA_SPECS = (
         cost=_step_cost,
     ),
     KernelSpec(
+        name="convolution",
+        fast=lambda **inputs: _convolve(**inputs, fusible=False),
+        reference=lambda **inputs: _convolve(**inputs, fusible=True),
+        make_inputs=_packed_inputs,
+        cases=(
+            {"lengths": (5, 1, 9), "heads": 3, "width": 20, "J": 4},
+            {"lengths": (1, 2), "heads": 1, "width": 8, "J": 1},
+            {
+                "lengths": (0, 7),
+                "heads": 2,
+                "width": 33,
+                "J": 3,
+                "normalised": False,
+            },
+            {"lengths": (0,), "heads": 2, "width": 8, "J": 4},
+        ),
+        benches=(Bench({"lengths": (16_384,), "heads": 32, "width": 128, "J": 4}),),
+        tolerance={torch.float32: 3e-6, torch.bfloat16: 1e-2},
+        cost=_packed_cost,
+        differentiable=("x_TC", "filters_C1J"),
+        ops=(_convolution,),
+        bad_inputs={"multiple of the width": lambda i: i | {"width": 7}},
+    ),
+    KernelSpec(
         name="convolution_step",
-        fast=_convolution,
-        reference=lambda **inputs: _convolution(**inputs, backend="reference"),
+        fast=_convolve_step,
+        reference=lambda **inputs: _convolve_step(**inputs, backend="reference"),
         make_inputs=_make_convolution_inputs,
         cases=(
             {"sequences": ((0, 5), (1, 1), (7, 1), (2, 3)), "heads": 3, "width": 20, "J": 4},

@@ -6,7 +6,8 @@ A token's channel becomes silu of the sum of its last J inputs times as many fil
     y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c + b_c)         y_th / sqrt(|y_th|^2 + 1e-6)
 
 In training these are plain formulas that the compiler fuses; of the inputs it keeps one tensor in
-the compute dtype. In generation a sequence's last J - 1 inputs are kept in its slot
+the compute dtype. Where training must have generation's bits it takes generation's kernel. In
+generation a sequence's last J - 1 inputs are kept in its slot
 (:class:`~moetrain.kernels.linear_attention.gated_delta_step.Reads`): the token at place t of a
 sequence is at place t mod J - 1 of the slot. On CUDA a kernel then does all of it, since as many
 small kernels as the formulas would take longer than the step's products.
@@ -18,12 +19,12 @@ Legend: T tokens, C channels, J taps, P slots, h heads of width d.
 # pyright: reportOperatorIssue=false
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import INTERPRETED, Backend, refusal, tl, triton, use_fast
 from moetrain.kernels.linear_attention.gated_delta_step import Reads
 
 _EPS = 1e-6
@@ -40,7 +41,9 @@ class Convolution(NamedTuple):
     """What is added before silu, in training alone."""
 
 
-def convolved(given: Sequence[Convolution], place_T: torch.Tensor) -> list[torch.Tensor]:
+def convolved(
+    given: Sequence[Convolution], place_T: torch.Tensor, *, fusible: bool = True
+) -> list[torch.Tensor]:
     """Return the heads [T, h, d] of packed documents, in the inputs' dtypes.
 
     Sums come before norms: in another order the compiler, which bans what it takes for long chains
@@ -48,7 +51,15 @@ def convolved(given: Sequence[Convolution], place_T: torch.Tensor) -> list[torch
 
     Args:
         place_T: each token's place in its document.
+        fusible: leave it to the compiler; if not, they are computed by the kernel of generation, on
+            CUDA with its bits.
     """
+    for one in given:
+        if one.x_TC.shape[1] % one.width:
+            takes = "[T, C], C a multiple of the width"
+            raise refusal("convolution", takes, x=one.x_TC, width=one.width)
+    if not fusible:
+        return [_convolution(*one._replace(x_TC=one.x_TC.contiguous()), place_T) for one in given]
     sums = [_summed(_earlier(one, place_T), one) for one in given]
     return [_heads(y_TC, one) for y_TC, one in zip(sums, given, strict=True)]
 
@@ -63,12 +74,74 @@ def _earlier(given: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _summed(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
+    return F.silu(_sums(inputs_TC, given))
+
+
+def _sums(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
     wide, taps = torch.promote_types(inputs_TC[0].dtype, torch.float32), len(inputs_TC)
     filters_JC = given.filters_C1J[:, 0].t().to(wide)
     y_TC = inputs_TC[0].to(wide) * filters_JC[-1]
     for back in range(1, taps):
         y_TC = y_TC + inputs_TC[back].to(wide) * filters_JC[taps - 1 - back]
-    return F.silu(y_TC if given.bias_C is None else y_TC + given.bias_C.to(wide))
+    return y_TC if given.bias_C is None else y_TC + given.bias_C.to(wide)
+
+
+@torch.library.custom_op("moetrain::convolution", mutates_args=())
+def _convolution(
+    x_TC: torch.Tensor,
+    filters_C1J: torch.Tensor,
+    width: int,
+    normalised: bool,
+    bias_C: torch.Tensor | None,
+    place_T: torch.Tensor,
+) -> torch.Tensor:
+    given = Convolution(x_TC, filters_C1J, width, normalised, bias_C)
+    if not use_fast("triton" if INTERPRETED else "auto", x_TC):
+        return _heads(_summed(_earlier(given, place_T), given), given)
+    # All tokens are of this step, and none is kept.
+    return _by_kernel(given, x_TC, place_T, place_T, torch.zeros_like(place_T))
+
+
+@_convolution.register_fake
+def _(x_TC, filters_C1J, width, normalised, bias_C, place_T):
+    return x_TC.new_empty(x_TC.shape[0], x_TC.shape[1] // width, width)
+
+
+def _save_convolution(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, place_T = inputs
+    ctx.save_for_backward(x_TC, filters_C1J, bias_C, place_T)
+
+
+def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients; plain formulas, which the compiler fuses.
+
+    With s the sums, y = silu(s), and r = 1 / sqrt(|y|^2 + eps) of each head::
+
+        dy <- r (dy - r^2 y (y . dy))     ds = dy silu'(s)     dx_t = sum_b f_b ds_(t + b)
+    """
+    x_TC, filters_C1J, bias_C, place_T = ctx.saved_tensors
+    given = Convolution(x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C)
+    inputs_TC = _earlier(given, place_T)
+    s_TC = _sums(inputs_TC, given)
+    shares_TC, dy_Thd = s_TC.sigmoid(), dy_Thd.to(s_TC.dtype)
+    if ctx.normalised:
+        y_Thd = (s_TC * shares_TC).unflatten(-1, (-1, ctx.width))
+        r_Th1 = torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
+        dy_Thd = r_Th1 * (dy_Thd - r_Th1.square() * y_Thd * (y_Thd * dy_Thd).sum(-1, True))
+    ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))
+    filters_JC, taps = filters_C1J[:, 0].t().to(s_TC.dtype), filters_C1J.shape[-1]
+    dx_TC, d_filters_JC = torch.zeros_like(ds_TC), []
+    for back in range(taps):
+        masked_TC = ds_TC.where((place_T >= back)[:, None], 0.0)
+        d_filters_JC.append((masked_TC * inputs_TC[back].to(s_TC.dtype)).sum(0))
+        later_TC = F.pad(masked_TC, (0, 0, 0, back))[back:]
+        dx_TC = dx_TC + later_TC * filters_JC[taps - 1 - back]
+    d_filters_C1J = torch.stack(d_filters_JC[::-1], 1)[:, None].to(filters_C1J.dtype)
+    d_bias_C = None if bias_C is None else ds_TC.sum(0).to(bias_C.dtype)
+    return dx_TC.to(x_TC.dtype), d_filters_C1J, None, None, d_bias_C, None
+
+
+_convolution.register_autograd(_differentiate, setup_context=_save_convolution)
 
 
 def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
@@ -86,26 +159,39 @@ def convolution_step(
     Args:
         kept_PJC: [P, J - 1, C] in the input's dtype; both are contiguous.
     """
-    x_TC, filters_C1J, width, normalised, bias_C = given
+    x_TC, filters_C1J, width, _, bias_C = given
     assert bias_C is None  # of the families that generate
-    (tokens, channels), taps = x_TC.shape, filters_C1J.shape[-1]
+    channels, taps = x_TC.shape[1], filters_C1J.shape[-1]
     is_like = kept_PJC.shape[1:] == (taps - 1, channels) and kept_PJC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PJC.is_contiguous()):
         takes = "contiguous [T, C] and [P, J - 1, C] of one dtype, C a multiple of the width"
         raise refusal("convolution_step", takes, x=x_TC, kept=kept_PJC, width=width)
     if use_fast(backend, x_TC):
-        y_Thd = x_TC.new_empty(tokens, channels // width, width)
-        if tokens:
-            _step_kernel[(tokens, channels // width)](
-                x_TC, filters_C1J.contiguous(), kept_PJC, reads.place_T, reads.before_T,
-                reads.slots_T, y_Thd, C=channels, J=taps, D=width,
-                BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=normalised, num_warps=1,
-            )  # fmt: skip
+        y_Thd = _by_kernel(given, kept_PJC, reads.place_T, reads.before_T, reads.slots_T)
     else:
         y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PJC, reads), given), given)
     if taps > 1:
         slots_T = torch.where(reads.after_T < taps - 1, reads.slots_T, 0)
         kept_PJC[slots_T, reads.place_T % (taps - 1)] = x_TC
+    return y_Thd
+
+
+def _by_kernel(
+    given: Convolution,
+    kept_PJC: torch.Tensor,
+    place_T: torch.Tensor,
+    before_T: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    (tokens, channels), width = given.x_TC.shape, given.width
+    y_Thd = given.x_TC.new_empty(tokens, channels // width, width)
+    if tokens:
+        _step_kernel[(tokens, channels // width)](
+            given.x_TC, given.filters_C1J.contiguous(), kept_PJC, place_T, before_T, slots_T,
+            y_Thd, C=channels, J=given.filters_C1J.shape[-1], D=width,
+            BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=given.normalised,
+            num_warps=1,
+        )  # fmt: skip
     return y_Thd
 
 

@@ -1,8 +1,8 @@
 """Elementwise functions as ops of their own, whose bits are the same in every graph.
 
 The compiler computes an exponential by other code than torch does, in the kernel that it fuses it
-into, and the last bit may differ. Where generation must have training's bits, both call these,
-which run torch's own kernels; the compiler fuses their gradients as it likes.
+into, and the last bit may differ. Where generation must have training's bits, ``fusible`` is False
+and torch's own kernels run; the compiler fuses their gradients as it likes.
 """
 
 from typing import Any
@@ -11,21 +11,33 @@ import torch
 from torch.nn import functional as F
 
 
-@torch.library.custom_op("moetrain::sigmoid", mutates_args=())
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
+def sigmoid(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``1 / (1 + exp(-x))`` in ``x``'s dtype."""
+    return x.sigmoid() if fusible else _sigmoid(x)
+
+
+@torch.library.custom_op("moetrain::sigmoid", mutates_args=())
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
 
 
-@torch.library.custom_op("moetrain::softplus", mutates_args=())
-def softplus(x: torch.Tensor) -> torch.Tensor:
+def softplus(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``log(1 + exp(x))`` in ``x``'s dtype."""
+    return F.softplus(x) if fusible else _softplus(x)
+
+
+@torch.library.custom_op("moetrain::softplus", mutates_args=())
+def _softplus(x: torch.Tensor) -> torch.Tensor:
     return F.softplus(x)
 
 
-@torch.library.custom_op("moetrain::exp", mutates_args=())
-def exp(x: torch.Tensor) -> torch.Tensor:
+def exp(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``exp(x)`` in ``x``'s dtype."""
+    return x.exp() if fusible else _exp(x)
+
+
+@torch.library.custom_op("moetrain::exp", mutates_args=())
+def _exp(x: torch.Tensor) -> torch.Tensor:
     return x.exp()
 
 
@@ -56,8 +68,8 @@ def _of_exp(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     return dy * y
 
 
-for _op in (sigmoid, softplus, exp):
+for _op in (_sigmoid, _softplus, _exp):
     _op.register_fake(_like)
-sigmoid.register_autograd(_of_sigmoid, setup_context=_save_output)
-softplus.register_autograd(_of_softplus, setup_context=_save_input)
-exp.register_autograd(_of_exp, setup_context=_save_output)
+_sigmoid.register_autograd(_of_sigmoid, setup_context=_save_output)
+_softplus.register_autograd(_of_softplus, setup_context=_save_input)
+_exp.register_autograd(_of_exp, setup_context=_save_output)

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
@@ -33,6 +34,7 @@ from moetrain.kernels.linear_attention.gated_delta import (
     gated_delta,
 )
 from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
+from moetrain.kernels.norm.elementwise import exp, sigmoid, softplus
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
@@ -189,6 +191,7 @@ class LinearAttention(nn.Module):
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
         super().__init__()
         self.backend: Backend = kernels.backend
+        self.batch_invariant = kernels.batch_invariant
         self.states: LinearStates | None = None
         """Of generation, whose contexts then have :class:`Reads` for documents."""
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
@@ -219,14 +222,17 @@ class LinearAttention(nn.Module):
             "v": Convolution(v, self.conv_v, self.value_dim, False),
         }
         reads, scale = context.documents, self.key_dim**-0.5
+        fusible = not self.batch_invariant
         if self.states is not None:
             assert isinstance(reads, Reads)  # a step of generation
             heads = self.states.convolved(given, reads, self.backend)
         else:
             assert context.place_T is not None  # the architecture has this part
-            heads = convolved([*given.values()], context.place_T)
+            heads = convolved([*given.values()], context.place_T, fusible=fusible)
         a_TH = self.wa(x_TD).to(wide) + self.dt_bias
-        g_TH, beta_TH = -self.a_log.to(wide).exp() * F.softplus(a_TH), self.wb(x_TD).sigmoid()
+        rates_H = exp(self.a_log.to(wide), fusible=fusible)
+        g_TH = -rates_H * softplus(a_TH, fusible=fusible)
+        beta_TH = sigmoid(self.wb(x_TD), fusible=fusible)
         q_TQK, k_TQK, v_THV = heads
         inputs = (q_TQK, k_TQK, v_THV, g_TH, beta_TH)
         if self.states is not None and isinstance(reads, Reads):
@@ -234,5 +240,9 @@ class LinearAttention(nn.Module):
         else:
             assert isinstance(reads, Documents)
             o_THV = gated_delta(*inputs, reads, scale, self.backend)
-        y_THV = self.norm(o_THV).to(wide) * F.silu(z.unflatten(-1, (-1, self.value_dim)).to(wide))
-        return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)
+        normed = self.norm(o_THV).flatten(1)
+        if fusible:
+            y = (normed.to(wide) * F.silu(z.to(wide))).to(dtype)
+        else:
+            y = swiglu(torch.cat((z, normed), dim=-1), backend=self.backend)
+        return self.wo(y).view_as(x_BSD)
