@@ -41,7 +41,8 @@ from moetrain.kernels.backend import (
 _MAX_ROWS = 128
 """Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""
 WHOLE_WIDTH = 2048
-"""Inner widths up to it cuBLAS never splits."""
+"""Inner widths up to it cuBLAS never splits, unless the outer one is narrow."""
+_NARROW = 64
 _WHOLE_ROWS = 4096
 """From it on cuBLAS does not split sums whose results are fp32."""
 _TILE = 128
@@ -83,15 +84,15 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return ``x @ w^T + bias`` [T, N], whose rows have the same bits among any number of rows.
 
-    That holds for bf16 on a Hopper GPU if ``N`` is a multiple of 16 and ``D`` of 8; all else takes
+    That holds for bf16 on a Hopper GPU if ``D`` is a multiple of 8; all else takes
     ``torch.nn.functional.linear``. Differentiable.
     """
     if x_TD.dim() != 2 or w_ND.shape[1:] != x_TD.shape[1:] or w_ND.dtype != x_TD.dtype:
         takes = "[T, D] and [N, D] of one dtype"
         raise refusal("invariant_linear", takes, x=x_TD, w=w_ND)
-    aligned = w_ND.shape[0] % _MULTIPLE == w_ND.shape[1] % 8 == 0
-    can_split = w_ND.shape[1] > WHOLE_WIDTH and x_TD.dtype == torch.bfloat16
-    if not (aligned and can_split and use_fast(backend, x_TD)):
+    can_split = w_ND.shape[1] > WHOLE_WIDTH or w_ND.shape[0] <= _NARROW
+    is_for_it = x_TD.dtype == torch.bfloat16 and w_ND.shape[1] % 8 == 0
+    if not (can_split and is_for_it and use_fast(backend, x_TD)):
         return F.linear(x_TD, w_ND, bias_N)
     return _invariant_linear(x_TD.contiguous(), w_ND.contiguous(), bias_N)
 
@@ -100,10 +101,13 @@ def invariant_linear(
 def _invariant_linear(
     x_TD: torch.Tensor, w_ND: torch.Tensor, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    tiles = triton.cdiv(x_TD.shape[0], _TILE) * triton.cdiv(w_ND.shape[0], _TILE)
-    if tiles >= _multiprocessors(x_TD.device):
+    width = w_ND.shape[0]
+    tiles = triton.cdiv(x_TD.shape[0], _TILE) * triton.cdiv(width, _TILE)
+    if width > _NARROW and tiles >= _multiprocessors(x_TD.device):
         return F.linear(x_TD, w_ND, bias_N)
-    return _product(x_TD, [w_ND], [bias_N])
+    if width % _MULTIPLE and bias_N is not None:
+        bias_N = F.pad(bias_N, (0, -width % _MULTIPLE))
+    return _product(x_TD, [_padded(w_ND)], [bias_N])[:, :width].contiguous()
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -361,9 +361,8 @@ class MoE(nn.Module):
         self.experts = experts(sizes, kernels)
         self.shared_experts = None if sizes.shared is None else sizes.shared.build(kernels, moe)
         has_gate = sizes.shared is not None and sizes.shared_gate
-        self.shared_expert_gate = Linear(sizes.hidden_size, 1) if has_gate else None
-        if self.shared_expert_gate is not None:  # never in fp8
-            self.shared_expert_gate.batch_invariant = kernels.batch_invariant
+        narrow = kernels.model_copy(update={"precision": "bf16"})
+        self.shared_expert_gate = Linear(sizes.hidden_size, 1, narrow) if has_gate else None
         self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:

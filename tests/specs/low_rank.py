@@ -55,7 +55,8 @@ SPECS = (
         make_inputs=_linear_inputs,
         cases=(
             {"T": 5, "D": 2056, "N": 32, "bias": True},
-            {"T": 1, "D": 2064, "N": 16, "bias": False},
+            {"T": 1, "D": 2064, "N": 80, "bias": False},
+            {"T": 9, "D": 24, "N": 1, "bias": True},
             {"T": 0, "D": 2056, "N": 16, "bias": True},
         ),
         benches=(Bench({"T": 256, "D": 4096, "N": 2048, "bias": True}),),

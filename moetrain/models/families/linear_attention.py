@@ -199,7 +199,8 @@ class LinearAttention(nn.Module):
         self.wq, self.wk, self.wv, self.wz = (
             Linear(dim, width, kernels) for _, width in sizes._inputs()
         )
-        self.wb, self.wa = Linear(dim, heads), Linear(dim, heads)
+        narrow = kernels.model_copy(update={"precision": "bf16"})
+        self.wb, self.wa = Linear(dim, heads, narrow), Linear(dim, heads, narrow)
         filters = (sizes.weights[f"conv_{x}"].shape for x in "qkv")
         self.conv_q, self.conv_k, self.conv_v = (nn.Parameter(torch.empty(x)) for x in filters)
         self.a_log, self.dt_bias = (nn.Parameter(torch.empty(heads)) for _ in "ab")
