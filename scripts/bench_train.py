@@ -1,7 +1,7 @@
 """Time training steps of any recipe, say where the time goes, and set a peer beside it.
 
     python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
-        [--kernels N] [--peer COMMAND] [--results FILE.jsonl]
+        [--warm-up 4] [--kernels N] [--peer COMMAND] [--results FILE.jsonl]
 
 Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
 whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
@@ -41,7 +41,6 @@ from moetrain.train.setup import garbage_collector_off
 if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
     from moetrain.train.trainer import Trainer
 
-WARMUP_STEPS = 4
 BEGAN = "BENCH_TRAIN_BEGAN"
 """Environment variable: when the command began, for its ranks."""
 
@@ -72,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--bench-steps", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before those, 1 at least")
     parser.add_argument("--kernels", type=int, default=0, metavar="N")
     parser.add_argument("--peer")
     parser.add_argument("--results", type=Path)
@@ -81,7 +81,7 @@ def main() -> int:
     nproc = num_processes(config)
     if launched_place() is not None or nproc == 1:
         with garbage_collector_off():  # as in a run
-            row = bench(config, args.bench_steps, args.kernels)
+            row = bench(config, args.bench_steps, args.warm_up, args.kernels)
         if row is not None:
             print(report(row), flush=True)
             if args.results is not None:
@@ -103,7 +103,7 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None:
+def bench(config: Config, steps: int, warm_up: int, kernels: int = 0) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
     from moetrain.train.metrics import peak_memory_gib
     from moetrain.train.trainer import Trainer
@@ -112,7 +112,7 @@ def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None
     losses = [trainer.train_step().loss]
     wait(trainer)
     first_step = time.time() - float(os.environ[BEGAN])
-    losses += [trainer.train_step().loss for _ in range(WARMUP_STEPS - 1)]
+    losses += [trainer.train_step().loss for _ in range(warm_up - 1)]
     wait(trainer)
     start, tokens, moments = time.perf_counter(), trainer.tokens, [mark(trainer.device)]
     for _ in range(steps):
