@@ -135,7 +135,7 @@ def linear_cross_entropy_sum(
 def token_stats_reference(
     h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float
 ) -> tuple[ChunkStats, torch.Tensor]:
-    """Compute ``vocabulary_chunk.token_stats`` in plain torch, and give the logits, fp32 or wider."""
+    """Compute ``vocabulary_chunk.token_stats`` in plain torch, and give the logits, in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
     logits_TV = (h_TD @ w_VD.T).to(wide) * scale
     lse_T = logits_TV.logsumexp(-1)
