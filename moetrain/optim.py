@@ -29,12 +29,13 @@ from typing import ClassVar
 import torch
 
 from moetrain.config import ConfigError, OptimSection
+from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.offload.arena import Arena, LateNumbers
+from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
 

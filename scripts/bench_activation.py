@@ -24,7 +24,7 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.driver import DeviceBytes
+from moetrain.kernels.memory import DeviceBytes
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.offload.activations import _PAGE, ActivationOffload
 from moetrain.train.memory import GIB, RankSizes

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.kernels import driver as driver_module
-from moetrain.kernels.driver import wait_for_word, write_word
+from moetrain.kernels import memory
+from moetrain.kernels.memory import wait_for_word, write_word
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
@@ -19,7 +19,7 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch):
 
     functions = dict.fromkeys(("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"), refuse)
     driver = SimpleNamespace(cuGetErrorString=lambda *_: 0, **functions)
-    monkeypatch.setattr(driver_module, "_driver", lambda: driver)
+    monkeypatch.setattr(memory, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2: CUDA error 801"):

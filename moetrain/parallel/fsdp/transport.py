@@ -51,7 +51,7 @@ from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
-from moetrain.kernels.driver import DeviceBytes, wait_for_word, write_word
+from moetrain.kernels.memory import DeviceBytes, wait_for_word, write_word
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import STYLES, ParallelDims

@@ -1,25 +1,22 @@
-"""Memory that moves: pinned memory on the host, and state that goes there and back.
+"""State that goes to pinned memory on the host, and comes back.
 
-:class:`HostMemory` is the one buffer in which anything lies that goes to the host. An
-:class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is free
-for others; afterwards every tensor in it is the one that it was: the same object, over the same
-storage, with the same values and on a GPU at the same address, so that an optimizer, views, graphs
-and compiled code need not know. For that memory is put behind reserved addresses and taken away
-(:mod:`moetrain.kernels.driver`). Where a device cannot do so, and where memory is to come and go by
-itself (``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
+An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
+free for others; afterwards every tensor in it is the one that it was: the same object, over the
+same storage, with the same values and on a GPU at the same address, so that an optimizer, views,
+graphs and compiled code need not know. For that memory is put behind reserved addresses and taken
+away (:mod:`moetrain.kernels.memory`). Where a device cannot do so, and where memory is to come and
+go by itself (``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
 
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
 
 import weakref
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
 
-from moetrain.config.sources import RunFailed
-from moetrain.kernels.driver import AddressRange, can_map
+from moetrain.kernels.memory import AddressRange, HostMemory, can_map
 
 _ALIGNMENT = 256
 """Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
@@ -30,70 +27,6 @@ _GROWTH = 32 << 20
 def aligned(size: int) -> int:
     """Round ``size`` bytes up to whole :data:`_ALIGNMENT`."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class HostMemory:
-    """Bytes of host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
-
-    They are kept until the object goes: pinning takes far longer than a copy.
-    """
-
-    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
-        # The words are for the message where pinned memory is lacking.
-        self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._unpin: Callable[[], object] = lambda: None
-
-    def reserve(self, size: int) -> torch.Tensor:
-        """Give :attr:`bytes`, at least ``size``; where that is more than before, new ones.
-
-        Raises:
-            RunFailed: the system does not give as much pinned memory.
-        """
-        if size <= self.bytes.numel():
-            return self.bytes
-        self._unpin()
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # before there is more
-        memory = torch.empty(size, dtype=torch.uint8)
-        if self.device.type == "cuda":
-            # Not torch's own pinned memory, which comes in powers of two.
-            memory.zero_()  # in all threads; pinning would touch every page in one
-            address = memory.data_ptr()
-            code = _cudart().cudaHostRegister(address, size, 0)
-            if int(code) != 0:
-                raise RunFailed(
-                    f"{self.wanted_by} takes {size / 2**30:.1f} GiB of pinned host memory in this "
-                    f"process, which cannot be had (CUDA error {int(code)}); {self.remedy}"
-                )
-            self._unpin = weakref.finalize(self, lambda: _cudart().cudaHostUnregister(address))
-            self._unpin.atexit = False
-        self.bytes = memory
-        return memory
-
-
-class LateNumbers:
-    """Numbers that the device is still computing; reading waits for them and nothing later."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_cuda = numbers.device.type == "cuda"
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self._host.copy_(numbers, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> torch.Tensor:
-        """Return the numbers, on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # None, says its type, where there is no CUDA
-
-
-# ---- arenas -------------------------------------------------------------------------------------
 
 
 class OffloadedError(RuntimeError):

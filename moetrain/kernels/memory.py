@@ -1,18 +1,90 @@
-"""CUDA's driver API through ctypes, for what torch has inside its allocator alone, or not at all.
+"""Memory besides torch's allocators: pinned on the host, and by CUDA's driver on the device.
 
-AddressRange        addresses that stay, behind which memory is put and taken away again
-DeviceBytes         counts memory that did not come from torch's allocator
-write_word, ...     streams write and wait for words of memory, which takes no SM
+The driver's functions are called through ctypes, since torch has them inside its allocator alone,
+or not at all:
+
+    AddressRange        addresses that stay, behind which memory is put and taken away again
+    DeviceBytes         counts memory that did not come from torch's allocator
+    write_word, ...     streams write and wait for words of memory, which takes no SM
 """
 
 import ctypes
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
+
+from moetrain.config.sources import RunFailed
+
+# ---- on the host --------------------------------------------------------------------------------
+
+
+class HostMemory:
+    """Bytes of host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
+
+    They are kept until the object goes: pinning takes far longer than a copy.
+    """
+
+    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
+        # The words are for the message where pinned memory is lacking.
+        self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = lambda: None
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """Give :attr:`bytes`, at least ``size``; where that is more than before, new ones.
+
+        Raises:
+            RunFailed: the system does not give as much pinned memory.
+        """
+        if size <= self.bytes.numel():
+            return self.bytes
+        self._unpin()
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # before there is more
+        memory = torch.empty(size, dtype=torch.uint8)
+        if self.device.type == "cuda":
+            # Not torch's own pinned memory, which comes in powers of two.
+            memory.zero_()  # in all threads; pinning would touch every page in one
+            address = memory.data_ptr()
+            code = _cudart().cudaHostRegister(address, size, 0)
+            if int(code) != 0:
+                raise RunFailed(
+                    f"{self.wanted_by} takes {size / 2**30:.1f} GiB of pinned host memory in this "
+                    f"process, which cannot be had (CUDA error {int(code)}); {self.remedy}"
+                )
+            self._unpin = weakref.finalize(self, lambda: _cudart().cudaHostUnregister(address))
+            self._unpin.atexit = False
+        self.bytes = memory
+        return memory
+
+
+class LateNumbers:
+    """Numbers that the device is still computing; reading waits for them and nothing later."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        on_cuda = numbers.device.type == "cuda"
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self._host.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """Return the numbers, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # None, says its type, where there is no CUDA
+
+
+# ---- CUDA's driver ------------------------------------------------------------------------------
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE"""
