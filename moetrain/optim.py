@@ -29,12 +29,13 @@ from typing import ClassVar
 import torch
 
 from moetrain.config import ConfigError, OptimSection
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
+from moetrain.kernels.memory import LateNumbers
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.offload.arena import Arena, LateNumbers
+from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
 
@@ -64,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
         """The content of :attr:`state` from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
-        self._host = _HostUpdates(hosted, config)
+        self._host = _HostUpdates(hosted, config, self.settings)
         trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
         super().__init__(trained, {"lr": config.lr})
 
@@ -231,9 +232,8 @@ _Moments = tuple[torch.Tensor, torch.Tensor]
 class _HostUpdates:
     """Updates ``buckets`` in this order; their masters lie in host memory (:attr:`Bucket.host`)."""
 
-    def __init__(self, buckets: Sequence[Bucket], config: OptimSection) -> None:
-        self.buckets = buckets
-        self.config = config
+    def __init__(self, buckets: Sequence[Bucket], config: OptimSection, settings: Settings) -> None:
+        self.buckets, self.config, self.settings = buckets, config, settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
@@ -260,25 +260,8 @@ class _HostUpdates:
                 for member in bucket.members
                 if member.rule.decay == decays and member.local.numel()
             ]
-            if not pieces:
-                continue
-            params, gradients, averages, squares = map(list, zip(*pieces, strict=True))
-            torch._fused_adamw_(
-                params,
-                gradients,
-                averages,
-                squares,
-                [],
-                [torch.tensor(step)] * len(params),
-                lr=lr,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                weight_decay=self.config.weight_decay if decays else 0.0,
-                eps=self.config.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=torch.tensor(1 / clip),
-            )
+            weight_decay = self.config.weight_decay if decays else 0.0
+            adamw_on_host(pieces, self.settings, step, clip, lr, weight_decay)
         host.send()
         bucket.mark_fresh()
         host.link.busy_seconds += time.perf_counter() - start

@@ -24,9 +24,9 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.memory import DeviceBytes
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.offload.activations import _PAGE, ActivationOffload
-from moetrain.parallel.offload.arena import DeviceBytes
 from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.setup import garbage_collector_off

@@ -32,8 +32,8 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
+from moetrain.kernels.memory import DeviceBytes, HostMemory
 from moetrain.optim import AdamW
-from moetrain.parallel.offload.arena import DeviceBytes, HostMemory
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.parallel.fsdp.transport import _wait_for_word, _write_word
-from moetrain.parallel.offload import arena
+from moetrain.kernels import memory
+from moetrain.kernels.memory import wait_for_word, write_word
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
@@ -19,13 +19,13 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch):
 
     functions = dict.fromkeys(("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"), refuse)
     driver = SimpleNamespace(cuGetErrorString=lambda *_: 0, **functions)
-    monkeypatch.setattr(arena, "_driver", lambda: driver)
+    monkeypatch.setattr(memory, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2: CUDA error 801"):
-        _write_word(word, 2**32 + 5)
+        write_word(word, 2**32 + 5)
     with pytest.raises(RuntimeError, match="cuStreamWaitValue32_v2: CUDA error 801"):
-        _wait_for_word(word, 5)
+        wait_for_word(word, 5)
     assert calls == [[7, word.data_ptr(), 5, 0]] * 2
 
 
@@ -36,16 +36,16 @@ def test_a_stream_goes_on_when_the_word_is_there(first):
     there, waiting = torch.cuda.Event(), torch.cuda.Stream()
     seen.copy_(word)  # what is launched for the first time may wait for all that is under way
     torch.cuda._sleep(1)
-    _write_word(word, first - 1)
+    write_word(word, first - 1)
     torch.cuda.synchronize()
     with torch.cuda.stream(waiting):
-        _wait_for_word(word, first + 1)
+        wait_for_word(word, first + 1)
         seen.copy_(word)
         there.record()
     for value, is_there in ((first, False), (first + 1, True)):
         late = torch.cuda.Event()
         torch.cuda._sleep(2**24)
-        _write_word(word, value)
+        write_word(word, value)
         late.record()
         late.synchronize()
         torch.cuda._sleep(2**26)
@@ -64,7 +64,7 @@ def test_who_waits_takes_no_multiprocessor():
     for waiting in ([], [torch.cuda.Stream(priority=-1) for _ in range(3)]):
         for stream in waiting:
             with torch.cuda.stream(stream):
-                _wait_for_word(word, 1)
+                wait_for_word(word, 1)
         for step in range(40):
             if step == 20:
                 start.record()
@@ -75,7 +75,7 @@ def test_who_waits_takes_no_multiprocessor():
             time.sleep(0.01)
         went_on, waited = end.query(), not any(stream.query() for stream in waiting)
         with torch.cuda.stream(torch.cuda.Stream()):
-            _write_word(word, len(waiting) > 0)
+            write_word(word, len(waiting) > 0)
         torch.cuda.synchronize()
         assert went_on
         assert waited

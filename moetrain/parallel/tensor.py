@@ -34,7 +34,13 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses, scaled
+from moetrain.kernels.loss.linear_cross_entropy import (
+    SummedLoss,
+    TokenLosses,
+    loss_gradients_reference,
+    scaled,
+    token_stats_reference,
+)
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     ChunkStats,
@@ -246,7 +252,7 @@ class ShardedVocabulary(Vocabulary):
         if use_fast(self.backend, h_TD):
             stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements)
         else:
-            stats, _ = _part_stats(h_TD, w_LD, targets_T, scale)
+            stats, _ = token_stats_reference(h_TD, w_LD, targets_T, scale)
         self.join(stats)
         return stats
 
@@ -266,17 +272,8 @@ class ShardedVocabulary(Vocabulary):
             how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
             chunk = self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
-        self.join(stats)
-        # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
-        loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
-        p_TL = (logits_TL - stats.lse_C[:, None]).exp()
-        slope_TL = 1 + logits_TL - stats.mean_C[:, None]
-        is_target_TL = torch.arange(w_LD.shape[0], device=w_LD.device) == targets_T[:, None]
-        d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
-        d_logits_TL = d_logits_TL - torch.where(is_target_TL, loss_T, 0)
-        d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
-        return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
+        how = {"join": self.join, "is_trained": is_trained}
+        return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
 
     def join(self, stats: ChunkStats) -> None:
         """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
@@ -346,16 +343,3 @@ class _SummedLoss(torch.autograd.Function):
         d_h_TD, d_w_LD = ctx.saved_tensors
         d_w_LD = scaled(d_w_LD, factor) if ctx.needs_input_grad[1] else None
         return scaled(d_h_TD, factor), d_w_LD, None, None, None
-
-
-def _part_stats(
-    h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
-) -> tuple[ChunkStats, torch.Tensor]:
-    """Give the statistics over ``w``'s rows, and the logits [T, L] in fp32 or wider."""
-    wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TL = (h_TD @ w_LD.T).to(wide) * scale
-    lse_T = logits_TL.logsumexp(-1)
-    mean_T = ((logits_TL - lse_T[:, None]).exp() * logits_TL).sum(-1)
-    is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])
-    target_T = logits_TL.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
-    return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TL

@@ -2,8 +2,8 @@
 
 A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
-file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
-itself, and close no slow client. :mod:`moetrain.rollout.access` says who is served at all.
+file of the process. Starlette's and uvicorn's own means count each body by itself, and close no
+slow client. What is no HTTP uvicorn answers. :mod:`moetrain.rollout.access` says who is served.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 import uvicorn
@@ -35,9 +34,8 @@ _SMALL_BYTES = 64 << 10
 _LARGEST_TOGETHER = 8
 _SLOWEST = 16 << 10
 """Bytes, sent or read, that earn a client another second: slower clients are closed."""
-_PIECE = 64 << 10
-"""Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
-the size above which asyncio makes a writer wait until a quarter is left."""
+_RESUMED = 48 << 10
+"""Bytes that were read when asyncio lets a writer go on: above 64 KiB it waits for a quarter."""
 
 _T = TypeVar("_T")
 
@@ -147,13 +145,13 @@ class JsonServer:
                 status, problem = refusal
                 await self.reply(self.error_body(status, problem), status)(scope, receive, send)
             else:
-                await self.app(scope, receive, _in_pieces(send))
+                await self.app(scope, receive, send)
 
         config = uvicorn.Config(
             guarded,
             log_level="error",
             ws="none",
-            http=_bounded(self.error_body, most),
+            http=_bounded(most),
             backlog=most // 4,  # asyncio accepts as many before anything else happens
             timeout_graceful_shutdown=2,  # seconds; then requests are cut off
         )
@@ -172,23 +170,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _in_pieces(send: Send) -> Send:
-    async def pieces(message: Any) -> None:
-        body = message.get("body", b"")
-        last = max(0, len(body) - 1) // _PIECE * _PIECE
-        for start in range(0, last, _PIECE):
-            await send({**message, "body": body[start : start + _PIECE], "more_body": True})
-        await send({**message, "body": body[last:]} if last else message)
-
-    return pieces
-
-
-def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asyncio.Protocol]:
+def _bounded(most: int) -> type[asyncio.Protocol]:
     """Return a protocol class for at most ``most`` connections that closes slow clients."""
 
     class Bounded(H11Protocol):
         waited = 0.0
         """Seconds that the client has kept the server waiting, less those that it earned."""
+        moved = left = 0
+        """Bytes that were sent or read since the last look, and that were still to be read then."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
@@ -204,61 +193,31 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
             self.timer.cancel()
 
         def data_received(self, data: bytes) -> None:
-            if self.cycle is None or not self.cycle.response_complete:
-                self._earn(len(data))
+            self.moved += len(data)
             super().data_received(data)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._earn(_PIECE * 3 // 4)
+            self.moved += _RESUMED
 
         def on_response_complete(self) -> None:
             self.waited = 0.0
             super().on_response_complete()
 
-        def eof_received(self) -> None:
-            if self._is_in_request():
-                self._refuse(400, "the request has no end")
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(400, "the request is no HTTP/1.1")
-
-        def _earn(self, num_bytes: int) -> None:
-            self.waited = max(0.0, self.waited - num_bytes / _SLOWEST)
-
         def _watch(self) -> None:
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
         def _look(self) -> None:
-            cycle = self.cycle
+            cycle, left = self.cycle, self.transport.get_write_buffer_size()
+            moved = self.moved + max(0, self.left - left)
+            self.moved, self.left = 0, left
             is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
             is_waiting = not is_served or self.flow.write_paused
-            self.waited = self.waited + Access.idle_seconds / 60 if is_waiting else 0.0
+            waited = self.waited + Access.idle_seconds / 60 - moved / _SLOWEST
+            self.waited = max(0.0, waited) if is_waiting else 0.0
             if self.waited < Access.idle_seconds:
-                self._watch()
-            elif self._is_in_request() and not self.transport.is_closing():
-                limit = f"{Access.idle_seconds:.0f} s"
-                self._refuse(408, f"the rest of the request did not come in {limit}")
                 self._watch()
             else:
                 self.transport.abort()
-
-        def _is_between(self) -> bool:
-            cycle = self.cycle
-            return cycle is None or (cycle.response_complete and not cycle.more_body)
-
-        def _is_in_request(self) -> bool:
-            if self._is_between():
-                return bool(self.conn.trailing_data[0])
-            return self.cycle.more_body and not self.cycle.response_started
-
-        def _refuse(self, status: int, problem: str) -> None:
-            """Answer a request that the application has not answered, and close the connection."""
-            if self._is_between() or not self.cycle.response_started:
-                body = json.dumps(error_body(status, problem)).encode()
-                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
-            self.transport.close()
 
     return Bounded

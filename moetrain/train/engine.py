@@ -22,6 +22,7 @@ from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
+from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
@@ -31,7 +32,6 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
-from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs

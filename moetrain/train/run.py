@@ -25,10 +25,10 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.routing import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
-from moetrain.parallel.offload.arena import LateNumbers
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput

@@ -19,6 +19,7 @@ Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
+    ChunkStats,
     LossGrads,
     loss_gradients,
     token_stats,
@@ -128,6 +130,43 @@ def linear_cross_entropy_sum(
     )
     tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
     return SummedLoss(total, *tokens)
+
+
+def token_stats_reference(
+    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float
+) -> tuple[ChunkStats, torch.Tensor]:
+    """Compute ``vocabulary_chunk.token_stats`` in plain torch, and give the logits, in fp32."""
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    logits_TV = (h_TD @ w_VD.T).to(wide) * scale
+    lse_T = logits_TV.logsumexp(-1)
+    mean_T = ((logits_TV - lse_T[:, None]).exp() * logits_TV).sum(-1)
+    is_here_T = (targets_T >= 0) & (targets_T < w_VD.shape[0])
+    target_T = logits_TV.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
+    return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TV
+
+
+def loss_gradients_reference(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    grads: LossGrads,
+    scale: float,
+    join: Callable[[ChunkStats], None] = lambda stats: None,
+    *,
+    is_trained: bool = True,
+) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
+    """Compute ``vocabulary_chunk.loss_gradients`` in plain torch; None: w is not trained."""
+    stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale)
+    join(stats)
+    # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
+    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+    p_TV = (logits_TV - stats.lse_C[:, None]).exp()
+    slope_TV = 1 + logits_TV - stats.mean_C[:, None]
+    is_target_TV = torch.arange(w_VD.shape[0], device=w_VD.device) == targets_T[:, None]
+    d_logits_TV = p_TV * (loss_T + lse_T + slope_TV * mean_T)
+    d_logits_TV = d_logits_TV - torch.where(is_target_TV, loss_T, 0)
+    d_logits_TV = (scale * d_logits_TV).to(h_TD.dtype)
+    return stats, d_logits_TV @ w_VD, d_logits_TV.T @ h_TD if is_trained else None
 
 
 def _check(

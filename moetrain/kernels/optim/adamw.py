@@ -20,7 +20,7 @@ Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one par
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,6 +114,42 @@ def adamw(
         old_N.copy_(torch.where(is_kept, old_N, new_N))
     if out_N is not None:
         out_N.copy_(param_N)
+
+
+def adamw_on_host(
+    parts: Sequence[Sequence[torch.Tensor]],
+    settings: Settings,
+    step: float,
+    clip: float,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Update tensors of the host by torch's fused kernel, vectorised and on all its threads.
+
+    Args:
+        parts: parameter, gradient and both moments (fp32) of each; there may be none.
+        step: the number of steps, this one included.
+        clip: the factor of the gradients.
+    """
+    if not parts:
+        return
+    params, gradients, averages, squares = map(list, zip(*parts, strict=True))
+    torch._fused_adamw_(
+        params,
+        gradients,
+        averages,
+        squares,
+        [],
+        [torch.tensor(step)] * len(params),
+        lr=lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=torch.tensor(1 / clip),
+    )
 
 
 def _check(

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from moetrain.kernels.memory import HostMemory
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
-from moetrain.parallel.offload.arena import Arena, HostMemory
+from moetrain.parallel.offload.arena import Arena
 
 
 class Link:

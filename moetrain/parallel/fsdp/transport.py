@@ -51,10 +51,11 @@ from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
+from moetrain.kernels.memory import DeviceBytes, wait_for_word, write_word
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import STYLES, ParallelDims
-from moetrain.parallel.offload.arena import DeviceBytes, aligned, call_driver
+from moetrain.parallel.offload.arena import aligned
 from moetrain.parallel.processes import machine
 
 ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
@@ -110,27 +111,6 @@ def reduce_scatter_start(
     return wait
 
 
-# ---- words of memory ----------------------------------------------------------------------------
-
-
-def _write_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream write ``value`` to ``word`` (int32 of one element, here or in a peer's
-    memory) once every GPU sees all work before it. Raises RuntimeError if the driver refuses."""
-    _call_on_stream("cuStreamWriteValue32_v2", word, value)
-
-
-def _wait_for_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream go on when ``word``, of this device, is at least ``value``."""
-    # A flag of 0 (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more; so counts may
-    # wrap around.
-    _call_on_stream("cuStreamWaitValue32_v2", word, value)
-
-
-def _call_on_stream(name: str, word: torch.Tensor, value: int) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
-    call_driver(name, stream, word.data_ptr(), value & 0xFFFFFFFF, 0)
-
-
 # ---- shared memory ------------------------------------------------------------------------------
 
 
@@ -173,12 +153,12 @@ class _DeviceMemory:
         """Tell all ranks when the current stream has come here."""
         self._counts[barrier] += 1
         for word in self._theirs[barrier]:
-            _write_word(word, self._counts[barrier])
+            write_word(word, self._counts[barrier])
 
     def wait(self, barrier: int) -> None:
         """Let the current stream go on when all ranks have arrived as often as this one."""
         for word in self._mine[barrier]:
-            _wait_for_word(word, self._counts[barrier])
+            wait_for_word(word, self._counts[barrier])
 
 
 class _MappedMemory:

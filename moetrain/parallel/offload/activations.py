@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from moetrain.kernels.memory import HostMemory
 from moetrain.models.architecture import Part
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.offload.arena import HostMemory
 
 _PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""

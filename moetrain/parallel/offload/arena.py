@@ -1,29 +1,22 @@
-"""Memory that moves: pinned memory on the host, and state that goes there and back.
+"""State that goes to pinned memory on the host, and comes back.
 
-:class:`HostMemory` is the one buffer in which anything lies that goes to the host. An
-:class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is free
-for others; afterwards every tensor in it is the one that it was: the same object, over the same
-storage, with the same values and on a GPU at the same address, so that an optimizer, views, graphs
-and compiled code need not know. For that its addresses are reserved, and memory is put behind them
-and taken away by CUDA's virtual memory management (driver API), called through ctypes, since torch
-has it inside its allocator alone. Where there is none, and where memory is to come and go by itself
-(``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
+An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
+free for others; afterwards every tensor in it is the one that it was: the same object, over the
+same storage, with the same values and on a GPU at the same address, so that an optimizer, views,
+graphs and compiled code need not know. For that memory is put behind reserved addresses and taken
+away (:mod:`moetrain.kernels.memory`). Where a device cannot do so, and where memory is to come and
+go by itself (``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
 
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
 
-import ctypes
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cache
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from moetrain.config.sources import RunFailed
+from moetrain.kernels.memory import AddressRange, HostMemory, can_map
 
 _ALIGNMENT = 256
 """Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
@@ -34,264 +27,6 @@ _GROWTH = 32 << 20
 def aligned(size: int) -> int:
     """Round ``size`` bytes up to whole :data:`_ALIGNMENT`."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class HostMemory:
-    """Bytes of host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
-
-    They are kept until the object goes: pinning takes far longer than a copy.
-    """
-
-    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
-        # The words are for the message where pinned memory is lacking.
-        self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._unpin: Callable[[], object] = lambda: None
-
-    def reserve(self, size: int) -> torch.Tensor:
-        """Give :attr:`bytes`, at least ``size``; where that is more than before, new ones.
-
-        Raises:
-            RunFailed: the system does not give as much pinned memory.
-        """
-        if size <= self.bytes.numel():
-            return self.bytes
-        self._unpin()
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # before there is more
-        memory = torch.empty(size, dtype=torch.uint8)
-        if self.device.type == "cuda":
-            # Not torch's own pinned memory, which comes in powers of two.
-            memory.zero_()  # in all threads; pinning would touch every page in one
-            address = memory.data_ptr()
-            code = _cudart().cudaHostRegister(address, size, 0)
-            if int(code) != 0:
-                raise RunFailed(
-                    f"{self.wanted_by} takes {size / 2**30:.1f} GiB of pinned host memory in this "
-                    f"process, which cannot be had (CUDA error {int(code)}); {self.remedy}"
-                )
-            self._unpin = weakref.finalize(self, lambda: _cudart().cudaHostUnregister(address))
-            self._unpin.atexit = False
-        self.bytes = memory
-        return memory
-
-
-class LateNumbers:
-    """Numbers that the device is still computing; reading waits for them and nothing later."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_cuda = numbers.device.type == "cuda"
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self._host.copy_(numbers, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> torch.Tensor:
-        """Return the numbers, on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # None, says its type, where there is no CUDA
-
-
-# ---- CUDA's driver ------------------------------------------------------------------------------
-
-_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
-"""CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE"""
-_OUT_OF_MEMORY = 2
-_HAS_VIRTUAL_MEMORY = 102
-"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"""
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _Allocation(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", _Location),
-        ("win32", c_void_p),
-        ("flags", c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", c_int))
-
-
-_SIGNATURES = {
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuGetErrorString": (c_int, POINTER(ctypes.c_char_p)),
-    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(_Allocation), c_int),
-    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemAddressFree": (c_uint64, c_size_t),
-    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(_Allocation), c_uint64),
-    "cuMemRelease": (c_uint64,),
-    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_Access), c_size_t),
-    "cuMemUnmap": (c_uint64, c_size_t),
-    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-}
-
-
-@cache
-def _driver() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, types in _SIGNATURES.items():
-        getattr(library, name).argtypes = types
-    return library
-
-
-def call_driver(name: str, *arguments: Any) -> None:
-    """Call the driver's function ``name``. Raises RuntimeError, or torch.OutOfMemoryError."""
-    code = getattr(_driver(), name)(*arguments)
-    if code == 0:
-        return
-    text = ctypes.c_char_p()
-    _driver().cuGetErrorString(code, byref(text))
-    kind = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else RuntimeError
-    raise kind(f"{name}: CUDA error {code}, {(text.value or b'unknown').decode()}")
-
-
-@cache
-def _can_map(device: torch.device) -> bool:
-    """Tell whether ``device`` has virtual memory management; some virtual GPUs have not."""
-    if device.type != "cuda":
-        return False
-    torch.cuda.init()
-    found = c_int()
-    call_driver("cuDeviceGetAttribute", byref(found), _HAS_VIRTUAL_MEMORY, _number(device))
-    return bool(found.value)
-
-
-def _number(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-class DeviceBytes:
-    """Counts memory that did not come from torch's allocator, by device number.
-
-    It is as global as that allocator, which does not count what the driver gives to others.
-    """
-
-    _now: ClassVar[Counter[int]] = Counter()
-    _peaks: ClassVar[Counter[int]] = Counter()
-    """The most that both counted together until :attr:`_now` last changed."""
-
-    @classmethod
-    def peak(cls, device: torch.device) -> int:
-        """Give the most memory that torch's allocator and all others had on ``device``."""
-        number = _number(device)
-        return max(cls._peaks[number], torch.cuda.max_memory_allocated(number) + cls._now[number])
-
-    @classmethod
-    def forget_peak(cls, device: torch.device) -> None:
-        """Start :meth:`peak` anew."""
-        cls._peaks[_number(device)] = 0
-        torch.cuda.reset_peak_memory_stats(device)
-
-    @classmethod
-    def add(cls, device: torch.device, num_bytes: int) -> None:
-        """Count memory got from the driver; negative: given back. Starts torch's peak anew."""
-        number = _number(device)
-        cls._peaks[number] = cls.peak(device)
-        torch.cuda.reset_peak_memory_stats(number)
-        cls._now[number] += num_bytes
-
-
-class _AddressRange:
-    """As many addresses of ``device`` as it has memory, without memory behind them at first.
-
-    Sizes and places are multiples of :attr:`granularity`. The addresses and the memory are freed
-    with the last tensor.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        number = _number(device)
-        self.device = device = torch.device("cuda", number)
-        torch.empty(1, device=device)  # the driver's functions take a device that is in use
-        location = _Location(_ON_DEVICE, number)
-        self._kind = _Allocation(_PINNED, 0, location)
-        self._access = _Access(location, _READ_AND_WRITE)
-        granularity = c_size_t()
-        call_driver("cuMemGetAllocationGranularity", byref(granularity), byref(self._kind), 0)
-        self.granularity = granularity.value
-        size = torch.cuda.get_device_properties(number).total_memory
-        self.size = -(-size // self.granularity) * self.granularity
-        base = c_uint64()
-        call_driver("cuMemAddressReserve", byref(base), self.size, 0, 0, 0)
-        self.base = base.value
-        self._backed: dict[int, int] = {}
-        """The sizes of parts with memory, by their places."""
-        gone = weakref.finalize(self, _give_up, device, self.base, self.size, self._backed)
-        gone.atexit = False  # the driver sees to it
-
-    def back(self, start: int, size: int) -> None:
-        """Put memory, of any content, behind ``size`` bytes from ``start``, unless it is there.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little, even without what torch's allocator keeps.
-        """
-        if start in self._backed:  # a reload that failed came this far
-            return
-        handle, address = c_uint64(), self.base + start
-        try:
-            call_driver("cuMemCreate", byref(handle), size, byref(self._kind), 0)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            call_driver("cuMemCreate", byref(handle), size, byref(self._kind), 0)
-        try:
-            call_driver("cuMemMap", address, size, 0, handle, 0)
-        finally:
-            call_driver("cuMemRelease", handle)  # what is mapped stays until it is no longer
-        self._backed[start] = size
-        DeviceBytes.add(self.device, size)
-        call_driver("cuMemSetAccess", address, size, byref(self._access), 1)
-
-    def free(self, start: int) -> None:
-        """Invert :meth:`back` for the same ``start``; nothing on the device may still use it."""
-        size = self._backed.pop(start)
-        call_driver("cuMemUnmap", self.base + start, size)
-        DeviceBytes.add(self.device, -size)
-
-    def tensor(self, start: int, size: int) -> torch.Tensor:
-        """Give the bytes there as uint8; they must have memory now."""
-        return torch.as_tensor(_Span(self, start, size), device=self.device)
-
-
-class _Span:
-    """Bytes of a range by the interface torch reads; the tensor keeps it, and so the range."""
-
-    def __init__(self, owner: _AddressRange, start: int, size: int) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (owner.base + start, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-def _give_up(device: torch.device, base: int, size: int, backed: dict[int, int]) -> None:
-    torch.cuda.synchronize(device)
-    for start, length in backed.items():
-        call_driver("cuMemUnmap", base + start, length)
-        DeviceBytes.add(device, -length)
-    call_driver("cuMemAddressFree", base, size)
-
-
-# ---- arenas -------------------------------------------------------------------------------------
 
 
 class OffloadedError(RuntimeError):
@@ -314,7 +49,7 @@ class _Resized:
 class _Mapped:
     """Memory behind a part of a range."""
 
-    def __init__(self, addresses: _AddressRange, start: int, size: int) -> None:
+    def __init__(self, addresses: AddressRange, start: int, size: int) -> None:
         self.addresses, self.start, self.size = addresses, start, size
         self.restore()
         self.memory = addresses.tensor(start, size)
@@ -342,7 +77,7 @@ class Arena:
         self._numbers = count()
         self._offloaded: list[tuple[_Resized | _Mapped, torch.Tensor]] = []
         """Each offloaded piece and its bytes in host memory; no bytes where it has no values."""
-        self._addresses: _AddressRange | None = None
+        self._addresses: AddressRange | None = None
         self._taken = self._backed = 0
         """Bytes of the range that are tensors', and that have memory."""
         remedy = "offload less, or use a machine with more memory"
@@ -356,7 +91,7 @@ class Arena:
         if not self.fixed:
             return self.loose(numel, dtype)
         self.need()
-        if size and _can_map(self.device):
+        if size and can_map(self.device):
             return self._mapped(aligned(size))[:size].view(dtype)
         block = torch.empty(numel, dtype=dtype, device=self.device)
         self._pieces.append(_Resized(block))
@@ -371,7 +106,7 @@ class Arena:
 
     def _mapped(self, size: int) -> torch.Tensor:
         if self._addresses is None:
-            self._addresses = _AddressRange(self.device)
+            self._addresses = AddressRange(self.device)
         start, end = self._taken, self._taken + size
         if end > self._backed:
             step = self._addresses.granularity
