@@ -9,7 +9,8 @@ Left out on purpose: biases of feed-forward layers (``mlp_bias``), which no publ
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
 from moetrain.models.families.decoders import moe_block
 from moetrain.models.families.deepseek import (
     LATENT_FIELDS,

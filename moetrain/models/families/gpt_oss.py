@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
 from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.sink_attention import SinkAttention

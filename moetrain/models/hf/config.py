@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.kernels.quant.formats import format_of
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
 from moetrain.models.hf.files import error
