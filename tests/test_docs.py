@@ -30,7 +30,7 @@ from moetrain.cli.main import main as named
 from moetrain.cli.train import _PROGRAMS, main
 from moetrain.config import Config, Recipes
 from moetrain.models.families import PRESETS
-from moetrain.models.family import DenseDecoder
+from moetrain.models.families.decoders import DenseDecoder
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rl.trainer import RlTrainer

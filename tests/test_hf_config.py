@@ -8,7 +8,7 @@ from architectures import make_architecture
 from transformers import AutoConfig
 
 from moetrain.config import ConfigError
-from moetrain.models.architecture import RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
+from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.rules import COLWISE, NORM, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
@@ -189,42 +190,6 @@ QKNormed = Literal["head", "width", "rotated"]
 """What a norm of queries and keys takes together: ``head``: each head, before it is rotated;
 ``width``: all heads, before; ``rotated``: each head, after."""
 RouterScore = Literal["softmax", "sigmoid"]
-
-
-class RopeScaling(BaseModel):
-    """A variant of rotary embeddings, with Hugging Face's names and meanings.
-
-    ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
-    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
-    stretches, the same for every length, as HunYuan has it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    kind: Literal["default", "linear", "yarn", "llama3", "dynamic"] = "default"
-    factor: _Positive = 1.0
-    original_max_positions: _Size | None = None
-    # yarn
-    beta_fast: _Positive = 32.0
-    beta_slow: _Positive = 1.0
-    attention_factor: _Positive | None = None
-    mscale: _NonNegative | None = None
-    mscale_all_dim: _NonNegative | None = None
-    truncate: bool = True
-    # llama3
-    low_freq_factor: _Positive = 1.0
-    high_freq_factor: _Positive = 4.0
-    # dynamic
-    alpha: _Positive = 1.0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RopeScaling:
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor {self.high_freq_factor} is not more than "
-                f"low_freq_factor {self.low_freq_factor}"
-            )
-        return self
 
 
 class Architecture(BaseModel):

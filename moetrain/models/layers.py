@@ -9,7 +9,6 @@ Left out on purpose: dropout, and initial values (:mod:`moetrain.models.rules` h
 Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, d head width.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -41,7 +40,7 @@ from moetrain.models.rules import COLWISE, ROWWISE
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes rotary angles (arXiv 2104.09864, with the scalings of :class:`RopeScaling`).
+    """Computes rotary angles (arXiv 2104.09864) by the frequencies of ``Architecture.rope``.
 
     ``dim`` is how many numbers of a head rotate.
     """
@@ -50,7 +49,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
         # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        self.inv_freq, self.scale = _rope_frequencies(arch, dim)
+        self.inv_freq, self.scale = arch.rope.frequencies(arch.rope_theta, dim, arch.max_positions)
         self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,63 +60,6 @@ class RotaryEmbedding(nn.Module):
             self._copies[device] = self.inv_freq.to(device, non_blocking=True)
         angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
         return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
-    """Return each of the d/2 pairs' radians per token (fp32, CPU), and a factor on cos and sin."""
-    rope = arch.rope
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    theta = arch.rope_theta
-    if rope.kind == "dynamic":  # "NTK-aware": the slowest pair is slowed down by alpha
-        theta *= rope.alpha ** (dim / (dim - 2))
-    inv_freq = 1.0 / theta**exponents
-    if rope.kind == "linear":
-        return inv_freq / rope.factor, 1.0
-    if rope.kind == "llama3":
-        return _llama3_frequencies(arch, inv_freq), 1.0
-    if rope.kind == "yarn":
-        return _yarn_frequencies(arch, dim, inv_freq), _yarn_scale(arch)
-    return inv_freq, 1.0
-
-
-def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Divide slow frequencies by ``factor``, keep fast ones, and blend in between."""
-    rope = arch.rope
-    turns = (rope.original_max_positions or arch.max_positions) * inv_freq / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * inv_freq / rope.factor + blend * inv_freq
-
-
-def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
-    rope = arch.rope
-    context = rope.original_max_positions or arch.max_positions
-
-    def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often in a context
-        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
-
-    low = pair_of(rope.beta_fast)
-    high = pair_of(rope.beta_slow)
-    if rope.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, dim - 1)
-    width = high - low or 0.001  # a step is a very steep ramp
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width
-    keep = 1 - ramp.clamp(0, 1)
-    return inv_freq / rope.factor * (1 - keep) + inv_freq * keep
-
-
-def _yarn_scale(arch: Architecture) -> float:
-    rope = arch.rope
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    log_factor = 0.1 * math.log(max(rope.factor, 1.0))
-    if rope.mscale and rope.mscale_all_dim:
-        return (rope.mscale * log_factor + 1) / (rope.mscale_all_dim * log_factor + 1)
-    return log_factor + 1
 
 
 class Vocabulary:

@@ -11,7 +11,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
 from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
@@ -19,16 +21,7 @@ from moetrain.models.families.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.families.latent_attention import LatentAttention
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    DENSE,
-    Family,
-    MoEDecoder,
-    Rename,
-    WeightMap,
-    moe_block,
-    register,
-)
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts

@@ -9,7 +9,9 @@ Left out on purpose: biases of feed-forward layers (``mlp_bias``), which no publ
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
+from moetrain.models.families.decoders import moe_block
 from moetrain.models.families.deepseek import (
     LATENT_FIELDS,
     LATENT_MAP,
@@ -18,7 +20,7 @@ from moetrain.models.families.deepseek import (
     check_keys,
 )
 from moetrain.models.families.deepseek_router import read_deepseek_layers, write_deepseek_layers
-from moetrain.models.family import Family, moe_block, register
+from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
 _FIXED: Mapping[str, Any] = {

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
 from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
@@ -11,7 +12,7 @@ from moetrain.models.families.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.families.qwen import read_windows, write_windows
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, MoEDecoder, moe_block, register
+from moetrain.models.family import Family, register
 
 _FIXED = {**SIGMOID_ROUTER, "qk_norm": True}
 

@@ -7,6 +7,7 @@ own, which predict further tokens, are carried on into an export, or trained
 
 from typing import Any
 
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
 from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
@@ -14,7 +15,7 @@ from moetrain.models.families.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.families.multi_token import FurtherTokens, behind_layers
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, MoEDecoder, moe_block, register
+from moetrain.models.family import Family, register
 
 
 class _Glm(FurtherTokens, MoEDecoder):

@@ -9,10 +9,12 @@ from typing import Any
 
 from pydantic import Field
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
 from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.sink_attention import SinkAttention
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, RenameTensor, register
+from moetrain.models.family import Family, RenameTensor, register
 from moetrain.models.hf.files import error
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

@@ -7,15 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moetrain.models.architecture import Architecture, RopeScaling
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    DENSE,
-    Family,
-    MoEDecoder,
-    moe_block,
-    register,
-)
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
 _FIXED: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, DenseDecoder, Family, register
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, DenseDecoder
+from moetrain.models.family import Family, register
 
 register(
     Family(

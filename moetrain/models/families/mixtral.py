@@ -2,7 +2,8 @@
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, moe_block, register
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, moe_block
+from moetrain.models.family import Family, register
 from moetrain.models.moe import RoutedExperts
 
 

@@ -14,19 +14,12 @@ from typing import Any, Literal, get_args
 
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families.decoders import COMMON_DEFAULTS, StackExperts
 from moetrain.models.families.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_ROUTER
 from moetrain.models.families.mamba import Mamba2
 from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    Family,
-    Rename,
-    RenameTensor,
-    StackExperts,
-    WeightMap,
-    register,
-)
+from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
 from moetrain.models.hf.files import error
 
 Mixer = Literal["mamba", "attention", "moe", "mlp"]

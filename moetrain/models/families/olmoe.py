@@ -7,14 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    DENSE,
-    Family,
-    MoEDecoder,
-    moe_block,
-    register,
-)
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
 _FIXED: dict[str, Any] = {"qk_norm": True, "qk_norm_of": "width"}

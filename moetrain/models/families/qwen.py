@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.family import (
+from moetrain.models.families.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     DenseDecoder,
-    Family,
     MoEDecoder,
     moe_block,
-    register,
 )
+from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
 _SLIDING = "sliding_attention"

@@ -12,20 +12,11 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    DENSE,
-    Family,
-    MoEDecoder,
-    Rename,
-    RenameTensor,
-    WeightMap,
-    moe_block,
-    register,
-)
+from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts

@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.kernels.quant.formats import format_of
+from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
-from moetrain.models.hf.dequantise import format_of
 from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")

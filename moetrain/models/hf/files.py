@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
+from moetrain.kernels.quant.formats import Dequantised, Format, format_of
 from moetrain.models.family import Piece, WeightMap
-from moetrain.models.hf.dequantise import Dequantised, Format, format_of
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -24,7 +24,8 @@ from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection, logger
 from moetrain.config.sources import shortened
-from moetrain.models.architecture import Architecture, Part, RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece

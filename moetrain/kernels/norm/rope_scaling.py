@@ -1,0 +1,103 @@
+"""The frequencies of rotary embeddings, and the variants that reach longer rows than the base.
+
+    angle = position * frequency_p,    frequency_p = theta^(-2 p / d), scaled by the variant
+
+Legend: d numbers of a head that rotate, in d / 2 pairs p.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RopeScaling(BaseModel):
+    """A variant of rotary embeddings, with Hugging Face's names and meanings.
+
+    ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
+    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
+    stretches, the same for every length, as HunYuan has it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["default", "linear", "yarn", "llama3", "dynamic"] = "default"
+    factor: _Positive = 1.0
+    original_max_positions: _Size | None = None
+    # yarn
+    beta_fast: _Positive = 32.0
+    beta_slow: _Positive = 1.0
+    attention_factor: _Positive | None = None
+    mscale: _NonNegative | None = None
+    mscale_all_dim: _NonNegative | None = None
+    truncate: bool = True
+    # llama3
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
+    # dynamic
+    alpha: _Positive = 1.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RopeScaling":
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} is not more than "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+        return self
+
+    def frequencies(self, theta: float, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+        """Compute each pair's radians per token (fp32 [dim / 2], CPU), and a factor on cos and sin.
+
+        ``max_positions`` counts where ``original_max_positions`` is not set.
+        """
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+        if self.kind == "dynamic":  # "NTK-aware": the slowest pair is slowed down by alpha
+            theta *= self.alpha ** (dim / (dim - 2))
+        inv_freq = 1.0 / theta**exponents
+        context = self.original_max_positions or max_positions
+        if self.kind == "linear":
+            return inv_freq / self.factor, 1.0
+        if self.kind == "llama3":
+            return self._llama3(context, inv_freq), 1.0
+        if self.kind == "yarn":
+            return self._yarn(context, theta, dim, inv_freq), self._yarn_scale()
+        return inv_freq, 1.0
+
+    def _llama3(self, context: int, inv_freq: torch.Tensor) -> torch.Tensor:
+        """Divide slow frequencies by ``factor``, keep fast ones, and blend in between."""
+        turns = context * inv_freq / (2 * math.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return (1 - blend) * inv_freq / self.factor + blend * inv_freq
+
+    def _yarn(self, context: int, theta: float, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
+        """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
+
+        def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often
+            return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = pair_of(self.beta_fast)
+        high = pair_of(self.beta_slow)
+        if self.truncate:
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, dim - 1)
+        width = high - low or 0.001  # a step is a very steep ramp
+        ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width
+        keep = 1 - ramp.clamp(0, 1)
+        return inv_freq / self.factor * (1 - keep) + inv_freq * keep
+
+    def _yarn_scale(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        log_factor = 0.1 * math.log(max(self.factor, 1.0))
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * log_factor + 1) / (self.mscale_all_dim * log_factor + 1)
+        return log_factor + 1

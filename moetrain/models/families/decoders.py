@@ -1,0 +1,132 @@
+"""The usual decoders, of which most families are variants, with their names in files.
+
+Tensors have the names of Llama's and Mixtral's files, experts one by one. A family completes or
+replaces entries of these maps and defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetrain.models.architecture import Architecture, Part
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import Piece, Rename, RenameTensor, WeightMap, match
+from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+"""Entries of ``Family.defaults``, which a family completes and overrides."""
+
+
+@dataclass(frozen=True)
+class StackExperts:
+    """Stacks experts' matrices to ``[E, ...]``, each the concatenation of ``theirs`` by rows.
+
+    For E = 2 and theirs = (gate, up), both [F, D], the parameter ``[2, 2F, D]`` is
+    ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` lies at ``[1, F:2F]``.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+        """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
+        fields = match(self.ours, parameter)
+        if fields is None:
+            return []
+        rows = shape[1] // len(self.theirs)
+        return [
+            Piece(
+                theirs.format(expert=expert, **fields),
+                parameter,
+                (expert, slice(part * rows, (part + 1) * rows)),
+            )
+            for expert in range(shape[0])
+            for part, theirs in enumerate(self.theirs)
+        ]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The file's modules, with ``{layer}`` and ``{expert}``."""
+        return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
+
+
+def moe_block(
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    *,
+    router: str = "gate.weight",
+    bias: str | None = None,
+    bias_place: tuple[None, ...] = (),
+    shared: str | None = None,
+) -> WeightMap:
+    """Map the router and experts of layers whose file tensors lie under ``block``.
+
+    ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices. ``router``,
+    ``bias`` and ``shared`` are those of the router's weight, its selection bias, which has
+    ``bias_place`` in ours, and the module of shared experts; None: the files have none.
+    """
+    prefix = f"model.layers.{{layer}}.{block}"
+    expert = f"{prefix}.experts.{{expert}}"
+    others: WeightMap = ()
+    if bias is not None:
+        others += (RenameTensor("layers.{layer}.moe.router.bias", f"{prefix}.{bias}", bias_place),)
+    if shared is not None:
+        for ours, theirs in {"w_gate": gate, "w_up": up, "w_down": down}.items():
+            name = f"layers.{{layer}}.moe.shared_experts.{ours}"
+            others += (Rename(name, f"{prefix}.{shared}.{theirs}"),)
+    return (
+        RenameTensor("layers.{layer}.moe.router.weight", f"{prefix}.{router}"),
+        *others,
+        StackExperts(
+            "layers.{layer}.moe.experts.w_gate_up",
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+        ),
+        StackExperts("layers.{layer}.moe.experts.w_down", (f"{expert}.{down}.weight",)),
+    )
+
+
+DENSE: tuple[Rename, ...] = (
+    Rename("embed", "model.embed_tokens"),
+    Rename("layers.{layer}.attn_norm", "model.layers.{layer}.input_layernorm"),
+    Rename("layers.{layer}.attn.wq", "model.layers.{layer}.self_attn.q_proj"),
+    Rename("layers.{layer}.attn.wk", "model.layers.{layer}.self_attn.k_proj"),
+    Rename("layers.{layer}.attn.wv", "model.layers.{layer}.self_attn.v_proj"),
+    Rename("layers.{layer}.attn.wo", "model.layers.{layer}.self_attn.o_proj"),
+    Rename("layers.{layer}.attn.q_norm", "model.layers.{layer}.self_attn.q_norm"),
+    Rename("layers.{layer}.attn.k_norm", "model.layers.{layer}.self_attn.k_norm"),
+    Rename("layers.{layer}.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
+    Rename("layers.{layer}.mlp.w_gate", "model.layers.{layer}.mlp.gate_proj"),
+    Rename("layers.{layer}.mlp.w_up", "model.layers.{layer}.mlp.up_proj"),
+    Rename("layers.{layer}.mlp.w_down", "model.layers.{layer}.mlp.down_proj"),
+    Rename("norm", "model.norm"),
+    Rename("lm_head", "lm_head"),
+)
+
+
+class DenseDecoder(Architecture):
+    """Grouped-query attention, then SwiGLU, in every layer."""
+
+    kinds = (GroupedQueryAttention, SwiGLU)
+
+
+class MoEDecoder(Architecture):
+    """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
+
+    kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
+
+    def feed_forward(self, layer: int) -> Part:
+        is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
+        return (RoutedExperts if is_routed else SwiGLU).of(self)
