@@ -32,8 +32,9 @@ from moetrain.kernels.optim.reduction import sum_chunks
 
 # Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
 # torch's and cuDNN's operators, parts of other files' kernels, what generation alone uses, neither
-# differentiated nor compiled (tests/test_batch_invariant.py), and what reads files
-# (tests/test_hf_weights.py).
+# differentiated nor compiled (tests/test_batch_invariant.py), frequencies of rotary embeddings
+# (tests/test_models.py), and what reads files
+# (tests/test_hf_weights.py, tests/test_dequantise.py).
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
@@ -44,7 +45,9 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
     "moetrain.kernels.loss.vocabulary_chunk",
+    "moetrain.kernels.norm.rope_scaling",
     "moetrain.kernels.quant.blocks",
+    "moetrain.kernels.quant.formats",
 }
 
 

@@ -145,7 +145,7 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
     config, arch = resolve_run(config, needs_weights=False)
     plan = MemoryPlan.of(config, arch, generates=False)
     precisions = [config.kernels.precision]
-    if GPUS[gpu].has_fp8 and not _is_users(config, "kernels.precision"):
+    if GPUS[gpu].has_fp8 and not config.is_users("kernels.precision"):
         with suppress(ConfigError):  # the model's widths are not for it
             check_widths(config.filled({"kernels.precision": "fp8"}, "the plan"), arch)
             precisions.append("fp8")
@@ -168,11 +168,11 @@ def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout
     """Return the fastest micro-batch that fits, and whether the largest of all does."""
     best, fits = None, False
     rows: Sequence[int] = _MICRO_BATCHES
-    if _is_users(plan.config, "train.micro_batch_size"):
+    if plan.config.is_users("train.micro_batch_size"):
         rows = (plan.config.train.micro_batch_size,)
     for micro_batch in rows:
         whole = {**change, "train.micro_batch_size": micro_batch}
-        if not _is_users(plan.config, "train.global_batch_size"):
+        if not plan.config.is_users("train.global_batch_size"):
             pp, tp = change["parallel.pp"], change["parallel.tp"]
             batch = micro_batch * (plan.machine.processes // (pp * tp))
             whole["train.global_batch_size"] = batch * (_ROUNDS * pp if pp > 1 else 1)
@@ -206,7 +206,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
     inside = [n for n in degrees if n <= GPUS_OF_MACHINE]
     machines = math.ceil(gpus / GPUS_OF_MACHINE)
-    has_given = _is_users(config, "parallel.tp") or _is_users(config, "parallel.ep")
+    has_given = config.is_users("parallel.tp") or config.is_users("parallel.ep")
     largest = gpus if has_given else max(inside)
     options = {
         "parallel.tp": inside,
@@ -216,14 +216,14 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
         "optim.state_dtype": ["float32", "bfloat16"],
     }
     for name in options:
-        if _is_users(config, name):
+        if config.is_users(name):
             options[name] = [attrgetter(name)(config)]
     for values in product(*options.values()):
         tp, pp, ep, replicas, states = values
         if gpus % (tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
             continue
         change = dict(zip(options, values, strict=True))
-        if not _is_users(config, "optim.gradient_dtype"):
+        if not config.is_users("optim.gradient_dtype"):
             change["optim.gradient_dtype"] = states
         yield change
 
@@ -232,13 +232,8 @@ def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield what to keep for the backward, the cheapest first."""
     for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
         change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
-        if all(attrgetter(n)(config) == x for n, x in change.items() if _is_users(config, n)):
+        if all(attrgetter(n)(config) == x for n, x in change.items() if config.is_users(n)):
             yield change
-
-
-def _is_users(config: Config, name: str) -> bool:
-    """Return whether a user has set ``name``; what a recipe proposes is free."""
-    return not config.origins.get(name, "recipe ").startswith("recipe ")
 
 
 def _shown(value: Any) -> str:

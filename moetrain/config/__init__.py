@@ -282,6 +282,10 @@ class Config(Section):
         section, _, key = name.rpartition(".")
         return key in (getattr(self, section) if section else self).model_fields_set
 
+    def is_users(self, name: str) -> bool:
+        """Return whether a user has set ``name``, and not only a recipe proposed it."""
+        return not self._origins.get(name, "recipe ").startswith("recipe ")
+
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
@@ -304,7 +308,7 @@ class Config(Section):
         default, config = dict(leaves(Config().model_dump())), self
         while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
             name, why = found
-            if not self._origins.get(name, "recipe ").startswith("recipe "):
+            if self.is_users(name):
                 raise ConfigError(name, why)
             config = config.filled({name: default[name]}, f"as {why}")
         return config

@@ -110,7 +110,7 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
         ConfigError: settings name other data, no rows were given, or ``train.epochs`` of a stream.
     """
     for name in ("data.source", "data.path", "data.eval_path"):
-        if not config.origins.get(name, "recipe").startswith("recipe"):
+        if config.is_users(name):
             raise ConfigError(
                 name, "set, but the program gives rows (data=); leave one of them out"
             )

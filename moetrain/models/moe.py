@@ -13,7 +13,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
-from moetrain.kernels.experts.router import Routed, router_topk
+from moetrain.kernels.experts.router import Routed, rerouted, router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
@@ -243,61 +243,39 @@ class Router(Adaptable):
         ``ids_TK`` are experts to use whatever the scores; -1: the router chooses.
         """
         sizes, logits_TE = self.sizes, self.logits(x_TD)
+        how: dict[str, Any] = {
+            "score": sizes.router_score,
+            "normalize": sizes.norm_topk_prob,
+            "is_pad_T": is_pad_T,
+            "scale": sizes.routed_scaling_factor,
+            "min_sum": sizes.router_min_sum,
+        }
         routed = router_topk(
             logits_TE,
             self.top_k,
-            score=sizes.router_score,
-            normalize=sizes.norm_topk_prob,
             bias_E=self.bias,
-            is_pad_T=is_pad_T,
             num_groups=sizes.num_expert_groups,
             topk_groups=sizes.topk_expert_groups,
             best_of_group=sizes.best_of_group,
-            scale=sizes.routed_scaling_factor,
-            min_sum=sizes.router_min_sum,
             backend=self.backend,
+            **how,
         )
         if self.balanced_stride is not None:
             # A round-robin: counts of two experts differ by one at most. The router has run all the
             # same, so that its cost is in what is measured.
             slots_R = torch.arange(logits_TE.shape[0] * self.top_k, device=logits_TE.device)
             ids_R = slots_R * self.balanced_stride % logits_TE.shape[1]
-            return self._sent_to(ids_R.view(-1, self.top_k), routed, logits_TE, is_pad_T)
+            return rerouted(routed, logits_TE, ids_R.view(-1, self.top_k), **how)
         if ids_TK is None:
             return routed
         ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
-        return self._sent_to(ids_TK, routed, logits_TE, is_pad_T)
+        return rerouted(routed, logits_TE, ids_TK, **how)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Compute ``logits_TE`` in fp32."""
         adapter = self.adapter("weight", self.weight.dtype)
         weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
         return router_logits(x_TD, weight_ED, self.backend, wide=self.sizes.router_fp32)
-
-    def _sent_to(
-        self,
-        ids_TK: torch.Tensor,
-        routed: Routed,
-        logits_TE: torch.Tensor,
-        is_pad_T: torch.Tensor | None,
-    ) -> Routed:
-        """Replace the choice in ``routed`` by ``ids_TK``; the weights follow from the scores."""
-        at_TK, sizes = ids_TK.clamp(min=0).long(), self.sizes
-        is_sigmoid = sizes.router_score == "sigmoid"
-        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
-        weights_TK = scores_TE.gather(1, at_TK)
-        if sizes.norm_topk_prob:
-            sums_T1 = weights_TK.sum(-1, keepdim=True)
-            weights_TK = weights_TK / sums_T1.clamp(min=sizes.router_min_sum)
-        weights_TK = weights_TK * sizes.routed_scaling_factor
-        ones_TK = torch.ones_like(at_TK, dtype=torch.int32)
-        if is_pad_T is not None:
-            ones_TK = ones_TK.masked_fill(is_pad_T[:, None], 0)
-            weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
-        counts_E = torch.zeros_like(routed.counts_E)
-        counts_E = counts_E.index_add(0, at_TK.flatten(), ones_TK.flatten())
-        ids_TK = torch.where(ones_TK > 0, at_TK, -1)
-        return routed._replace(ids_TK=ids_TK.int(), weights_TK=weights_TK, counts_E=counts_E)
 
 
 def _balanced_stride(num_experts: int, top_k: int) -> int:

@@ -137,25 +137,61 @@ def _reference(
         choice_TE = choice_TGM.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)
     # A stable sort, since torch.topk leaves the order of ties open.
     ids_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
+    chosen = _weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
     counted_T = logits_TE.new_ones(logits_TE.shape[0])
     if is_pad_T is not None:
         counted_T = counted_T.masked_fill(is_pad_T, 0)
-        ids_TK = ids_TK.masked_fill(is_pad_T[:, None], -1)
-        weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
-    ids_R = ids_TK.reshape(-1)
-    counts_E = torch.zeros(logits_TE.shape[1], dtype=torch.int32, device=logits_TE.device)
     entropy_T = -(probs_TE * log_probs_TE).detach().sum(-1)
     return Routed(
-        ids_TK=ids_TK.int(),
-        weights_TK=weights_TK * scale,
-        counts_E=counts_E.scatter_add(0, ids_R.clamp(min=0), (ids_R >= 0).int()),
+        *chosen,
         prob_sum_E=(probs_TE * counted_T[:, None]).sum(0),
         z_sum=(logits_TE.logsumexp(-1).square() * counted_T).sum(),
         entropy_sum=(entropy_T * counted_T).sum(),
     )
+
+
+def _weighted(
+    scores_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    is_pad_T: torch.Tensor | None,
+    normalize: bool,
+    scale: float,
+    min_sum: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first three fields of :class:`Routed` for the choice ``ids_TK`` (int64)."""
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
+    if is_pad_T is not None:
+        ids_TK = ids_TK.masked_fill(is_pad_T[:, None], -1)
+        weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
+    ids_R = ids_TK.reshape(-1)
+    counts_E = torch.zeros(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
+    counts_E = counts_E.scatter_add(0, ids_R.clamp(min=0), (ids_R >= 0).int())
+    return ids_TK.int(), weights_TK * scale, counts_E
+
+
+def rerouted(
+    routed: Routed,
+    logits_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    is_pad_T: torch.Tensor | None = None,
+    scale: float = 1.0,
+    min_sum: float = 0.0,
+) -> Routed:
+    """Replace the choice in ``routed`` by ``ids_TK``; its weights follow from the scores.
+
+    Args:
+        routed: what :func:`router_topk` returned for ``logits_TE`` and the other arguments.
+        ids_TK: integers; below 0 for pads alone, which get no expert whatever is said there.
+    """
+    scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
+    ids_TK = ids_TK.clamp(min=0).long()
+    chosen = _weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    return Routed(*chosen, *routed[3:])
 
 
 # weights, prob_sum, z_sum, entropy_sum, ids, counts
