@@ -2,8 +2,8 @@
 
 A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
-file of the process. What is no HTTP uvicorn answers. :mod:`moetrain.rollout.access` says who is
-served.
+file of the process. Starlette's and uvicorn's own means answer in plain text, and close no slow
+client. :mod:`moetrain.rollout.access` says who is served at all.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 import uvicorn
@@ -135,7 +136,7 @@ class JsonServer:
             guarded,
             log_level="error",
             ws="none",
-            http=_bounded(most),
+            http=_bounded(self.error_body, most),
             backlog=most // 4,  # asyncio accepts as many before anything else happens
             timeout_graceful_shutdown=2,  # seconds; then requests are cut off
         )
@@ -154,7 +155,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _bounded(most: int) -> type[asyncio.Protocol]:
+def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asyncio.Protocol]:
     """Return a protocol class for at most ``most`` connections that closes slow clients."""
 
     class Bounded(H11Protocol):
@@ -188,6 +189,13 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self.waited = 0.0
             super().on_response_complete()
 
+        def eof_received(self) -> None:
+            if self._is_in_request():
+                self._refuse(400, "the request has no end")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "the request is no HTTP/1.1")
+
         def _watch(self) -> None:
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
@@ -201,7 +209,29 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self.waited = max(0.0, waited) if is_waiting else 0.0
             if self.waited < Access.idle_seconds:
                 self._watch()
+            elif self._is_in_request() and not self.transport.is_closing():
+                limit = f"{Access.idle_seconds:.0f} s"
+                self._refuse(408, f"the rest of the request did not come in {limit}")
+                self._watch()
             else:
                 self.transport.abort()
+
+        def _is_between(self) -> bool:
+            cycle = self.cycle
+            return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+        def _is_in_request(self) -> bool:
+            if self._is_between():
+                return bool(self.conn.trailing_data[0])
+            return self.cycle.more_body and not self.cycle.response_started
+
+        def _refuse(self, status: int, problem: str) -> None:
+            """Answer a request that the application has not answered, and close the connection."""
+            if self._is_between() or not self.cycle.response_started:
+                body = json.dumps(error_body(status, problem)).encode()
+                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
 
     return Bounded
