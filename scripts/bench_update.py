@@ -68,6 +68,13 @@ def main() -> int:
     return 0 if row["addresses"] and row["values"] and row["tokens"] else 1
 
 
+def bytes_received(update: WeightUpdate) -> int:
+    """Bytes of one update that come from other ranks."""
+    rank = update.engine.stages.rank
+    gathered = sum(g.size * (g.group.size() - 1) for g in update._gathers)
+    return gathered + sum(x.nbytes for x, holder in update._from_stages if holder != rank)
+
+
 def make_engine(args: argparse.Namespace) -> Engine:
     """Of random weights on the ranks that there are."""
     place = launched_place()
@@ -90,7 +97,8 @@ def bench(engine: Engine) -> dict[str, Any]:
     generator, update = make_generator(engine)
     update()  # connects what has not yet met, and lets the allocator grow
     before = tokens_of(engine, generator)
-    addresses = [p.data_ptr() for p in generator.model.parameters()]
+    parameters = list(generator.model.named_parameters())
+    addresses = [p.data_ptr() for _, p in parameters]
     draw_values(engine.fsdp, engine.config.model.init_std, engine.config.train.seed + 1)
     seconds = [timed(engine, update) for _ in range(REPEATS)]
     peak = peak_memory_gib(world.device)
@@ -110,9 +118,9 @@ def bench(engine: Engine) -> dict[str, Any]:
         "mesh": f"{world.dims.describe()}, ep {world.dims.ep}",
         "seconds": statistics.median(seconds),
         "slowest_seconds": max(seconds),
-        "collectives": update.num_collectives,
-        "bytes_written": update.num_bytes,
-        "bytes_received": update.num_bytes_received,
+        "collectives": len(update._gathers) + len(update._from_stages),
+        "bytes_written": sum(x.nbytes for n, x in parameters if n not in generator.borrowed),
+        "bytes_received": bytes_received(update),
         "memory_gib": peak,
         "addresses": on_all(engine, unchanged),
         "values": on_all(engine, right),

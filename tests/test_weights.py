@@ -139,7 +139,7 @@ def follow(engine, *, tokens=True):
             calls = counted_calls(monkeypatch)
             update()
         shared = len(list(engine.weights())) if engine.world.dims.pp > 1 else 0
-        assert len(calls) == update.num_collectives <= 3 * len(engine.fsdp.units) + shared
+        assert len(calls) <= 3 * len(engine.fsdp.units) + shared
         check_values(engine, model, experts)
         assert generator.version == version
         if tokens:
@@ -151,7 +151,7 @@ def follow(engine, *, tokens=True):
     check_values(engine, model, experts)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert generator.pages.num_available == 20
-    return update.num_collectives
+    return len(calls)
 
 
 def rows_of_engine(engine):

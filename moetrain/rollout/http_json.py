@@ -2,8 +2,8 @@
 
 A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
-file of the process. Starlette's and uvicorn's own means count each body by itself, and close no
-slow client. What is no HTTP uvicorn answers. :mod:`moetrain.rollout.access` says who is served.
+file of the process. Starlette's and uvicorn's own means answer in plain text, and close no slow
+client. :mod:`moetrain.rollout.access` says who is served at all.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import json
 import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 import uvicorn
@@ -29,9 +29,6 @@ from moetrain.config.sources import shortened
 from moetrain.rollout.access import Access
 from moetrain.rollout.request import JsonBody
 
-_SMALL_BYTES = 64 << 10
-"""Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
-_LARGEST_TOGETHER = 8
 _SLOWEST = 16 << 10
 """Bytes, sent or read, that earn a client another second: slower clients are closed."""
 _RESUMED = 48 << 10
@@ -41,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class JsonServer:
-    """An HTTP server of JSON: every error is :meth:`error_body`, and bodies take bounded memory.
+    """An HTTP server of JSON: every error is :meth:`error_body`, and no body is too large.
 
     Attributes:
         app: the ASGI application; it does not authenticate clients.
@@ -64,9 +61,6 @@ class JsonServer:
                 below is status 500, and is logged.
         """
         self.most_mib, self.setting = most_mib, setting
-        self.arriving = 0
-        """Bytes of bodies that are being received or parsed."""
-        self._turn = asyncio.Lock()
         meanings: dict[type[Exception], Callable[[Any], tuple[int, str]]] = {
             HTTPException: lambda error: (error.status_code, error.detail),
             ValidationError: lambda error: (400, JsonBody.complaint(error)),
@@ -111,22 +105,13 @@ class JsonServer:
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise HTTPException(415, "the body is not application/json")
-        data, most = bytearray(), self.most_mib << 20
-        try:
-            async for chunk in request.stream():
-                data += chunk
-                self.arriving += len(chunk)
-                if len(data) > most:
-                    problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
-                    raise HTTPException(413, problem)
-                if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
-                    problem = "too many large bodies arrive at once; send it again later"
-                    raise HTTPException(429, problem)
-            # Parsed values take many times the memory of their JSON.
-            async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
-                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
-        finally:
-            self.arriving -= len(data)
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > self.most_mib << 20:
+                problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
+                raise HTTPException(413, problem)
+        return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
 
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
         """Return a server that serves whom ``access`` allows, and the socket it runs with.
@@ -151,7 +136,7 @@ class JsonServer:
             guarded,
             log_level="error",
             ws="none",
-            http=_bounded(most),
+            http=_bounded(self.error_body, most),
             backlog=most // 4,  # asyncio accepts as many before anything else happens
             timeout_graceful_shutdown=2,  # seconds; then requests are cut off
         )
@@ -170,7 +155,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _bounded(most: int) -> type[asyncio.Protocol]:
+def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asyncio.Protocol]:
     """Return a protocol class for at most ``most`` connections that closes slow clients."""
 
     class Bounded(H11Protocol):
@@ -204,6 +189,13 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self.waited = 0.0
             super().on_response_complete()
 
+        def eof_received(self) -> None:
+            if self._is_in_request():
+                self._refuse(400, "the request has no end")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "the request is no HTTP/1.1")
+
         def _watch(self) -> None:
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
@@ -217,7 +209,29 @@ def _bounded(most: int) -> type[asyncio.Protocol]:
             self.waited = max(0.0, waited) if is_waiting else 0.0
             if self.waited < Access.idle_seconds:
                 self._watch()
+            elif self._is_in_request() and not self.transport.is_closing():
+                limit = f"{Access.idle_seconds:.0f} s"
+                self._refuse(408, f"the rest of the request did not come in {limit}")
+                self._watch()
             else:
                 self.transport.abort()
+
+        def _is_between(self) -> bool:
+            cycle = self.cycle
+            return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+        def _is_in_request(self) -> bool:
+            if self._is_between():
+                return bool(self.conn.trailing_data[0])
+            return self.cycle.more_body and not self.cycle.response_started
+
+        def _refuse(self, status: int, problem: str) -> None:
+            """Answer a request that the application has not answered, and close the connection."""
+            if self._is_between() or not self.cycle.response_started:
+                body = json.dumps(error_body(status, problem)).encode()
+                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
 
     return Bounded

@@ -107,13 +107,7 @@ def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
 
 
 class WeightUpdate:
-    """Copies an engine's weights into a generator's model each time it is called.
-
-    Attributes:
-        num_collectives: collectives of one call.
-        num_bytes, num_bytes_received: bytes that one call writes into the generator's parameters on
-            this rank, and bytes that come from other ranks.
-    """
+    """Copies an engine's weights into a generator's model each time it is called."""
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
         """
@@ -139,12 +133,6 @@ class WeightUpdate:
             for name, target in (*targets.items(), *generator.model.named_buffers())
             if engine.world.dims.pp > 1
         ]
-        self.num_collectives = len(self._gathers) + len(self._from_stages)
-        own = (x for name, x in targets.items() if name not in generator.borrowed)
-        self.num_bytes = sum(target.nbytes for target in own)
-        self.num_bytes_received = sum(g.size * (g.group.size() - 1) for g in self._gathers)
-        rank = engine.stages.rank
-        self.num_bytes_received += sum(x.nbytes for x, r in self._from_stages if r != rank)
 
     def _add(self, unit: Sequence[_Pair]) -> None:
         everyone = self.engine.world.meshes.shared_parameters
