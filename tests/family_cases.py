@@ -54,6 +54,12 @@ ERNIE = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe
 HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
 NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
+FLEX_OLMO = {
+    # Else norms magnify results that are near zero here, and what rounds off of them.
+    "rms_norm_eps": 0.01,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
     "rms_norm_eps": 0.01,  # of a result that is near zero where queries hardly meet their keys
@@ -191,6 +197,25 @@ CASES = {
     "olmoe yarn": {**OLMOE, "rope_parameters": YARN},
     "olmoe two heads": {**OLMOE, "num_attention_heads": 2, "num_key_value_heads": 2},
     "olmoe one layer": {**OLMOE, "num_hidden_layers": 1, "intermediate_size": 8},
+    "flex_olmo": FLEX_OLMO,
+    "flex_olmo normalised": {**FLEX_OLMO, "norm_topk_prob": True},
+    "flex_olmo as many kv heads": {**FLEX_OLMO, "num_key_value_heads": 4},
+    "flex_olmo one kv head": {**FLEX_OLMO, "num_key_value_heads": 1},
+    "flex_olmo biases": {**FLEX_OLMO, "attention_bias": True},
+    "flex_olmo tied": {**FLEX_OLMO, "tie_word_embeddings": True},
+    "flex_olmo top-1": {**FLEX_OLMO, "num_experts_per_tok": 1},
+    "flex_olmo every expert": {**FLEX_OLMO, "num_experts_per_tok": 6},
+    "flex_olmo many experts": {**FLEX_OLMO, "num_experts": 37, "num_experts_per_tok": 8},
+    "flex_olmo yarn": {**FLEX_OLMO, "rope_parameters": YARN},
+    "flex_olmo two heads": {**FLEX_OLMO, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "flex_olmo wide heads": {
+        **FLEX_OLMO,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+    "flex_olmo large epsilon": {**FLEX_OLMO, "rms_norm_eps": 0.1},
+    "flex_olmo one layer": {**FLEX_OLMO, "num_hidden_layers": 1, "intermediate_size": 8},
     "minimax_m2": MINIMAX,
     "minimax_m2 factor": {**MINIMAX, "rotary_dim": None, "partial_rotary_factor": 0.5},
     "minimax_m2 two numbers": {**MINIMAX, "rotary_dim": 2},

@@ -604,6 +604,7 @@ PUBLISHED = {
     "ernie-4.5-300b-a47b": 300,
     "hunyuan-a13b": 80.4,
     "olmoe-1b-7b": 6.92,
+    "flex-olmo-7x7b": 33.3,
     "minimax-m2": 229,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,

@@ -78,8 +78,10 @@ class Part(ABC):
     name: ClassVar[str] = "mlp"
     """Name of the block's attribute that holds the module."""
     norm: ClassVar[str] = "mlp_norm"
-    """Name of the block's attribute that holds the norm before it; empty: it has none, and the
-    block does not call it after the part before."""
+    """Name of the block's attribute that holds the norm before it; empty: it has none."""
+    after: ClassVar[str] = ""
+    """Name of the one that holds the norm of its result, as above. A block calls the parts that
+    have one of the two."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
     """Fields that kernels need to be multiples of a number."""
@@ -87,6 +89,11 @@ class Part(ABC):
     """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
 
     hidden_size: int
+
+    @property
+    def norms(self) -> list[str]:
+        """Names of the block's norms before and after it."""
+        return [name for name in (self.norm, self.after) if name]
 
     @classmethod
     def of(cls, arch: object, **others: Any) -> Self:
@@ -353,7 +360,8 @@ class Architecture(BaseModel):
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
-        rules |= {f"layers.*.{part.norm}.weight": norm for part in self.parts() if part.norm}
+        names = [name for part in self.parts() for name in part.norms]
+        rules |= {f"layers.*.{name}.weight": norm for name in names}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
@@ -417,7 +425,7 @@ class Architecture(BaseModel):
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
-        norms = sum(bool(part.norm) for parts in self.layers() for part in parts) + 1
+        norms = sum(len(part.norms) for part in self._every_part()) + 1
         return self.hidden_size * (matrices * self.vocab_size + norms)
 
 

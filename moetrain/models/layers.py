@@ -238,8 +238,10 @@ class WideNorm(RMSNorm):
 
     sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
-        super().__init__(dim, eps, kernels)
+    def __init__(
+        self, dim: int, eps: float, kernels: KernelsSection = _KERNELS, *, late: bool = False
+    ) -> None:
+        super().__init__(dim, eps, kernels, late=late)
         self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,8 +249,9 @@ class WideNorm(RMSNorm):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = self.sum_squares(wide.square().sum(-1, keepdim=True))
-        normed = (wide * torch.rsqrt(squares / self.dim + self.eps)).to(x.dtype)
-        return normed * self.weight.to(x.dtype)
+        normed = wide * torch.rsqrt(squares / self.dim + self.eps)
+        normed = normed if self.late else normed.to(x.dtype)
+        return (normed * self.weight.to(normed.dtype)).to(x.dtype)
 
 
 class Linear(Adaptable):

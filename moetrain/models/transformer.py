@@ -51,8 +51,8 @@ _MOE = MoeSection()
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm feed-forward layer, each added to the residual stream; or
-    one of the two.
+    """Attention, then a feed-forward layer, with norms before or after them, each added to the
+    residual stream; or one of the two.
 
     The modules of its parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
     """
@@ -63,11 +63,10 @@ class Block(nn.Module):
         super().__init__()
         parts = arch.layers()[layer]
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
-        self.parts = tuple((part.norm, part.name) for part in parts if part.norm)
+        self.parts = tuple((part.norm, part.name, part.after) for part in parts if part.norms)
         for part in parts:
-            if part.norm:
-                norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-                self.add_module(part.norm, norm)
+            for name in part.norms:
+                self.add_module(name, RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how))
             self.add_module(part.name, part.build(kernels, moe))
 
     def forward(
@@ -75,12 +74,18 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
         y_BSD = stats = None
-        for name, part in self.parts:
-            norm: RMSNorm = getattr(self, name)
-            x_BSD, normed_BSD = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
+        for before, part, after in self.parts:
+            norm: RMSNorm | None = getattr(self, before) if before else None
+            if norm is None:
+                x_BSD = normed_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+            else:
+                sums = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
+                x_BSD, normed_BSD = sums
             y_BSD = getattr(self, part)(normed_BSD, context)
             if isinstance(y_BSD, tuple):
                 y_BSD, stats = y_BSD
+            if after:
+                y_BSD = getattr(self, after)(y_BSD)
         assert y_BSD is not None  # a block has a part
         return x_BSD + y_BSD, stats
 
