@@ -276,6 +276,12 @@ class Architecture(BaseModel):
     """Whether norms' weights are what is added to 1."""
     late_norms: bool = False
     """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
+    layer_scalars: bool = False
+    """Whether a block's result is multiplied by a number that is not trained."""
+    embedding_scale: _Positive = 1.0
+    """What the embedding's rows are multiplied by."""
+    logit_softcap: _NonNegative = 0.0
+    """The bound ``c`` of logits ``c * tanh(logits / c)``; 0: there is none."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)

@@ -32,6 +32,7 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.small_m import low_rank_products
@@ -129,8 +130,9 @@ class Vocabulary:
     :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
-    def __init__(self, backend: Backend = "auto") -> None:
+    def __init__(self, backend: Backend = "auto", softcap: float = 0.0) -> None:
         self.backend: Backend = backend
+        self.softcap = softcap
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
@@ -138,7 +140,7 @@ class Vocabulary:
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
-        return F.linear(h_BSD, w_VD.to(h_BSD.dtype))
+        return soft_capped(F.linear(h_BSD, w_VD.to(h_BSD.dtype)), self.softcap)
 
     def logits_of(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
@@ -146,7 +148,8 @@ class Vocabulary:
         """Compute the logits of a few tokens, [K] of all rows or [T, K] of each: [T, K], fp32."""
         w = F.embedding(tokens, w_VD).to(h_TD.dtype)
         logits_TK = h_TD @ w.T if tokens.ndim == 1 else (w @ h_TD[..., None])[..., 0]
-        return logits_TK.to(torch.promote_types(h_TD.dtype, torch.float32))
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        return soft_capped(logits_TK.to(wide), self.softcap)
 
     def token_losses(
         self,
@@ -157,10 +160,9 @@ class Vocabulary:
         temperature: float = 1.0,
     ) -> TokenLosses:
         """Compute each token's loss (its target's negative log-probability), lse and entropy."""
+        how = {"softcap": self.softcap, "backend": self.backend}
         w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy(
-            h_TD, w_VD, targets_T, temperature=temperature, backend=self.backend
-        )
+        return linear_cross_entropy(h_TD, w_VD, targets_T, temperature=temperature, **how)
 
     def loss_sum(
         self,
@@ -170,8 +172,8 @@ class Vocabulary:
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, backend=self.backend)
+        how = {"softcap": self.softcap, "backend": self.backend}
+        return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
 
 
 _KERNELS = KernelsSection()

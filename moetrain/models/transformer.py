@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
         self.source: HFSource | None = None
-        self.vocabulary = Vocabulary(kernels.backend)
+        self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]

@@ -40,6 +40,7 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     ChunkStats,
     LossGrads,
     loss_gradients,
+    soft_capped,
     token_stats,
 )
 from moetrain.kernels.optim.reduction import sum_chunks
@@ -170,9 +171,10 @@ class ShardedVocabulary(Vocabulary):
         group: dist.ProcessGroup,
         backend: Backend,
         chunk_elements: int = CHUNK_ELEMENTS,
+        softcap: float = 0.0,
     ) -> None:
+        super().__init__(backend, softcap)
         self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
-        self.backend: Backend = backend
         self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
@@ -186,7 +188,7 @@ class ShardedVocabulary(Vocabulary):
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give ``h @ w^T`` over the whole vocabulary, the same on every rank."""
-        parts_TL = F.linear(h_BSD.flatten(0, -2), w_VD.to(h_BSD.dtype))
+        parts_TL = super().logits(h_BSD.flatten(0, -2), w_VD)
         padding = self.most_rows - w_VD.shape[0]
         logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
         return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
@@ -244,9 +246,10 @@ class ShardedVocabulary(Vocabulary):
     ) -> ChunkStats:
         """Give every token's statistics over the whole vocabulary. Collective."""
         if use_fast(self.backend, h_TD):
-            stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements)
+            how = (scale, self.chunk_elements, self.softcap)
+            stats = token_stats(h_TD, w_LD, targets_T, *how)
         else:
-            stats, _ = _part_stats(h_TD, w_LD, targets_T, scale)
+            stats, _ = _part_stats(h_TD, w_LD, targets_T, scale, self.softcap)
         self.join(stats)
         return stats
 
@@ -264,9 +267,10 @@ class ShardedVocabulary(Vocabulary):
         if use_fast(self.backend, h_TD):
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
             how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
+            how["softcap"] = self.softcap
             chunk = self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
+        stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale, self.softcap)
         self.join(stats)
         # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
         loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
@@ -275,6 +279,8 @@ class ShardedVocabulary(Vocabulary):
         is_target_TL = torch.arange(w_LD.shape[0], device=w_LD.device) == targets_T[:, None]
         d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
         d_logits_TL = d_logits_TL - torch.where(is_target_TL, loss_T, 0)
+        if self.softcap:
+            d_logits_TL = d_logits_TL * (1 - (logits_TL / (scale * self.softcap)).square())
         d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
         return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
 
@@ -349,11 +355,11 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _part_stats(
-    h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+    h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float, softcap: float
 ) -> tuple[ChunkStats, torch.Tensor]:
     """Give the statistics over ``w``'s rows, and the logits [T, L] in fp32 or wider."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TL = (h_TD @ w_LD.T).to(wide) * scale
+    logits_TL = soft_capped((h_TD @ w_LD.T).to(wide), softcap) * scale
     lse_T = logits_TL.logsumexp(-1)
     mean_T = ((logits_TL - lse_T[:, None]).exp() * logits_TL).sum(-1)
     is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])

@@ -307,7 +307,8 @@ class Steps:
         keys_N, model = _keys_of(streams_N, positions_N + 1), self.model
         backend, head_VD = model.kernels.backend, model.head_weight
         inverse_N, scales_N = how_2N
-        chosen = sample_tokens(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
+        words = (keys_N, inverse_N, scales_N, self.known, backend, model.arch.logit_softcap)
+        chosen = sample_tokens(hidden_ND, head_VD, *words)
         return _Step(read_TD, hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager
@@ -395,7 +396,8 @@ class Steps:
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)
         keys_N = torch.zeros(count, dtype=torch.int32, device=self.device)
         greedy_N, scales_N = torch.zeros(count, device=self.device), torch.ones_like(losses.loss_T)
-        words = (keys_N, greedy_N, scales_N, self.known, model.kernels.backend)
+        how = self.known, model.kernels.backend, model.arch.logit_softcap
+        words = (keys_N, greedy_N, scales_N, *how)
         likeliest_N, _ = sample_tokens(hidden_ND, model.head_weight, *words)
         return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
 

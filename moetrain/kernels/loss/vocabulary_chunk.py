@@ -367,17 +367,22 @@ def _logit_grad_kernel(
         slope += tl.load(grad_lse_ptr + row)
     grad = p * slope
     is_target = col == tl.load(targets_ptr + row)
-    if grad_mean_ptr is not None or CAP > 0:
-        # Where 2^x vanished, so do p and p * logits.
-        logits = tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
-    if grad_mean_ptr is not None:  # d mean / d logits = p * (1 + logits - mean)
+    if grad_mean_ptr is not None:
+        # d mean / d logits = p * (1 + logits - mean)
+        logits = _tl_logits(exps, largest)
         grad += p * (1.0 + logits - tl.load(mean_ptr + row)) * tl.load(grad_mean_ptr + row)
     grad -= tl.where(is_target, grad_loss, 0.0)
     if CAP > 0:
-        logits = tl.where(is_target, tl.load(target_logit_ptr + row), logits)
-        tanh = logits / (scale * CAP)
+        target_logit = tl.load(target_logit_ptr + row)
+        tanh = tl.where(is_target, target_logit, _tl_logits(exps, largest)) / (scale * CAP)
         grad *= 1.0 - tanh * tanh
     tl.store(exps_ptr, (grad * scale).to(exps_ptr.dtype.element_ty), mask=col < V)
+
+
+@triton.jit
+def _tl_logits(exps, largest):
+    """Logits of tiles whose exponentials these are; where 2^x vanished 0, for p vanished too."""
+    return tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
 
 
 @triton.jit
