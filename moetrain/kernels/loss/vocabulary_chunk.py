@@ -274,7 +274,7 @@ def _product_kernel(
             h, w = h.to(tl.float32), w.to(tl.float32)
         products = tl.dot(h, w.T, products, input_precision="ieee")
     if CAP > 0:
-        products = CAP * _tl_tanh(products * (1 / CAP))
+        products = _tl_tanh(products * (1 / CAP)) * CAP
     row = first_row + tl.arange(0, BC)
     col = tile * BV + tl.arange(0, BV)
     if tile * BV + BV > V:
