@@ -86,6 +86,22 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "truncate": False},
 }
 TURNS = ["sliding_attention", "full_attention"]
+GEMMA = {
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "sliding_window": 5,
+    "final_logit_softcapping": 3.0,
+    "layer_types": TURNS[:1] * 2 + TURNS[1:],
+}
+SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e3}
+FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -247,6 +263,37 @@ CASES = {
     "gpt_oss yarn in whole pairs": {**GPT_OSS, "rope_parameters": YARN},
     "gpt_oss in mxfp4": {**GPT_OSS, "intermediate_size": 64},
     "gpt_oss one layer": {**GPT_OSS, "num_hidden_layers": 1, "intermediate_size": 8},
+    "gemma4_text": GEMMA,
+    "gemma4_text values": {**GEMMA, "attention_k_eq_v": False},
+    "gemma4_text one kv head": {**GEMMA, "num_global_key_value_heads": 1},
+    "gemma4_text as many kv heads": {**GEMMA, "num_key_value_heads": 4},
+    "gemma4_text no window": {**GEMMA, "layer_types": TURNS[1:] * 3},
+    "gemma4_text turns": {**GEMMA, "layer_types": TURNS * 2, "num_hidden_layers": 4},
+    "gemma4_text one window at the end": {**GEMMA, "layer_types": TURNS[:1] * 3},
+    "gemma4_text narrow windows": {**GEMMA, "sliding_window": 1, "global_head_dim": 4},
+    "gemma4_text equal heads": {**GEMMA, "head_dim": 12, "num_global_key_value_heads": None},
+    "gemma4_text other angles": {
+        **GEMMA,
+        "global_head_dim": 16,
+        "rope_parameters": {
+            TURNS[0]: SLIDING_ROPE,
+            TURNS[1]: {**FULL_ROPE, "partial_rotary_factor": 0.5, "factor": 2.0},
+        },
+    },
+    "gemma4_text plain angles": {
+        **GEMMA,
+        "rope_parameters": {TURNS[0]: {**FULL_ROPE, "rope_theta": 10.0}, TURNS[1]: SLIDING_ROPE},
+    },
+    "gemma4_text no cap": {**GEMMA, "final_logit_softcapping": None},
+    "gemma4_text low cap": {**GEMMA, "final_logit_softcapping": 0.5},
+    "gemma4_text untied": {**GEMMA, "tie_word_embeddings": False},
+    "gemma4_text biases": {**GEMMA, "attention_bias": True},
+    "gemma4_text top-1": {**GEMMA, "top_k_experts": 1},
+    "gemma4_text every expert": {**GEMMA, "top_k_experts": 6},
+    "gemma4_text many experts": {**GEMMA, "num_experts": 37, "top_k_experts": 8},
+    "gemma4_text dense": {**GEMMA, "enable_moe_block": False},
+    "gemma4_text six layers": {**GEMMA, "layer_types": None, "num_hidden_layers": 6},
+    "gemma4_text one layer": {**GEMMA, "layer_types": TURNS[1:], "num_hidden_layers": 1},
     "qwen3_next": NEXT,
     "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
     "qwen3_next as many key heads": {**NEXT, "linear_num_key_heads": 4},
@@ -373,6 +420,7 @@ EXTRA = {
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
 """Tensors that predict further tokens, in the names of families' files."""
+AROUND_ONE = ("norm.weight", "layer_scalar", "scale")
 SPREAD = {
     "sinks": 2.0,
     "router.weight": 0.5,
@@ -400,7 +448,7 @@ def random_reference(case, **sizes):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
-            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
+            tensor.normal_(1.0 if name.endswith(AROUND_ONE) else 0.0, spread)
     return model
 
 

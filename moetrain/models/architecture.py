@@ -181,6 +181,11 @@ class AttentionPart(Part):
         """How many numbers of a head rotate with the position; 0: none."""
         return 0
 
+    @property
+    def widest_head(self) -> int:
+        """The most numbers of a head that its mask's backend must take."""
+        return 0
+
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
@@ -203,12 +208,13 @@ class RopeScaling(BaseModel):
 
     ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
     ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
-    stretches, the same for every length, as HunYuan has it.
+    stretches, the same for every length, as HunYuan has it. ``proportional``: all but the ``share``
+    of pairs that turn fastest stand still, as in Gemma-4.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    kind: Literal["default", "linear", "yarn", "llama3", "dynamic"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "dynamic", "proportional"] = "default"
     factor: _Positive = 1.0
     original_max_positions: _Size | None = None
     # yarn
@@ -223,6 +229,8 @@ class RopeScaling(BaseModel):
     high_freq_factor: _Positive = 4.0
     # dynamic
     alpha: _Positive = 1.0
+    # proportional
+    share: float = Field(default=1.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScaling:
@@ -232,6 +240,23 @@ class RopeScaling(BaseModel):
                 f"low_freq_factor {self.low_freq_factor}"
             )
         return self
+
+
+class Rotation(NamedTuple):
+    """The rotary embeddings of a layer."""
+
+    dim: int
+    """How many numbers of a head rotate."""
+    theta: float
+    scaling: RopeScaling
+    max_positions: int
+
+
+class LayerKind(NamedTuple):
+    """What blocks have in common that share masks and rotary angles."""
+
+    window: int | None
+    rotation: Rotation
 
 
 class Architecture(BaseModel):
@@ -277,9 +302,9 @@ class Architecture(BaseModel):
     late_norms: bool = False
     """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
     layer_scalars: bool = False
-    """Whether a block's result is multiplied by a number that is not trained."""
-    embedding_scale: _Positive = 1.0
-    """What the embedding's rows are multiplied by."""
+    """Whether a block's result is multiplied by a number of its own, which is not trained."""
+    scaled_embeddings: bool = False
+    """Whether the embedding's rows are multiplied by the root of ``hidden_size``."""
     logit_softcap: _NonNegative = 0.0
     """The bound ``c`` of logits ``c * tanh(logits / c)``; 0: there is none."""
     sliding_windows: tuple[_Size | None, ...] = ()
@@ -368,6 +393,8 @@ class Architecture(BaseModel):
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
         names = [name for part in self.parts() for name in part.norms]
         rules |= {f"layers.*.{name}.weight": norm for name in names}
+        if self.layer_scalars:
+            rules["layers.*.scalar"] = replace(NORM, trainable=False)
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
@@ -386,6 +413,18 @@ class Architecture(BaseModel):
         """Return the sliding attention window of block ``layer`` in tokens; None: unlimited."""
         mixers = (part for part in self.layers()[layer] if isinstance(part, AttentionPart))
         return next((mixer.window for mixer in mixers), None)
+
+    def rotation(self, layer: int) -> Rotation:
+        """Return the rotary embeddings of block ``layer``: by default those of all."""
+        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
+        dim = max((mixer.rotary_dim for mixer in mixers), default=0)
+        return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
+
+    @property
+    def widest_head(self) -> int:
+        """The most numbers of a head that attention must take."""
+        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
+        return max((mixer.widest_head for mixer in mixers), default=0)
 
     @property
     def sent_size(self) -> int:
@@ -432,7 +471,8 @@ class Architecture(BaseModel):
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
         norms = sum(len(part.norms) for part in self._every_part()) + 1
-        return self.hidden_size * (matrices * self.vocab_size + norms)
+        scalars = self.num_layers * self.layer_scalars
+        return self.hidden_size * (matrices * self.vocab_size + norms) + scalars
 
 
 @lru_cache(maxsize=8)

@@ -70,6 +70,10 @@ class GroupedQueryAttention(AttentionPart):
         return self.widths[0] * (2 if self.output_gate else 1)
 
     @property
+    def widest_head(self) -> int:
+        return self.head_dim
+
+    @property
     def rotary_dim(self) -> int:
         return round(self.head_dim * self.partial_rotary_factor)
 

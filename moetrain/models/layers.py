@@ -36,22 +36,19 @@ from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.small_m import low_rank_products
-from moetrain.models.architecture import Architecture, Part, Weight, Workload, linear
+from moetrain.models.architecture import Part, RopeScaling, Rotation, Weight, Workload, linear
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import COLWISE, ROWWISE
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes rotary angles (arXiv 2104.09864, with the scalings of :class:`RopeScaling`).
+    """Computes rotary angles (arXiv 2104.09864, with the scalings of :class:`RopeScaling`)."""
 
-    ``dim`` is how many numbers of a head rotate.
-    """
-
-    def __init__(self, arch: Architecture, dim: int) -> None:
+    def __init__(self, rotation: Rotation) -> None:
         super().__init__()
         # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
         # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        self.inv_freq, self.scale = _rope_frequencies(arch, dim)
+        self.inv_freq, self.scale = _rope_frequencies(rotation)
         self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,39 +61,40 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
-def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
+def _rope_frequencies(rotation: Rotation) -> tuple[torch.Tensor, float]:
     """Return each of the d/2 pairs' radians per token (fp32, CPU), and a factor on cos and sin."""
-    rope = arch.rope
+    dim, theta, rope, _ = rotation
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    theta = arch.rope_theta
     if rope.kind == "dynamic":  # "NTK-aware": the slowest pair is slowed down by alpha
         theta *= rope.alpha ** (dim / (dim - 2))
     inv_freq = 1.0 / theta**exponents
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        inv_freq[int(rope.share * dim // 2) :] = 0.0
+    if rope.kind in ("linear", "proportional"):
         return inv_freq / rope.factor, 1.0
     if rope.kind == "llama3":
-        return _llama3_frequencies(arch, inv_freq), 1.0
+        return _llama3_frequencies(rotation, inv_freq), 1.0
     if rope.kind == "yarn":
-        return _yarn_frequencies(arch, dim, inv_freq), _yarn_scale(arch)
+        return _yarn_frequencies(rotation, inv_freq), _yarn_scale(rope)
     return inv_freq, 1.0
 
 
-def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Tensor:
+def _llama3_frequencies(rotation: Rotation, inv_freq: torch.Tensor) -> torch.Tensor:
     """Divide slow frequencies by ``factor``, keep fast ones, and blend in between."""
-    rope = arch.rope
-    turns = (rope.original_max_positions or arch.max_positions) * inv_freq / (2 * math.pi)
+    rope = rotation.scaling
+    turns = (rope.original_max_positions or rotation.max_positions) * inv_freq / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * inv_freq / rope.factor + blend * inv_freq
 
 
-def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
+def _yarn_frequencies(rotation: Rotation, inv_freq: torch.Tensor) -> torch.Tensor:
     """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
-    rope = arch.rope
-    context = rope.original_max_positions or arch.max_positions
+    dim, theta, rope, max_positions = rotation
+    context = rope.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often in a context
-        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = pair_of(rope.beta_fast)
     high = pair_of(rope.beta_slow)
@@ -111,8 +109,7 @@ def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> t
     return inv_freq / rope.factor * (1 - keep) + inv_freq * keep
 
 
-def _yarn_scale(arch: Architecture) -> float:
-    rope = arch.rope
+def _yarn_scale(rope: RopeScaling) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     log_factor = 0.1 * math.log(max(rope.factor, 1.0))
@@ -323,7 +320,7 @@ def _adapted(
 
 
 class Context(NamedTuple):
-    """What a block gets beside the residual stream; blocks with the same window share it."""
+    """What a block gets beside the residual stream; blocks of one kind share it."""
 
     rotation: tuple[torch.Tensor, torch.Tensor]
     """What :class:`RotaryEmbedding` returns."""
@@ -354,8 +351,8 @@ class SwiGLU(Part):
     intermediate_size: int
     mlp_bias: bool = False
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_DenseMLP":
-        return _DenseMLP(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
+        return DenseMLP(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -380,8 +377,12 @@ class SwiGLU(Part):
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
-class _DenseMLP(nn.Module):
+class DenseMLP(nn.Module):
     """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
+
+    activation: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.silu)
+    gated: ClassVar[Callable[..., torch.Tensor]] = staticmethod(swiglu)
+    """The same of gates and what they multiply, side by side, as one op."""
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
@@ -399,7 +400,7 @@ class _DenseMLP(nn.Module):
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
         if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)
-            y = swiglu(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
+            y = self.gated(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
         else:
-            y = F.silu(gate) * up
+            y = self.activation(gate) * up
         return self.w_down(y), None

@@ -288,12 +288,13 @@ class Steps:
         reads: Reads | None,
     ) -> torch.Tensor:
         """Return hidden states [T, D]; stores keys, values and states of the tokens."""
-        model, rotation = self.model, self.model.rope(positions_T[None])
-        is_pad_BS = None if is_pad_T is None else is_pad_T[None]
-        context = Context(rotation, rows, is_pad_BS=is_pad_BS, documents=reads)  # pyright: ignore[reportArgumentType]
-        contexts = Rows(1, tokens_T.shape[0], dict.fromkeys(model.windows, context))
-        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), contexts)
-        return model.head(x_BSD, contexts)[0]
+        model, is_pad_BS = self.model, None if is_pad_T is None else is_pad_T[None]
+        how: Any = {"mask": rows, "is_pad_BS": is_pad_BS, "documents": reads}
+        angles = model.rotate(positions_T[None])
+        contexts = {kind: Context(own, **how) for kind, own in angles.items()}
+        read = Rows(1, tokens_T.shape[0], contexts)
+        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), read)
+        return model.head(x_BSD, read)[0]
 
     def _choose(
         self,
