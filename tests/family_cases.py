@@ -286,7 +286,7 @@ CASES = {
         "rope_parameters": {TURNS[0]: {**FULL_ROPE, "rope_theta": 10.0}, TURNS[1]: SLIDING_ROPE},
     },
     "gemma4_text no cap": {**GEMMA, "final_logit_softcapping": None},
-    "gemma4_text low cap": {**GEMMA, "final_logit_softcapping": 0.5},
+    "gemma4_text low cap": {**GEMMA, "final_logit_softcapping": 0.8},
     "gemma4_text untied": {**GEMMA, "tie_word_embeddings": False},
     "gemma4_text biases": {**GEMMA, "attention_bias": True},
     "gemma4_text every expert": {**GEMMA, "top_k_experts": 6},
