@@ -54,6 +54,12 @@ ERNIE = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe
 HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
 NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
+FLEX_OLMO = {
+    # Else norms magnify results that are near zero here, and what rounds off of them.
+    "rms_norm_eps": 0.01,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
     "rms_norm_eps": 0.01,  # of a result that is near zero where queries hardly meet their keys
@@ -80,6 +86,23 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "truncate": False},
 }
 TURNS = ["sliding_attention", "full_attention"]
+GEMMA = {
+    "rms_norm_eps": 0.01,  # as Flex-OLMo's, which has norms of results too
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "sliding_window": 5,
+    "final_logit_softcapping": 3.0,
+    "layer_types": TURNS[:1] * 2 + TURNS[1:],
+}
+SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e3}
+FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -191,6 +214,25 @@ CASES = {
     "olmoe yarn": {**OLMOE, "rope_parameters": YARN},
     "olmoe two heads": {**OLMOE, "num_attention_heads": 2, "num_key_value_heads": 2},
     "olmoe one layer": {**OLMOE, "num_hidden_layers": 1, "intermediate_size": 8},
+    "flex_olmo": FLEX_OLMO,
+    "flex_olmo normalised": {**FLEX_OLMO, "norm_topk_prob": True},
+    "flex_olmo as many kv heads": {**FLEX_OLMO, "num_key_value_heads": 4},
+    "flex_olmo one kv head": {**FLEX_OLMO, "num_key_value_heads": 1},
+    "flex_olmo biases": {**FLEX_OLMO, "attention_bias": True},
+    "flex_olmo tied": {**FLEX_OLMO, "tie_word_embeddings": True},
+    "flex_olmo top-1": {**FLEX_OLMO, "num_experts_per_tok": 1},
+    "flex_olmo every expert": {**FLEX_OLMO, "num_experts_per_tok": 6},
+    "flex_olmo many experts": {**FLEX_OLMO, "num_experts": 37, "num_experts_per_tok": 8},
+    "flex_olmo yarn": {**FLEX_OLMO, "rope_parameters": YARN},
+    "flex_olmo two heads": {**FLEX_OLMO, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "flex_olmo wide heads": {
+        **FLEX_OLMO,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+    "flex_olmo large epsilon": {**FLEX_OLMO, "rms_norm_eps": 0.1},
+    "flex_olmo one layer": {**FLEX_OLMO, "num_hidden_layers": 1, "intermediate_size": 8},
     "minimax_m2": MINIMAX,
     "minimax_m2 factor": {**MINIMAX, "rotary_dim": None, "partial_rotary_factor": 0.5},
     "minimax_m2 two numbers": {**MINIMAX, "rotary_dim": 2},
@@ -222,6 +264,36 @@ CASES = {
     "gpt_oss yarn in whole pairs": {**GPT_OSS, "rope_parameters": YARN},
     "gpt_oss in mxfp4": {**GPT_OSS, "intermediate_size": 64},
     "gpt_oss one layer": {**GPT_OSS, "num_hidden_layers": 1, "intermediate_size": 8},
+    "gemma4_text": GEMMA,
+    "gemma4_text values": {**GEMMA, "attention_k_eq_v": False},
+    "gemma4_text one kv head": {**GEMMA, "num_global_key_value_heads": 1},
+    "gemma4_text as many kv heads": {**GEMMA, "num_key_value_heads": 4},
+    "gemma4_text no window": {**GEMMA, "layer_types": TURNS[1:] * 3},
+    "gemma4_text turns": {**GEMMA, "layer_types": TURNS * 2, "num_hidden_layers": 4},
+    "gemma4_text one window at the end": {**GEMMA, "layer_types": TURNS[:1] * 3},
+    "gemma4_text narrow windows": {**GEMMA, "sliding_window": 2, "global_head_dim": 4},
+    "gemma4_text equal heads": {**GEMMA, "head_dim": 12, "num_global_key_value_heads": None},
+    "gemma4_text other angles": {
+        **GEMMA,
+        "global_head_dim": 16,
+        "rope_parameters": {
+            TURNS[0]: SLIDING_ROPE,
+            TURNS[1]: {**FULL_ROPE, "partial_rotary_factor": 0.5, "factor": 2.0},
+        },
+    },
+    "gemma4_text plain angles": {
+        **GEMMA,
+        "rope_parameters": {TURNS[0]: {**FULL_ROPE, "rope_theta": 10.0}, TURNS[1]: SLIDING_ROPE},
+    },
+    "gemma4_text no cap": {**GEMMA, "final_logit_softcapping": None},
+    "gemma4_text low cap": {**GEMMA, "final_logit_softcapping": 0.8},
+    "gemma4_text untied": {**GEMMA, "tie_word_embeddings": False},
+    "gemma4_text biases": {**GEMMA, "attention_bias": True},
+    "gemma4_text every expert": {**GEMMA, "top_k_experts": 6},
+    "gemma4_text many experts": {**GEMMA, "num_experts": 37, "top_k_experts": 8},
+    "gemma4_text dense": {**GEMMA, "enable_moe_block": False},
+    "gemma4_text six layers": {**GEMMA, "layer_types": None, "num_hidden_layers": 6},
+    "gemma4_text one layer": {**GEMMA, "layer_types": TURNS[1:], "num_hidden_layers": 1},
     "qwen3_next": NEXT,
     "qwen3_next one head": {**NEXT, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
     "qwen3_next as many key heads": {**NEXT, "linear_num_key_heads": 4},
@@ -348,6 +420,7 @@ EXTRA = {
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
 """Tensors that predict further tokens, in the names of families' files."""
+AROUND_ONE = ("norm.weight", "layer_scalar", "scale")
 SPREAD = {
     "sinks": 2.0,
     "router.weight": 0.5,
@@ -375,7 +448,7 @@ def random_reference(case, **sizes):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
-            tensor.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
+            tensor.normal_(1.0 if name.endswith(AROUND_ONE) else 0.0, spread)
     return model
 
 

@@ -178,7 +178,8 @@ def test_few_rows_are_those_of_many(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_choice_is_the_plain_one_with_the_loss_of_training(place, softcap):
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     generator = torch.Generator(place).manual_seed(0)
     h = torch.randn(70, 32, generator=generator, device=place).to(dtype)
@@ -189,21 +190,21 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
     turn = torch.arange(70, device=place) % 3
     scales = torch.tensor([1 / t for t in temperatures], device=place)[turn]
     for known in (300, 250):
-        tokens, logprobs = sample_tokens(h, w, keys, inverse, scales, known, "triton")
+        tokens, logprobs = sample_tokens(h, w, keys, inverse, scales, known, "triton", softcap)
         plain = (h.float(), w.float(), keys, inverse, scales, known)
-        wanted, plain_logprobs = sample_tokens(*plain, "reference")
+        wanted, plain_logprobs = sample_tokens(*plain, "reference", softcap)
         assert torch.equal(tokens, wanted)
         assert (tokens < known).all()
         for i, temperature in enumerate(temperatures):
             rows = turn == i
-            how = {"temperature": temperature}
+            how = {"temperature": temperature, "softcap": softcap}
             losses = linear_cross_entropy(h, w, tokens, **how, backend="triton").loss_T
             assert torch.equal(logprobs[rows], -losses[rows])
             losses = linear_cross_entropy(*plain[:2], tokens, **how, backend="reference").loss_T
             assert torch.equal(plain_logprobs[rows], -losses[rows])
         for backend in ("triton", "reference"):
             tokens, logprobs = sample_tokens(
-                h * torch.nan, w, keys, inverse, scales, known, backend
+                h * torch.nan, w, keys, inverse, scales, known, backend, softcap
             )
             assert not tokens.any()  # a token that there is
             assert logprobs.isnan().all()

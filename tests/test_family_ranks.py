@@ -11,6 +11,7 @@ from distributed import spawn
 from family_cases import (
     EXTRA,
     FAMILY_CASES,
+    LINEAR_CASES,
     ROUTED_CASES,
     architecture_of,
     save_reference,
@@ -87,6 +88,14 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     ]
     assert not any(map(is_refused, runs))
     answers = spawn(world, run_all, runs, str(tmp_path / "running"), timeout=600)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_context_parallel_ranks_share_rows_of_every_family_that_can(tmp_path):
+    cases = [case for case in FAMILY_CASES if case not in LINEAR_CASES]
+    runs = [drawn(i, 2, case, {"cp": 2}, "none") for i, case in enumerate(cases)]
+    answers = spawn(2, run_all, runs, str(tmp_path / "running"), timeout=600)[0]
     wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
     assert not wrong, "\n".join(wrong)
 

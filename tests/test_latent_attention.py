@@ -53,7 +53,7 @@ def test_the_estimate_is_what_the_backward_keeps(preset):
     module = part.build(KernelsSection(attention="exact"), MoeSection()).bfloat16()
     x_BSD = torch.randn(1, size, arch.hidden_size).bfloat16().requires_grad_()
     mask = AttentionMask.of(None, batch=1, seq_len=size, device=x_BSD.device, backend="exact")
-    rotation = RotaryEmbedding(arch, part.rotary_dim)(torch.arange(size)[None])
+    rotation = RotaryEmbedding(arch.rotation(0))(torch.arange(size)[None])
     given = {t.untyped_storage().data_ptr() for t in (x_BSD, *rotation, *module.parameters())}
     kept = {}
 

@@ -225,7 +225,7 @@ def test_rope_frequencies_match_transformers(rope):
     parameters = {k: v for k, v in ROPES[rope].items() if v is not None}
     config = AutoConfig.for_model("llama", **SIZES, head_dim=64, rope_parameters=parameters)
     theirs = transformers.LlamaModel(config).rotary_emb
-    ours = RotaryEmbedding(architecture_from_hf(config.to_dict()), 64)
+    ours = RotaryEmbedding(architecture_from_hf(config.to_dict()).rotation(0))
     torch.testing.assert_close(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
@@ -395,9 +395,9 @@ def test_compute_dtype(name):
 
 def test_a_narrower_model_keeps_exact_rotary_frequencies():
     model = Transformer(MOE)
-    before = model.rope.inv_freq.clone()
+    before = model.ropes[model.kinds[0].rotation].inv_freq.clone()
     model.to(torch.bfloat16).to_empty(device="cpu")
-    assert torch.equal(model.rope.inv_freq, before)
+    assert torch.equal(model.ropes[model.kinds[0].rotation].inv_freq, before)
 
 
 # Choosing an architecture.

@@ -16,6 +16,7 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.tensor import ShardedVocabulary
@@ -50,9 +51,9 @@ def summed(x):
     return x
 
 
-def check_vocabulary():
-    rank, group = dist.get_rank(), dist.group.WORLD
-    vocabulary = ShardedVocabulary(VOCABULARY, group, "auto")
+def check_vocabulary(softcap):
+    rank, group, how = dist.get_rank(), dist.group.WORLD, {"softcap": softcap}
+    vocabulary = ShardedVocabulary(VOCABULARY, group, "auto", **how)
     rows = slice(4 * rank, min(4 * rank + 4, VOCABULARY))
     assert vocabulary.rows == rows
     h_TD, w_VD, targets_T, slopes_R3T = make_case(torch.float64)
@@ -60,7 +61,8 @@ def check_vocabulary():
     # Per-token results: the same everywhere; gradients of different wishes add up. Twice, since
     # the first backward must leave what is saved as it was.
     h, w = leaf(h_TD), leaf(w_VD)
-    want = linear_cross_entropy(h, w, targets_T, temperature=TEMPERATURE, backend="reference")
+    how |= {"temperature": TEMPERATURE, "backend": "reference"}
+    want = linear_cross_entropy(h, w, targets_T, **how)
     (torch.stack(want) * slopes_R3T.sum(0)).sum().backward()
     mine_h, mine_w = leaf(h_TD), leaf(w_VD[rows])
     got = vocabulary.token_losses(mine_h, mine_w, targets_T, temperature=TEMPERATURE)
@@ -75,7 +77,7 @@ def check_vocabulary():
     # Logits
     h, w = leaf(h_TD), leaf(w_VD)
     slopes_RTV = torch.stack([(r + 1) * torch.arange(11.0).sin().double() for r in range(RANKS)])
-    want = h @ w.T
+    want = soft_capped(h @ w.T, softcap)
     (want * slopes_RTV.sum(0)).sum().backward()
     mine_h, mine_w = leaf(h_TD.float()), leaf(w_VD[rows].float())
     got = vocabulary.logits(mine_h.view(*ROWS, WIDTH), mine_w)
@@ -99,12 +101,13 @@ def check_vocabulary():
     close(mine_w.grad, w.grad[rows], 1e-6)
 
 
-def check_loss_sum(backend):
-    vocabulary = ShardedVocabulary(VOCABULARY, dist.group.WORLD, backend)
+def check_loss_sum(backend, softcap):
+    how = {"softcap": softcap}
+    vocabulary = ShardedVocabulary(VOCABULARY, dist.group.WORLD, backend, **how)
     h_TD, w_VD, targets_T, slopes_R3T = make_case(torch.float32)
     weights_T = slopes_R3T[0, 0].abs()
     h, w = leaf(h_TD), leaf(w_VD)
-    want = linear_cross_entropy_sum(h, w, targets_T, weights_T, backend="reference")
+    want = linear_cross_entropy_sum(h, w, targets_T, weights_T, backend="reference", **how)
     (3 * want.total).backward()
     mine_h, mine_w = leaf(h_TD), leaf(w_VD[vocabulary.rows])
     got = vocabulary.loss_sum(mine_h, mine_w, targets_T, weights_T)
@@ -122,10 +125,11 @@ def check_loss_sum(backend):
 
 
 def vocabulary_on_a_rank():
-    check_vocabulary()
-    check_loss_sum("reference")
-    if not torch.cuda.is_available():
-        check_loss_sum("triton")
+    for softcap in (0.0, 1.5):
+        check_vocabulary(softcap)
+        check_loss_sum("reference", softcap)
+        if not torch.cuda.is_available():
+            check_loss_sum("triton", softcap)
 
 
 def test_a_vocabulary_over_three_ranks():

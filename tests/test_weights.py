@@ -23,7 +23,7 @@ from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
+from moetrain.rollout.weights import WeightUpdate, _frozen_here, _replica_bytes, replica
 from moetrain.train import setup
 from moetrain.train.engine import Engine
 
@@ -126,7 +126,9 @@ def follow(engine, *, tokens=True):
     """A generator beside ``engine`` while it learns."""
     rank = dist.get_rank() if dist.get_world_size() > 1 else 0
     model, experts = replica(engine)
-    assert sum(p.nbytes for p in model.parameters()) == _replica_bytes(engine)
+    lent = {name for name, _ in model.named_parameters() if _frozen_here(engine, name) is not None}
+    own = {name: p for name, p in model.named_parameters() if name not in lent}
+    assert sum(p.nbytes for p in own.values()) == _replica_bytes(engine)
     assert (experts is None) == (engine.world.dims.ep == 1)
     page_size = 64 if model.embed.weight.is_cuda else 4
     generator = Generator(model, experts=experts, num_pages=20, page_size=page_size)

@@ -79,8 +79,10 @@ class Part(ABC):
     name: ClassVar[str] = "mlp"
     """Name of the block's attribute that holds the module."""
     norm: ClassVar[str] = "mlp_norm"
-    """Name of the block's attribute that holds the norm before it; empty: it has none, and the
-    block does not call it after the part before."""
+    """Name of the block's attribute that holds the norm before it; empty: it has none."""
+    after: ClassVar[str] = ""
+    """Name of the one that holds the norm of its result, as above. A block calls the parts that
+    have one of the two."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
     """Fields that kernels need to be multiples of a number."""
@@ -88,6 +90,11 @@ class Part(ABC):
     """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
 
     hidden_size: int
+
+    @property
+    def norms(self) -> list[str]:
+        """Names of the block's norms before and after it."""
+        return [name for name in (self.norm, self.after) if name]
 
     @classmethod
     def of(cls, arch: object, **others: Any) -> Self:
@@ -175,6 +182,11 @@ class AttentionPart(Part):
         """How many numbers of a head rotate with the position; 0: none."""
         return 0
 
+    @property
+    def widest_head(self) -> int:
+        """The most numbers of a head that its mask's backend must take."""
+        return 0
+
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
@@ -190,6 +202,23 @@ QKNormed = Literal["head", "width", "rotated"]
 """What a norm of queries and keys takes together: ``head``: each head, before it is rotated;
 ``width``: all heads, before; ``rotated``: each head, after."""
 RouterScore = Literal["softmax", "sigmoid"]
+
+
+class Rotation(NamedTuple):
+    """The rotary embeddings of a layer."""
+
+    dim: int
+    """How many numbers of a head rotate."""
+    theta: float
+    scaling: RopeScaling
+    max_positions: int
+
+
+class LayerKind(NamedTuple):
+    """What blocks have in common that share masks and rotary angles."""
+
+    window: int | None
+    rotation: Rotation
 
 
 class Architecture(BaseModel):
@@ -234,6 +263,12 @@ class Architecture(BaseModel):
     """Whether norms' weights are what is added to 1."""
     late_norms: bool = False
     """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
+    layer_scalars: bool = False
+    """Whether a block's result is multiplied by a number of its own, which is not trained."""
+    scaled_embeddings: bool = False
+    """Whether the embedding's rows are multiplied by the root of ``hidden_size``."""
+    logit_softcap: _NonNegative = 0.0
+    """The bound ``c`` of logits ``c * tanh(logits / c)``; 0: there is none."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
@@ -318,7 +353,10 @@ class Architecture(BaseModel):
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
-        rules |= {f"layers.*.{part.norm}.weight": norm for part in self.parts() if part.norm}
+        names = [name for part in self.parts() for name in part.norms]
+        rules |= {f"layers.*.{name}.weight": norm for name in names}
+        if self.layer_scalars:
+            rules["layers.*.scalar"] = replace(NORM, trainable=False)
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
@@ -337,6 +375,18 @@ class Architecture(BaseModel):
         """Return the sliding attention window of block ``layer`` in tokens; None: unlimited."""
         mixers = (part for part in self.layers()[layer] if isinstance(part, AttentionPart))
         return next((mixer.window for mixer in mixers), None)
+
+    def rotation(self, layer: int) -> Rotation:
+        """Return the rotary embeddings of block ``layer``: by default those of all."""
+        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
+        dim = max((mixer.rotary_dim for mixer in mixers), default=0)
+        return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
+
+    @property
+    def widest_head(self) -> int:
+        """The most numbers of a head that attention must take."""
+        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
+        return max((mixer.widest_head for mixer in mixers), default=0)
 
     @property
     def sent_size(self) -> int:
@@ -382,8 +432,9 @@ class Architecture(BaseModel):
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
-        norms = sum(bool(part.norm) for parts in self.layers() for part in parts) + 1
-        return self.hidden_size * (matrices * self.vocab_size + norms)
+        norms = sum(len(part.norms) for part in self._every_part()) + 1
+        scalars = self.num_layers * self.layer_scalars
+        return self.hidden_size * (matrices * self.vocab_size + norms) + scalars
 
 
 @lru_cache(maxsize=8)

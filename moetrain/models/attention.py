@@ -42,6 +42,7 @@ class GroupedQueryAttention(AttentionPart):
     """Whether each head's result is multiplied by a sigmoid of the token; ``wq`` then has, head by
     head, the rows of the query and those of its gate."""
     zero_centred_norms: bool = False
+    late_norms: bool = False
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -68,6 +69,10 @@ class GroupedQueryAttention(AttentionPart):
     def query_width(self) -> int:
         """Width of ``wq``'s result: that of all query heads, and of their gates."""
         return self.widths[0] * (2 if self.output_gate else 1)
+
+    @property
+    def widest_head(self) -> int:
+        return self.head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -172,6 +177,7 @@ class Attention(nn.Module):
             kind, eps = WideNorm if sizes.qk_norm_of == "width" else RMSNorm, sizes.norm_eps
             q_dim, kv_dim = sizes.widths if kind is WideNorm else [sizes.head_dim] * 2
             how = {} if kind is WideNorm else {"zero_centred": sizes.zero_centred_norms}
+            how["late"] = sizes.late_norms
             self.q_norm = kind(q_dim, eps, kernels, **how)
             self.k_norm = kind(kv_dim, eps, kernels, **how)
 
@@ -204,7 +210,7 @@ class Attention(nn.Module):
             y_THd = x_THd if norm is None else norm(x_THd)
             return y_THd.unflatten(0, x.shape[:2])
         if norm is not None and self.norm_of == "head":
-            if norm.zero_centred:  # the op's own norm rounds before the weight
+            if norm.late:  # the op's own norm rounds before the weight
                 x_THd = norm(x_THd)
             else:
                 weight, eps = norm.weight, norm.eps

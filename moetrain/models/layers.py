@@ -31,25 +31,24 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.small_m import low_rank_products
-from moetrain.models.architecture import Architecture, Part, Weight, Workload, linear
+from moetrain.models.architecture import Part, Rotation, Weight, Workload, linear
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import COLWISE, ROWWISE
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes rotary angles (arXiv 2104.09864) by the frequencies of ``Architecture.rope``.
+    """Computes rotary angles (arXiv 2104.09864) by the frequencies of its scaling."""
 
-    ``dim`` is how many numbers of a head rotate.
-    """
-
-    def __init__(self, arch: Architecture, dim: int) -> None:
+    def __init__(self, rotation: Rotation) -> None:
         super().__init__()
         # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
         # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        self.inv_freq, self.scale = arch.rope.frequencies(arch.rope_theta, dim, arch.max_positions)
+        dim, theta, scaling, max_positions = rotation
+        self.inv_freq, self.scale = scaling.frequencies(theta, dim, max_positions)
         self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +70,9 @@ class Vocabulary:
     :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
-    def __init__(self, backend: Backend = "auto") -> None:
+    def __init__(self, backend: Backend = "auto", softcap: float = 0.0) -> None:
         self.backend: Backend = backend
+        self.softcap = softcap
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
@@ -80,7 +80,7 @@ class Vocabulary:
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
-        return F.linear(h_BSD, w_VD.to(h_BSD.dtype))
+        return soft_capped(F.linear(h_BSD, w_VD.to(h_BSD.dtype)), self.softcap)
 
     def logits_of(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
@@ -88,7 +88,8 @@ class Vocabulary:
         """Compute the logits of a few tokens, [K] of all rows or [T, K] of each: [T, K], fp32."""
         w = F.embedding(tokens, w_VD).to(h_TD.dtype)
         logits_TK = h_TD @ w.T if tokens.ndim == 1 else (w @ h_TD[..., None])[..., 0]
-        return logits_TK.to(torch.promote_types(h_TD.dtype, torch.float32))
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        return soft_capped(logits_TK.to(wide), self.softcap)
 
     def token_losses(
         self,
@@ -99,10 +100,9 @@ class Vocabulary:
         temperature: float = 1.0,
     ) -> TokenLosses:
         """Compute each token's loss (its target's negative log-probability), lse and entropy."""
+        how = {"softcap": self.softcap, "backend": self.backend}
         w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy(
-            h_TD, w_VD, targets_T, temperature=temperature, backend=self.backend
-        )
+        return linear_cross_entropy(h_TD, w_VD, targets_T, temperature=temperature, **how)
 
     def loss_sum(
         self,
@@ -112,8 +112,8 @@ class Vocabulary:
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, backend=self.backend)
+        how = {"softcap": self.softcap, "backend": self.backend}
+        return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
 
 
 _KERNELS = KernelsSection()
@@ -180,8 +180,10 @@ class WideNorm(RMSNorm):
 
     sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
-        super().__init__(dim, eps, kernels)
+    def __init__(
+        self, dim: int, eps: float, kernels: KernelsSection = _KERNELS, *, late: bool = False
+    ) -> None:
+        super().__init__(dim, eps, kernels, late=late)
         self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,8 +191,9 @@ class WideNorm(RMSNorm):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = self.sum_squares(wide.square().sum(-1, keepdim=True))
-        normed = (wide * torch.rsqrt(squares / self.dim + self.eps)).to(x.dtype)
-        return normed * self.weight.to(x.dtype)
+        normed = wide * torch.rsqrt(squares / self.dim + self.eps)
+        normed = normed if self.late else normed.to(x.dtype)
+        return (normed * self.weight.to(normed.dtype)).to(x.dtype)
 
 
 class Linear(Adaptable):
@@ -265,7 +268,7 @@ def _adapted(
 
 
 class Context(NamedTuple):
-    """What a block gets beside the residual stream; blocks with the same window share it."""
+    """What a block gets beside the residual stream; blocks of one kind share it."""
 
     rotation: tuple[torch.Tensor, torch.Tensor]
     """What :class:`RotaryEmbedding` returns."""
@@ -296,8 +299,8 @@ class SwiGLU(Part):
     intermediate_size: int
     mlp_bias: bool = False
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_DenseMLP":
-        return _DenseMLP(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
+        return DenseMLP(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -322,8 +325,12 @@ class SwiGLU(Part):
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
-class _DenseMLP(nn.Module):
+class DenseMLP(nn.Module):
     """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
+
+    activation: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.silu)
+    gated: ClassVar[Callable[..., torch.Tensor]] = staticmethod(swiglu)
+    """The same of gates and what they multiply, side by side, as one op."""
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
@@ -341,7 +348,7 @@ class _DenseMLP(nn.Module):
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
         if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)
-            y = swiglu(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
+            y = self.gated(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
         else:
-            y = F.silu(gate) * up
+            y = self.activation(gate) * up
         return self.w_down(y), None

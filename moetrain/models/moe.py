@@ -21,7 +21,7 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
+from moetrain.kernels.experts.mlp import GateActivation, adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
@@ -295,6 +295,7 @@ class Experts(Adaptable):
     """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
+    activation: ClassVar[GateActivation] = "silu"
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
@@ -319,9 +320,9 @@ class Experts(Adaptable):
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
             given = (x_SD, weights_SK, indices, *weights, backend)
-            return expert_mlp(*given, typical_rows=typical_rows)
-        halves, scale = (up.a, up.b, down.a, down.b), up.scale
-        return adapted_expert_mlp(x_SD, weights_SK, indices, *weights, *halves, scale, backend)
+            return expert_mlp(*given, typical_rows=typical_rows, activation=self.activation)
+        given = (x_SD, weights_SK, indices, *weights, up.a, up.b, down.a, down.b, up.scale)
+        return adapted_expert_mlp(*given, backend, activation=self.activation)
 
 
 class MoE(nn.Module):
@@ -354,6 +355,15 @@ class MoE(nn.Module):
             None if is_pad_BS is None else is_pad_BS.flatten(),
             None if routes_BSK is None else routes_BSK.reshape(-1, routes_BSK.shape[-1]),
         )
+        y_TD, dropped = self.results(x_TD, routed, context)
+        sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
+        return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)
+
+    def results(
+        self, x_TD: torch.Tensor, routed: Routed, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of each token's experts and the shared ones, and ``dropped`` of
+        :class:`Dispatched`."""
         y_TD, dropped = self.through_experts(x_TD, routed)
         if self.shared_experts is not None:
             shared_TD, _ = self.shared_experts(x_TD, context)
@@ -361,8 +371,7 @@ class MoE(nn.Module):
                 fusible = not self.shared_expert_gate.batch_invariant
                 shared_TD = sigmoid(self.shared_expert_gate(x_TD), fusible=fusible) * shared_TD
             y_TD = y_TD + shared_TD
-        sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
-        return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)
+        return y_TD, dropped
 
     def through_experts(
         self, x_TD: torch.Tensor, routed: Routed

@@ -30,7 +30,7 @@ from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
-from moetrain.models.architecture import Architecture, AttentionPart
+from moetrain.models.architecture import Architecture, AttentionPart, LayerKind
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
@@ -51,11 +51,13 @@ _MOE = MoeSection()
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm feed-forward layer, each added to the residual stream; or
-    one of the two.
+    """Attention, then a feed-forward layer, with norms before or after them, each added to the
+    residual stream; or one of the two.
 
     The modules of its parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
     """
+
+    scalar: nn.Parameter | None
 
     def __init__(
         self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
@@ -63,26 +65,34 @@ class Block(nn.Module):
         super().__init__()
         parts = arch.layers()[layer]
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
-        self.parts = tuple((part.norm, part.name) for part in parts if part.norm)
+        self.parts = tuple((part.norm, part.name, part.after) for part in parts if part.norms)
         for part in parts:
-            if part.norm:
-                norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-                self.add_module(part.norm, norm)
+            for name in part.norms:
+                self.add_module(name, RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how))
             self.add_module(part.name, part.build(kernels, moe))
+        one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
+        self.register_parameter("scalar", one)
 
     def forward(
         self, x_BSD: torch.Tensor, context: Context
     ) -> tuple[torch.Tensor, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
         y_BSD = stats = None
-        for name, part in self.parts:
-            norm: RMSNorm = getattr(self, name)
-            x_BSD, normed_BSD = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
+        for before, part, after in self.parts:
+            norm: RMSNorm | None = getattr(self, before) if before else None
+            if norm is None:
+                x_BSD = normed_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+            else:
+                sums = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
+                x_BSD, normed_BSD = sums
             y_BSD = getattr(self, part)(normed_BSD, context)
             if isinstance(y_BSD, tuple):
                 y_BSD, stats = y_BSD
+            if after:
+                y_BSD = getattr(self, after)(y_BSD)
         assert y_BSD is not None  # a block has a part
-        return x_BSD + y_BSD, stats
+        x_BSD = x_BSD + y_BSD
+        return x_BSD if self.scalar is None else x_BSD * self.scalar.to(x_BSD.dtype), stats
 
 
 class _FurtherBlock(Block):
@@ -136,8 +146,8 @@ class Rows(NamedTuple):
     batch: int
     seq_len: int
     """The shape of the hidden states that come out."""
-    contexts: dict[int | None, Context]
-    """The context of blocks with each attention window."""
+    contexts: dict[LayerKind, Context]
+    """The context of blocks of each kind."""
     routes_BSLK: torch.Tensor | None = None
     """As in :class:`Inputs`."""
 
@@ -189,14 +199,20 @@ class Transformer(nn.Module):
         self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
         self.source: HFSource | None = None
-        self.vocabulary = Vocabulary(kernels.backend)
+        self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
-        self.windows = [arch.window(i) for i in range(arch.num_layers)]
+        layers = range(len(arch.layers()))
+        self.kinds = [LayerKind(arch.window(i), arch.rotation(i)) for i in layers]
+        self.widths: dict[int | None, int] = {}  # of the heads that each window's mask is for
+        for mixer in mixers:
+            widest = max(mixer.widest_head, self.widths.get(mixer.window, 0))
+            self.widths[mixer.window] = widest
         self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
-        self.rope = RotaryEmbedding(arch, max((x.rotary_dim for x in mixers), default=0))
+        rotations = dict.fromkeys(kind.rotation for kind in self.kinds)
+        self.ropes = {rotation: RotaryEmbedding(rotation) for rotation in rotations}
         self.layers = nn.ModuleList(blocks)
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
@@ -257,26 +273,35 @@ class Transformer(nn.Module):
                 cu_seqlens=cu_seqlens,
                 dtype=self.compute_dtype or self.embed.weight.dtype,
                 needs_lse=self.needs_lse,
+                width=self.widths.get(window, 0),
             )
-            for window in dict.fromkeys(self.windows)
+            for window in dict.fromkeys(kind.window for kind in self.kinds)
         }
         own: tuple[Documents | None, torch.Tensor | None] = (None, None)
         if self.carries_state:
             own = documents_of(positions_BS, cu_seqlens, (batch, seq_len), tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
-        rotation = self.rope(positions_BS)
         contexts = {
-            window: Context(rotation, mask, cu_seqlens, is_pad_BS, None, *own)
-            for window, mask in masks.items()
+            kind: Context(angles, masks[kind.window], cu_seqlens, is_pad_BS, None, *own)
+            for kind, angles in self.rotate(positions_BS).items()
         }
         return self.cut_rows(Rows(batch, seq_len, contexts, routes_BSLK))
+
+    def rotate(self, positions_BS: torch.Tensor) -> dict[LayerKind, Any]:
+        """Return what :class:`RotaryEmbedding` gives for blocks of each kind."""
+        angles = {rotation: rope(positions_BS) for rotation, rope in self.ropes.items()}
+        return {kind: angles[kind.rotation] for kind in self.kinds}
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the residual stream [B, S, D] before the first block, in the compute dtype."""
         self.sharding.open(self.embed)
         x_BSD = self.embed(tokens_BS, self.vocabulary)
-        return x_BSD.to(self.compute_dtype or x_BSD.dtype)
+        x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
+        if not self.arch.scaled_embeddings:
+            return x_BSD
+        scale = torch.tensor(self.arch.hidden_size**0.5, dtype=x_BSD.dtype, device="cpu")
+        return x_BSD * scale.item()  # which is rounded first, as in Hugging Face's
 
     def run(
         self, x_BSD: torch.Tensor, rows: Rows, start: int = 0, stop: int | None = None
@@ -284,7 +309,7 @@ class Transformer(nn.Module):
         """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
-            context = rows.contexts[self.windows[i]]
+            context = rows.contexts[self.kinds[i]]
             if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
                 layer = self.arch.moe_layer_indices.index(i)
                 context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])

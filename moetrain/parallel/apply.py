@@ -108,7 +108,8 @@ def _parallelize(
         for module in model.modules():
             if isinstance(module, WideNorm):
                 module.sum_squares = parts.sum
-        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
+        how = {"backend": config.kernels.backend, "softcap": model.arch.logit_softcap}
+        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, **how)
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"))
     if meshes.dims.ep > 1:

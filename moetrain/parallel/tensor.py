@@ -176,9 +176,10 @@ class ShardedVocabulary(Vocabulary):
         group: dist.ProcessGroup,
         backend: Backend,
         chunk_elements: int = CHUNK_ELEMENTS,
+        softcap: float = 0.0,
     ) -> None:
+        super().__init__(backend, softcap)
         self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
-        self.backend: Backend = backend
         self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
@@ -192,7 +193,7 @@ class ShardedVocabulary(Vocabulary):
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give ``h @ w^T`` over the whole vocabulary, the same on every rank."""
-        parts_TL = F.linear(h_BSD.flatten(0, -2), w_VD.to(h_BSD.dtype))
+        parts_TL = super().logits(h_BSD.flatten(0, -2), w_VD)
         padding = self.most_rows - w_VD.shape[0]
         logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
         return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
@@ -250,9 +251,10 @@ class ShardedVocabulary(Vocabulary):
     ) -> ChunkStats:
         """Give every token's statistics over the whole vocabulary. Collective."""
         if use_fast(self.backend, h_TD):
-            stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements)
+            how = (scale, self.chunk_elements, self.softcap)
+            stats = token_stats(h_TD, w_LD, targets_T, *how)
         else:
-            stats, _ = token_stats_reference(h_TD, w_LD, targets_T, scale)
+            stats, _ = token_stats_reference(h_TD, w_LD, targets_T, scale, self.softcap)
         self.join(stats)
         return stats
 
@@ -270,9 +272,10 @@ class ShardedVocabulary(Vocabulary):
         if use_fast(self.backend, h_TD):
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
             how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
+            how["softcap"] = self.softcap
             chunk = self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        how = {"join": self.join, "is_trained": is_trained}
+        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
 
     def join(self, stats: ChunkStats) -> None:

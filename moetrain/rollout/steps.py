@@ -288,12 +288,13 @@ class Steps:
         reads: Reads | None,
     ) -> torch.Tensor:
         """Return hidden states [T, D]; stores keys, values and states of the tokens."""
-        model, rotation = self.model, self.model.rope(positions_T[None])
-        is_pad_BS = None if is_pad_T is None else is_pad_T[None]
-        context = Context(rotation, rows, is_pad_BS=is_pad_BS, documents=reads)  # pyright: ignore[reportArgumentType]
-        contexts = Rows(1, tokens_T.shape[0], dict.fromkeys(model.windows, context))
-        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), contexts)
-        return model.head(x_BSD, contexts)[0]
+        model, is_pad_BS = self.model, None if is_pad_T is None else is_pad_T[None]
+        how: Any = {"mask": rows, "is_pad_BS": is_pad_BS, "documents": reads}
+        angles = model.rotate(positions_T[None])
+        contexts = {kind: Context(own, **how) for kind, own in angles.items()}
+        read = Rows(1, tokens_T.shape[0], contexts)
+        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), read)
+        return model.head(x_BSD, read)[0]
 
     def _choose(
         self,
@@ -307,7 +308,8 @@ class Steps:
         keys_N, model = _keys_of(streams_N, positions_N + 1), self.model
         backend, head_VD = model.kernels.backend, model.head_weight
         inverse_N, scales_N = how_2N
-        chosen = sample_tokens(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
+        words = (keys_N, inverse_N, scales_N, self.known, backend, model.arch.logit_softcap)
+        chosen = sample_tokens(hidden_ND, head_VD, *words)
         return _Step(read_TD, hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager
@@ -395,7 +397,8 @@ class Steps:
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)
         keys_N = torch.zeros(count, dtype=torch.int32, device=self.device)
         greedy_N, scales_N = torch.zeros(count, device=self.device), torch.ones_like(losses.loss_T)
-        words = (keys_N, greedy_N, scales_N, self.known, model.kernels.backend)
+        how = self.known, model.kernels.backend, model.arch.logit_softcap
+        words = (keys_N, greedy_N, scales_N, *how)
         likeliest_N, _ = sample_tokens(hidden_ND, model.head_weight, *words)
         return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
 

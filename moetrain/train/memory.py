@@ -254,7 +254,8 @@ class RankSizes:
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
-        every = share.own_tokens * self.arch.hidden_size * len(layer) * inputs
+        norms = sum(len(part.norms) or 1 for part in layer)
+        every = share.own_tokens * self.arch.hidden_size * norms * inputs
         every += sum(part.activations(share) for part in layer)
         saved = every if activation.policy == "none" else self.residual_bytes
         if activation.policy == "selective":

@@ -1,9 +1,11 @@
 """Specs of the expert MLPs and of SwiGLU."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from moetrain.kernels.experts.geglu import _geglu, _geglu_backward, geglu
 from moetrain.kernels.experts.mlp import (
     _adapted_expert_mlp,
     _adapted_expert_mlp_backward,
@@ -38,6 +40,7 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
         "indices": expert_indices(ids_TK, experts, "reference", num_rows=case.get("rows")),
         "w_gate_up_E2FD": (normal(generator, experts, outer, dim) * dim**-0.5).to(dtype),
         "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
+        **{name: case[name] for name in ("activation",) if name in case},
     }
 
 
@@ -93,6 +96,8 @@ _MLP_SPECS = (
             {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
             GATELESS,
             {**GATELESS, "K": 3, "empty": 0.5, "rows": 17},
+            {**CASES[0], "activation": "gelu"},
+            {**CASES[3], "activation": "gelu"},
         ),
         # The products' own targets, 560 and 450, and five passes of permutation at theirs.
         benches=(
@@ -191,6 +196,7 @@ _MLP_LORA_SPECS = (
             {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
             {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
             {**GATELESS, "r": 8},
+            {**CASES[2], "r": 8, "activation": "gelu"},
         ),
         benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
@@ -259,6 +265,18 @@ _SWIGLU_SPECS = (
             "float64.*it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
             "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
         },
+    ),
+)
+
+
+_GEGLU_SPECS = (
+    replace(
+        _SWIGLU_SPECS[0],
+        name="geglu",
+        fast=partial(geglu, backend="triton"),
+        reference=partial(geglu, backend="reference"),
+        benches=(Bench({"R": 131072, "F": 704}),),
+        ops=(_geglu, _geglu_backward),
     ),
 )
 
@@ -391,6 +409,7 @@ SPECS = (
     *_MLP_FP8_SPECS,
     *_MLP_LORA_SPECS,
     *_SWIGLU_SPECS,
+    *_GEGLU_SPECS,
     *_RELU2_SPECS,
     *_SWIGLU_FP8_SPECS,
 )

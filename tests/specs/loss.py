@@ -45,6 +45,9 @@ LINEAR_CROSS_ENTROPY = KernelSpec(
     make_inputs=_make_inputs,
     cases=(
         {"T": 70, "D": 32, "V": 264, "ignored": 3, "temperature": 0.7},
+        {"T": 70, "D": 32, "V": 264, "ignored": 3, "temperature": 0.7, "softcap": 3.0},
+        {"T": 257, "D": 64, "V": 1000, "chunk_elements": 128 * 1000, "softcap": 0.5},
+        {"T": 7, "D": 16, "V": 5, "softcap": 30.0},
         {"T": 1, "D": 16, "V": 1},
         {"T": 7, "D": 16, "V": 5, "ignored": 2, "ignore_index": 0},
         {"T": 257, "D": 64, "V": 1000, "chunk_elements": 128 * 1000},
@@ -61,6 +64,7 @@ LINEAR_CROSS_ENTROPY = KernelSpec(
     bad_inputs={
         r"takes \[T, D\], \[V, D\]": lambda i: i | {"w_VD": i["w_VD"].T},
         r"targets torch.int32 .* int64 \[T\]": lambda i: i | {"targets_T": i["targets_T"].int()},
+        "softcap -1": lambda i: i | {"softcap": -1.0},
         "temperature 0": lambda i: i | {"temperature": 0.0},
         "both in bf16": lambda i: i | {"h_TD": i["h_TD"].bfloat16()},
         "contiguous rows": lambda i: i | {"h_TD": i["h_TD"][:, 1:], "w_VD": i["w_VD"][:, 1:]},

@@ -85,6 +85,7 @@ class AttentionMask(NamedTuple):
         cu_seqlens: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
         needs_lse: bool = False,
+        width: int = 0,
     ) -> "AttentionMask":
         """Make the mask of one forward: i sees j <= i of its own document, i - j < ``window``.
 
@@ -98,6 +99,7 @@ class AttentionMask(NamedTuple):
             dtype: the dtype of the queries; without it auto does not take cudnn.
             needs_lse: whether the backend must have the log-sum-exp, as attention with sinks needs
                 it. sdpa has none: on a CPU auto then takes reference.
+            width: that of the widest head. On CUDA auto takes flex for what cuDNN does not take.
 
         Raises:
             ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``, and for sdpa with
@@ -106,10 +108,12 @@ class AttentionMask(NamedTuple):
         masked = positions_BS is not None or (window is not None and window < seq_len)
         if backend == "auto":
             known = cu_seqlens is not None or positions_BS is None
-            if not (masked or needs_lse) or device.type != "cuda":
+            is_wide = width > cudnn_attention.MAX_HEAD_DIM
+            if not (masked or needs_lse or is_wide) or device.type != "cuda":
                 backend = "reference" if needs_lse else "sdpa"
             else:
-                backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
+                runs = known and cudnn_attention.runs(device, dtype, width)
+                backend = "cudnn" if runs else "flex"
         if backend == "sdpa" and needs_lse:
             problem = 'attention backend "sdpa" has no log-sum-exp, which sinks need'
             raise ValueError(f"{problem}; choose another backend")

@@ -39,7 +39,8 @@ def _installed_version() -> str | None:
 
 _INSTALLED = _installed_version()
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
+MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
+"""What the backward takes on Hopper."""
 
 # Rounding up to these costs nothing (16,384 tokens on one H200: within 1% up to 64 documents).
 _MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
@@ -51,9 +52,11 @@ _OFFSETS = ("q_offsets", "k_offsets", "v_offsets", "o_offsets", "lse_offsets")
 _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths"), start=1)}
 
 
-def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on)."""
-    if device.type != "cuda" or dtype not in _DTYPES or _INSTALLED is None:
+def runs(device: torch.device, dtype: torch.dtype | None, width: int = 0) -> bool:
+    """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on), in
+    heads of up to ``width`` numbers."""
+    is_known = dtype in _DTYPES and width <= MAX_HEAD_DIM
+    if device.type != "cuda" or not is_known or _INSTALLED is None:
         return False
     if _is_too_old(_INSTALLED):
         _warn_of_age()
@@ -79,12 +82,12 @@ def _warn_of_age() -> None:
 def require(device: torch.device, dtype: torch.dtype, *widths: int) -> None:
     """Raise ValueError, which names the remedy, if attention over heads of ``widths`` cannot run
     here."""
-    bad = [n for n in widths if n > _MAX_HEAD_DIM or n % _HEAD_DIM_STEP]
+    bad = [n for n in widths if n > MAX_HEAD_DIM or n % _HEAD_DIM_STEP]
     if device.type != "cuda" or dtype not in _DTYPES:
         given = f"{dtype} on {device}"
         taken = "bf16 or fp16 on CUDA"
     elif bad:
-        given, taken = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
+        given, taken = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
     elif _INSTALLED is None:
         given, taken = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
     elif _is_too_old(_INSTALLED):

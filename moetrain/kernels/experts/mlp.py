@@ -32,17 +32,21 @@ Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)
 SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
 take the usual products too.
 
+With the activation ``gelu`` GeGLU takes SwiGLU's place (:mod:`moetrain.kernels.experts.geglu`), and
+few rows the usual products.
+
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, refusal, use_fast, worth_saving
+from moetrain.kernels.experts.geglu import geglu, geglu_gradients
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute,
@@ -54,6 +58,9 @@ from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
 
+GateActivation = Literal["silu", "gelu"]
+"""What is applied to the gate's result: that of SwiGLU, or of GeGLU."""
+
 
 def expert_mlp(
     x_TD: torch.Tensor,
@@ -64,6 +71,7 @@ def expert_mlp(
     backend: Backend = "auto",
     *,
     typical_rows: int | None = None,
+    activation: GateActivation = "silu",
 ) -> torch.Tensor:
     """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
@@ -73,25 +81,26 @@ def expert_mlp(
         w_gate_up_E2FD: gate's F rows, then up's; or up's alone, for squared ReLU.
         w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes.
         typical_rows: the usual number of rows, where ``indices`` have room for more.
+        activation: of the gate, where there is one.
     """
     given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp", *given, needs_gate=False)
     if not use_fast(backend, x_TD):
         x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
         a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
-        h_RF = _activated(a_R2F, weights_R, w_down_EDF, "reference")
+        h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "reference")
         y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
         return unpermute(y_RD, indices, "reference")
     weights = (w_gate_up_E2FD, w_down_EDF)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
     has_gate = w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
-    if has_gate and small_m.runs_experts(x_TD, w_down_EDF, typical):
+    if has_gate and activation == "silu" and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
         return unpermute(y_RD, indices, backend)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
-    return _expert_mlp(*(x.contiguous() for x in tensors), rows)[0]
+    return _expert_mlp(*(x.contiguous() for x in tensors), activation, rows)[0]
 
 
 def check_experts(
@@ -118,18 +127,28 @@ def check_experts(
 
 
 def _activated(
-    a_R2F: torch.Tensor, weights_R: torch.Tensor, w_down_EDF: torch.Tensor, backend: Backend
+    a_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    activation: str,
+    backend: Backend,
 ) -> torch.Tensor:
     """Return ``h_RF`` of pre-activations with a gate, or [R, F] without."""
-    activation = relu2 if a_R2F.shape[1] == w_down_EDF.shape[2] else swiglu
-    return activation(a_R2F, weights_R, backend)
+    gated = geglu if activation == "gelu" else swiglu
+    has_gate = a_R2F.shape[1] != w_down_EDF.shape[2]
+    return (gated if has_gate else relu2)(a_R2F, weights_R, backend)
 
 
 def _activation_gradients(
-    dh_RF: torch.Tensor, a_R2F: torch.Tensor, weights_R: torch.Tensor, h_RF: torch.Tensor
+    dh_RF: torch.Tensor,
+    a_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    h_RF: torch.Tensor,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``da_R2F`` and ``d_weights_R``; ``h_RF`` receives :func:`_activated`."""
-    gradients = relu2_gradients if a_R2F.shape == dh_RF.shape else swiglu_gradients
+    gated = geglu_gradients if activation == "gelu" else swiglu_gradients
+    gradients = relu2_gradients if a_R2F.shape == dh_RF.shape else gated
     return gradients(dh_RF, a_R2F, weights_R, h_RF)
 
 
@@ -141,12 +160,13 @@ def _expert_mlp(
     offsets_E: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
+    activation: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "triton")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     del x_RD, h_RF
     y_TD = torch.empty_like(x_TD)
@@ -164,13 +184,14 @@ def _expert_mlp_backward(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_R2F: torch.Tensor,
+    activation: str,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF)
+    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
     del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
@@ -184,37 +205,42 @@ def _expert_mlp_backward(
 
 
 def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Register shapes and gradient of a pair of ops with the arguments of :func:`_expert_mlp`'s."""
+    """Register shapes and gradient of a pair of ops with the arguments of :func:`_expert_mlp`'s.
+
+    The activation may be left out of both.
+    """
 
     def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: object) -> tuple[Any, ...]:
+        others = (None,) * (len(ctx.how) + 1)
         if dy_TD is None:
-            return (None,) * 7
+            return (None,) * 6 + others
         is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
         # The kernel copies rows, which an expanded gradient (stride 0, as a sum's) does not have.
         dx_TD, d_weights_TK, *matrices = backward(
-            dy_TD.contiguous(), *ctx.saved_tensors, is_trained
+            dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how, is_trained
         )
-        return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None, None)), None
+        matrices = matrices if is_trained else (None, None)
+        return dx_TD, d_weights_TK, None, None, *matrices, *others
 
     forward.register_fake(_shapes)
     backward.register_fake(_backward_shapes)
     forward.register_autograd(differentiate, setup_context=_save)
 
 
-def _shapes(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, num_rows):
-    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
+def _shapes(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, *how):
+    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up_E2FD.shape[1])
 
 
 def _backward_shapes(
-    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, is_trained
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, *how
 ):
-    matrices = (torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up, w_down))
+    matrices = (torch.empty_like(w) if how[-1] else w.new_empty(0) for w in (w_gate_up, w_down))
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.how = inputs[6:-1]
+    ctx.save_for_backward(*inputs[:6], output[1])
     ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
 
 
@@ -234,6 +260,8 @@ def adapted_expert_mlp(
     b_down_EDr: torch.Tensor,
     scale: float,
     backend: Backend = "auto",
+    *,
+    activation: GateActivation = "silu",
 ) -> torch.Tensor:
     """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 
@@ -262,7 +290,7 @@ def adapted_expert_mlp(
         routing = (weights_TK, indices.slot_row_TK, offsets_E)
         tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters.values())
         rows = indices.row_slot_R.shape[0]
-        return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, rows)[0]
+        return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, activation, rows)[0]
 
     def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         low = grouped_mm(x, a.transpose(1, 2), offsets_E)
@@ -271,7 +299,7 @@ def adapted_expert_mlp(
 
     x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
     a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "reference")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "reference")
     return unpermute(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices, "reference")
 
 
@@ -288,6 +316,7 @@ def _adapted_expert_mlp(
     a_down_ErF: torch.Tensor,
     b_down_EDr: torch.Tensor,
     scale: float,
+    activation: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
@@ -296,7 +325,7 @@ def _adapted_expert_mlp(
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
     del x_RD
     a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_E), alpha=scale)
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, "triton")
+    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
     v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_E)
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_E), alpha=scale)
@@ -306,7 +335,7 @@ def _adapted_expert_mlp(
 
 
 @_adapted_expert_mlp.register_fake
-def _(x_TD, weights, slot_row, offsets, w_gate_up, w_down, a_gate_up, b, a, d, scale, rows):
+def _(x_TD, weights, slot_row, offsets, w_gate_up, w_down, a_gate_up, b, a, d, scale, name, rows):
     rank = a_gate_up.shape[1]
     a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
     return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
@@ -329,13 +358,14 @@ def _adapted_expert_mlp_backward(
     u_Rr: torch.Tensor,
     v_Rr: torch.Tensor,
     scale: float,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_E).mul_(scale)
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
     h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF)
+    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
     del dh_RF  # before the products below, where memory peaks
     d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
     d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
@@ -353,12 +383,13 @@ def _adapted_expert_mlp_backward(
 
 
 @_adapted_expert_mlp_backward.register_fake
-def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, scale):
+def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, scale, name):
     return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
 
 
 def _save_adapted(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.scale, _ = inputs
+    *tensors, scale, activation, _ = inputs
+    ctx.how = scale, activation
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
 
@@ -367,10 +398,10 @@ def _differentiate_adapted(
     ctx: Any, dy_TD: torch.Tensor | None, *_: torch.Tensor | None
 ) -> tuple[Any, ...]:
     if dy_TD is None:
-        return (None,) * 12
-    found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale)
+        return (None,) * 13
+    found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how)
     dx_TD, d_weights_TK, *d_adapters = found
-    return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None
+    return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None, None
 
 
 _adapted_expert_mlp.register_autograd(_differentiate_adapted, setup_context=_save_adapted)

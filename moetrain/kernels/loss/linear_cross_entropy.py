@@ -1,10 +1,13 @@
 """Linear cross-entropy: losses from hidden states and the vocabulary matrix without logits [T, V].
 
-    logits = h @ w^T / temperature      lse = logsumexp(logits)      loss = lse - logits[target]
+    logits = cap(h @ w^T) / temperature    lse = logsumexp(logits)    loss = lse - logits[target]
     p = exp(logits - lse)               mean = sum(p * logits)       entropy = lse - mean
 
     d loss / d logits = p - onehot      d lse / d logits = p
     d entropy / d logits = -p * (logits - mean)
+
+``cap`` leaves numbers as they are, or is ``z -> softcap * tanh(z / softcap)``, whose derivative is
+``1 - (cap(z) / softcap)^2``.
 
 Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 4, p = [1/4, 3/4],
 loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
@@ -30,6 +33,7 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     ChunkStats,
     LossGrads,
     loss_gradients,
+    soft_capped,
     token_stats,
 )
 
@@ -64,6 +68,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    softcap: float = 0.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
 ) -> TokenLosses:
@@ -73,17 +78,19 @@ def linear_cross_entropy(
 
     Args:
         h_TD: bf16 or fp32, as ``w_VD``; both differentiable.
+        softcap: caps the products, before the temperature; 0: they are not capped.
         chunk_elements: the logits held at once.
     """
-    _check(h_TD, w_VD, targets_T, temperature)
+    _check(h_TD, w_VD, targets_T, temperature, softcap)
     valid_T = targets_T != ignore_index
     if use_fast(backend, h_TD):
-        how = (1 / temperature, chunk_elements)
+        how = (1 / temperature, chunk_elements, softcap)
         loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, *how)
         entropy_T = lse_T - mean_T
     else:
         wide = torch.promote_types(h_TD.dtype, torch.float32)
-        logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as in the kernels
+        logits_TV = soft_capped((h_TD @ w_VD.T).to(wide), softcap)
+        logits_TV = logits_TV * (1 / temperature)  # a product, as in the kernels
         lse_T = logits_TV.logsumexp(-1)
         log_probs_TV = logits_TV - lse_T[:, None]
         target_T = torch.where(valid_T, targets_T, 0)
@@ -100,6 +107,7 @@ def linear_cross_entropy_sum(
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    softcap: float = 0.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
 ) -> SummedLoss:
@@ -116,28 +124,28 @@ def linear_cross_entropy_sum(
         raise refusal("linear_cross_entropy_sum", "one weight a token", **given)
     has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
     if not has_grad or not use_fast(backend, h_TD):
-        how = {"ignore_index": ignore_index, "temperature": temperature, "backend": backend}
+        how = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
+        how["backend"] = backend
         losses = linear_cross_entropy(h_TD, w_VD, targets_T, chunk_elements=chunk_elements, **how)
         weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
         return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
-    _check(h_TD, w_VD, targets_T, temperature)
+    _check(h_TD, w_VD, targets_T, temperature, softcap)
     if weights_T is None:
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     valid_T = targets_T != ignore_index
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
-    total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
-        h_TD, w_VD, targets_T, weights_T, 1 / temperature, chunk_elements, w_VD.requires_grad
-    )
+    how = (1 / temperature, chunk_elements, softcap, w_VD.requires_grad)
+    total, loss_T, lse_T, mean_T, _, _ = _summed_loss(h_TD, w_VD, targets_T, weights_T, *how)
     tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
     return SummedLoss(total, *tokens)
 
 
 def token_stats_reference(
-    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float
+    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float, softcap: float
 ) -> tuple[ChunkStats, torch.Tensor]:
     """Compute ``vocabulary_chunk.token_stats`` in plain torch, and give the logits, in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TV = (h_TD @ w_VD.T).to(wide) * scale
+    logits_TV = soft_capped((h_TD @ w_VD.T).to(wide), softcap) * scale
     lse_T = logits_TV.logsumexp(-1)
     mean_T = ((logits_TV - lse_T[:, None]).exp() * logits_TV).sum(-1)
     is_here_T = (targets_T >= 0) & (targets_T < w_VD.shape[0])
@@ -154,9 +162,10 @@ def loss_gradients_reference(
     join: Callable[[ChunkStats], None] = lambda stats: None,
     *,
     is_trained: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
     """Compute ``vocabulary_chunk.loss_gradients`` in plain torch; None: w is not trained."""
-    stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale)
+    stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale, softcap)
     join(stats)
     # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
     loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
@@ -165,12 +174,18 @@ def loss_gradients_reference(
     is_target_TV = torch.arange(w_VD.shape[0], device=w_VD.device) == targets_T[:, None]
     d_logits_TV = p_TV * (loss_T + lse_T + slope_TV * mean_T)
     d_logits_TV = d_logits_TV - torch.where(is_target_TV, loss_T, 0)
+    if softcap:
+        d_logits_TV = d_logits_TV * (1 - (logits_TV / (scale * softcap)).square())
     d_logits_TV = (scale * d_logits_TV).to(h_TD.dtype)
     return stats, d_logits_TV @ w_VD, d_logits_TV.T @ h_TD if is_trained else None
 
 
 def _check(
-    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    temperature: float,
+    softcap: float,
 ) -> None:
     are_rows = h_TD.dim() == w_VD.dim() == 2 and h_TD.shape[1] == w_VD.shape[1]
     if not are_rows or targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
@@ -178,6 +193,8 @@ def _check(
         raise refusal("linear_cross_entropy", takes, h=h_TD, w=w_VD, targets=targets_T)
     if temperature <= 0:
         raise refusal("linear_cross_entropy", "more than 0", temperature=temperature)
+    if softcap < 0:
+        raise refusal("linear_cross_entropy", "0 or more", softcap=softcap)
 
 
 @triton.jit
@@ -194,8 +211,9 @@ def _token_losses(
     targets_T: torch.Tensor,
     scale: float,
     chunk_elements: int,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements)
+    stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements, softcap)
     return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
 
@@ -209,11 +227,12 @@ def _token_losses_backward(
     grad_mean_T: torch.Tensor,
     scale: float,
     chunk_elements: int,
+    softcap: float,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
-    how = (scale, chunk_elements)
-    return loss_gradients(h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained)[1:]
+    how = {"is_trained": is_trained, "softcap": softcap}
+    return loss_gradients(h_TD, w_VD, targets_T, grads, scale, chunk_elements, **how)[1:]
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
@@ -224,13 +243,14 @@ def _summed_loss(
     weights_T: torch.Tensor,
     scale: float,
     chunk_elements: int,
+    softcap: float,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, loss, lse, mean) and the gradients of total in h and w."""
     grads = LossGrads(weights_T.contiguous())
-    how = (scale, chunk_elements)
+    how = {"is_trained": is_trained, "softcap": softcap}
     stats, grad_h_TD, grad_w_VD = loss_gradients(
-        h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained
+        h_TD, w_VD, targets_T, grads, scale, chunk_elements, **how
     )
     loss_T = stats.lse_C - stats.target_logit_C
     total = (weights_T * loss_T).sum()
@@ -253,7 +273,7 @@ def _(x, factor):
 
 
 @_token_losses.register_fake
-def _(h_TD, w_VD, targets_T, scale, chunk_elements):
+def _(h_TD, w_VD, targets_T, scale, chunk_elements, softcap):
     loss_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
     return loss_T, torch.empty_like(loss_T), torch.empty_like(loss_T)
 
@@ -264,22 +284,22 @@ def _(h_TD, w_VD, *rest):
 
 
 @_summed_loss.register_fake
-def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, is_trained):
+def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, softcap, is_trained):
     tokens = (torch.empty_like(weights_T) for _ in range(3))
     grad_w_VD = torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
     return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    h_TD, w_VD, targets_T, ctx.scale, ctx.chunk_elements = inputs
+    h_TD, w_VD, targets_T, *ctx.how = inputs
     ctx.save_for_backward(h_TD, w_VD, targets_T)
 
 
 def _tokens_backward(ctx: Any, *grads: torch.Tensor):
     is_trained = ctx.needs_input_grad[1]
-    how = (ctx.scale, ctx.chunk_elements, is_trained)
+    how = (*ctx.how, is_trained)
     grad_h_TD, grad_w_VD = _token_losses_backward(*ctx.saved_tensors, *grads, *how)
-    return grad_h_TD, grad_w_VD if is_trained else None, None, None, None
+    return grad_h_TD, grad_w_VD if is_trained else None, None, None, None, None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -291,10 +311,10 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_):
     if grad_total is None:
-        return (None,) * 7
+        return (None,) * 8
     grad_h_TD, grad_w_VD = ctx.saved_tensors
     d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
-    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 5
+    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 6
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)

@@ -8,6 +8,9 @@ sum(p * logits); it can also leave exp(logit - largest logit of the row's tile),
 Each exponential is stored in bf16, rounded relative to itself, where rounding a logit of 20 can
 move its p by 6%; maxima and sums are fp32.
 
+With a softcap c > 0 (Gemma, arXiv 2408.00118) the product z = h @ w^T is replaced by
+``c * tanh(z / c)``, and the gradient of z is that of the logits times 1 - tanh(z / c)^2.
+
 A vocabulary split over ranks fits between the two calls: a target outside [0, V) has no logit here,
 and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum of both, mean =
 sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and mean.
@@ -112,6 +115,7 @@ def _chunk_stats(
     exps_CV: torch.Tensor | None = None,
     draws: Sequence[torch.Tensor | None] = (None,) * 6,
     known: int | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Fill ``stats`` and, unless None, ``exps_CV``; return tiles' largest logits / ln 2, [N, C].
 
@@ -129,7 +133,7 @@ def _chunk_stats(
         TensorDescriptor.from_tensor(exps_CV, [tile.tokens, tile.columns]) if store else None,
         targets_C, largest_NC, total_NC, weighted_NC,
         None if targets_C is None else stats.target_logit_C, *draws, C, V, known, D, scale,
-        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED,
+        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED, CAP=softcap,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     _stats_kernel[(triton.cdiv(C, _STATS_TOKENS),)](
@@ -146,16 +150,17 @@ def _chunk_logit_grads(
     stats: ChunkStats,
     grads: LossGrads,
     scale: float,
+    softcap: float,
 ) -> None:
-    """Turn ``exps_CV`` into the gradient in ``h @ w^T``, without reading the target logits.
+    """Turn ``exps_CV`` into the gradient in ``h @ w^T``.
 
     The function differentiated is the sum of
     ``grads.loss * loss + grads.lse * lse + grads.mean * mean``.
     """
     (C, V), tile_columns = exps_CV.shape, _TILES[exps_CV.dtype].columns
     _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
-        exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, *grads,
-        C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES,
+        exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, stats.target_logit_C, *grads,
+        C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES, CAP=softcap,
     )  # fmt: skip
 
 
@@ -182,13 +187,15 @@ def token_stats(
     targets_T: torch.Tensor,
     scale: float,
     chunk_elements: int = CHUNK_ELEMENTS,
+    softcap: float = 0.0,
 ) -> ChunkStats:
     """Compute the statistics of all tokens over the vocabulary in ``w``: a fast path, not an op."""
     _check_fast(h_TD, w_VD)
     stats = _empty_stats(h_TD)
     for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
-        _chunk_stats(h_TD[c], w_VD, _TILES[h_TD.dtype], stats_C, scale, targets_T[c])
+        inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
+        _chunk_stats(*inputs, stats_C, scale, targets_T[c], softcap=softcap)
     return stats
 
 
@@ -203,6 +210,7 @@ def loss_gradients(
     columns: int | None = None,
     *,
     is_trained: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
     """Compute all tokens' statistics and the gradients of h and w: a fast path, not an op.
 
@@ -227,9 +235,10 @@ def loss_gradients(
         stats_C = ChunkStats(*(x[c] for x in stats))
         grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
         inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
-        largest_NC = _chunk_stats(*inputs, stats_C, scale, targets_T[c], chunk_CV)
+        how = {"exps_CV": chunk_CV, "softcap": softcap}
+        largest_NC = _chunk_stats(*inputs, stats_C, scale, targets_T[c], **how)
         join(stats_C)
-        _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
+        _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale, softcap)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
         if is_trained:  # for the first chunk beta is 0: the buffer is uninitialised
             grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
@@ -243,9 +252,10 @@ def _product_kernel(
     keys_ptr, inverse_ptr, scale_ptr, score_ptr, chosen_ptr, chosen_logit_ptr,
     C, V, known, D, scale,
     BC: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
-    STORE: tl.constexpr, WIDEN: tl.constexpr,
+    STORE: tl.constexpr, WIDEN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of logits = scale / ln 2 * h @ w^T. With x = logit - the largest of its row here:
+    """One tile of logits = scale / ln 2 * h @ w^T, whose products are capped by CAP if that is > 0.
+    With x = logit - the largest of its row here:
 
     2^x [C, V] if STORE, sum(2^x) and sum(2^x * x) [N, C], and the target's logit (in nats) if the
     target is here; with keys, instead of a target's, that of the token with the largest score
@@ -263,6 +273,8 @@ def _product_kernel(
         if WIDEN:  # Triton's interpreter would multiply bf16 as integers
             h, w = h.to(tl.float32), w.to(tl.float32)
         products = tl.dot(h, w.T, products, input_precision="ieee")
+    if CAP > 0:
+        products = _tl_tanh(products * (1 / CAP)) * CAP
     row = first_row + tl.arange(0, BC)
     col = tile * BV + tl.arange(0, BV)
     if tile * BV + BV > V:
@@ -336,9 +348,9 @@ def _stats_kernel(
 
 @triton.jit
 def _logit_grad_kernel(
-    exps_ptr, largest_ptr, targets_ptr, lse_ptr, mean_ptr,
+    exps_ptr, largest_ptr, targets_ptr, lse_ptr, mean_ptr, target_logit_ptr,
     grad_loss_ptr, grad_lse_ptr, grad_mean_ptr,
-    C, V, row_stride, scale, BV: tl.constexpr, BN: tl.constexpr,
+    C, V, row_stride, scale, BV: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """In place, BN tiles of one row: 2^x to the gradient of loss, lse and mean."""
     row = tl.program_id(0)
@@ -354,12 +366,36 @@ def _logit_grad_kernel(
     if grad_lse_ptr is not None:
         slope += tl.load(grad_lse_ptr + row)
     grad = p * slope
+    is_target = col == tl.load(targets_ptr + row)
     if grad_mean_ptr is not None:
-        # d mean / d logits = p * (1 + logits - mean); where 2^x vanished, so does p * logits.
-        logits = tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
+        # d mean / d logits = p * (1 + logits - mean)
+        logits = _tl_logits(exps, largest)
         grad += p * (1.0 + logits - tl.load(mean_ptr + row)) * tl.load(grad_mean_ptr + row)
-    grad -= tl.where(col == tl.load(targets_ptr + row), grad_loss, 0.0)
+    grad -= tl.where(is_target, grad_loss, 0.0)
+    if CAP > 0:
+        target_logit = tl.load(target_logit_ptr + row)
+        tanh = tl.where(is_target, target_logit, _tl_logits(exps, largest)) / (scale * CAP)
+        grad *= 1.0 - tanh * tanh
     tl.store(exps_ptr, (grad * scale).to(exps_ptr.dtype.element_ty), mask=col < V)
+
+
+@triton.jit
+def _tl_logits(exps, largest):
+    """Logits of tiles whose exponentials these are; where 2^x vanished 0, for p vanished too."""
+    return tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
+
+
+@triton.jit
+def _tl_tanh(x):
+    """tanh of fp32; near 0 by its series, since 1 - 2 / (e^2x + 1) would cancel there."""
+    square = x * x
+    small = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.01, small, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+def soft_capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return ``softcap * tanh(logits / softcap)``, or ``logits`` as they are for 0."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def sample_tokens(
@@ -370,6 +406,7 @@ def sample_tokens(
     scales_N: torch.Tensor,
     known: int,
     backend: Backend = "auto",
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample each row's token (int64) and return its log-probability (fp32), without gradient.
 
@@ -380,9 +417,10 @@ def sample_tokens(
         inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
         scales_N: fp32, above 0: 1 / the temperature of the log-probability.
         known: tokens from this id on are never chosen.
+        softcap: caps logits before all else, see :func:`soft_capped`.
     """
     if not use_fast(backend, h_ND):
-        logits_NV = (h_ND @ w_VD.T).float()
+        logits_NV = soft_capped((h_ND @ w_VD.T).float(), softcap)
         chosen_N = gumbel_argmax(logits_NV[:, :known], keys_N, inverse_temperatures_N)
         scaled_NV = logits_NV * scales_N[:, None]
         return chosen_N, scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
@@ -397,7 +435,7 @@ def sample_tokens(
     if C:
         rows = (keys_N, inverse_temperatures_N, scales_N)
         draws = (*rows, score_NC, token_NC, logit_NC)
-        _chunk_stats(h_ND, w_VD, tile, stats, draws=draws, known=known)
+        _chunk_stats(h_ND, w_VD, tile, stats, draws=draws, known=known, softcap=softcap)
         _best_kernel[(C,)](
             score_NC, token_NC, logit_NC, stats.lse_C, chosen_C, logprob_C, C, N,
             BLOCK=triton.next_power_of_2(N),

@@ -21,12 +21,13 @@ class RopeScaling(BaseModel):
 
     ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
     ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
-    stretches, the same for every length, as HunYuan has it.
+    stretches, the same for every length, as HunYuan has it. ``proportional``: all but the ``share``
+    of pairs that turn fastest stand still, as in Gemma-4.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    kind: Literal["default", "linear", "yarn", "llama3", "dynamic"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "dynamic", "proportional"] = "default"
     factor: _Positive = 1.0
     original_max_positions: _Size | None = None
     # yarn
@@ -41,6 +42,8 @@ class RopeScaling(BaseModel):
     high_freq_factor: _Positive = 4.0
     # dynamic
     alpha: _Positive = 1.0
+    # proportional
+    share: float = Field(default=1.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> "RopeScaling":
@@ -61,7 +64,9 @@ class RopeScaling(BaseModel):
             theta *= self.alpha ** (dim / (dim - 2))
         inv_freq = 1.0 / theta**exponents
         context = self.original_max_positions or max_positions
-        if self.kind == "linear":
+        if self.kind == "proportional":
+            inv_freq[int(self.share * dim // 2) :] = 0.0
+        if self.kind in ("linear", "proportional"):
             return inv_freq / self.factor, 1.0
         if self.kind == "llama3":
             return self._llama3(context, inv_freq), 1.0

@@ -71,6 +71,10 @@ class LatentAttention(AttentionPart):
         return MultiHeadLatent(self, kernels)
 
     @property
+    def widest_head(self) -> int:
+        return max(self.head_dim, self.v_head_dim)
+
+    @property
     def head_dim(self) -> int:
         """Width of a query and a key, d."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim

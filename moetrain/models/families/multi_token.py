@@ -161,10 +161,11 @@ def run_further(
         is_away_BS = ~reaches(tokens_BS.shape, positions_BS, depth, tokens_BS.device)
         if inputs.is_pad_BS is not None:
             is_away_BS = is_away_BS | inputs.is_pad_BS
-        context = rows.contexts[None]._replace(is_pad_BS=is_away_BS)
+        block = model.arch.num_layers + depth - 1
+        context = rows.contexts[model.kinds[block]]._replace(is_pad_BS=is_away_BS)
         embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
-        hidden_BSD, own = model.through(model.arch.num_layers + depth - 1, pair_BSP, context)
+        hidden_BSD, own = model.through(block, pair_BSP, context)
         found.append(hidden_BSD.view(rows.batch, rows.seq_len, x_BSD.shape[-1]))
         stats += [] if own is None else [own]
     return found, stats

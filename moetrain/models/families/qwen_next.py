@@ -170,8 +170,8 @@ _PACKED = (
 )
 
 
-def _beside_vision(weight_map: WeightMap) -> WeightMap:
-    """Return the map where the language model lies beside a vision tower."""
+def beside_vision(weight_map: WeightMap) -> WeightMap:
+    """Return ``weight_map`` where the language model lies beside a vision tower."""
 
     def nested(theirs: Any) -> Any:
         if isinstance(theirs, tuple):
@@ -257,7 +257,7 @@ _QWEN35_PRESET = _QwenNext(
 def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **how: Any) -> None:
     """Register a family beside a vision tower, and the one of its language model alone."""
     families = (
-        (name, "ForConditionalGeneration", [_beside_vision(one) for one in maps], f"{name}_text"),
+        (name, "ForConditionalGeneration", [beside_vision(one) for one in maps], f"{name}_text"),
         (f"{name}_text", "ForCausalLM", maps, None),
     )
     presets = how.pop("presets")

@@ -96,12 +96,11 @@ def _first_problem(error: ValidationError, family: Family) -> str:
 
 def _to_hf(arch: Architecture) -> dict[str, Any]:
     family = _family_of(arch.family)
-    config: dict[str, Any] = {
-        "hidden_act": family.activation,
-        **{theirs: getattr(arch, ours) for ours, theirs in family.keys.items()},
-        "rope_scaling": _write_rope(arch.rope),
-        **family.write_layers(arch),
-    }
+    own = family.write_layers(arch)
+    if "rope_parameters" not in own:  # which transformers takes from either of the two
+        own = {"rope_scaling": _write_rope(arch.rope), **own}
+    keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
+    config: dict[str, Any] = {"hidden_act": family.activation, **keys, **own}
     head = {"architectures": [family.hf_class], "model_type": arch.family}
     if family.section is not None:
         key, model_type = family.section

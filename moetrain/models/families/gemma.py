@@ -1,0 +1,315 @@
+"""Gemma-4: windows in most layers, wider heads in the others, and experts beside a dense layer.
+
+Layers with full attention have heads of another width and other angles, and may have values that
+are keys. Embeddings are scaled, logits are capped, norms lie before and after each part, and each
+block's result is multiplied by a number, which is a buffer in ``transformers``: it is read and
+written, and not trained. Published files hold towers for pictures and sound beside the language
+model, whose tensors are carried on into an export; those of ``gemma4_text`` hold it alone.
+
+Left out on purpose: embeddings by layer and layers that share keys (E2B, E4B), and attention that
+looks ahead.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from moetrain.models.architecture import (
+    Architecture,
+    AttentionPart,
+    Part,
+    RopeScaling,
+    Rotation,
+)
+from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
+from moetrain.models.families.gemma_layers import GemmaAttention, GemmaExperts, GemmaMLP
+from moetrain.models.families.qwen_next import beside_vision
+from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.hf.files import error
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+class _Gemma4(Architecture):
+    """Windows of ``sliding_windows``; the fields below are of the layers that have none."""
+
+    kinds = (GemmaAttention, GemmaMLP, GemmaExperts)
+
+    global_head_dim: int = Field(default=512, gt=0)
+    global_num_kv_heads: int = Field(default=1, gt=0)
+    global_rope_theta: float = Field(default=1e6, gt=0, allow_inf_nan=False)
+    global_rope: RopeScaling = RopeScaling(kind="proportional", share=0.25)
+    keys_are_values: bool = False
+
+    def _is_global(self, layer: int) -> bool:
+        return not self.sliding_windows or self.sliding_windows[layer] is None
+
+    def attention(self, layer: int) -> AttentionPart:
+        if not self._is_global(layer):
+            window = self.sliding_windows[layer]
+            return GemmaAttention.of(self, window=window, keys_are_values=False)
+        own = {"head_dim": self.global_head_dim, "num_kv_heads": self.global_num_kv_heads}
+        return GemmaAttention.of(self, window=None, **own)
+
+    def feed_forward(self, layer: int) -> Part:
+        return (GemmaExperts if self.num_experts else GemmaMLP).of(self)
+
+    def rotation(self, layer: int) -> Rotation:
+        if self._is_global(layer):
+            how = (self.global_rope_theta, self.global_rope)
+            return Rotation(self.global_head_dim, *how, self.max_positions)
+        return Rotation(self.head_dim, self.rope_theta, self.rope, self.max_positions)
+
+
+# ---- config.json -------------------------------------------------------------------------------
+
+_ROPES: dict[str, dict[str, Any]] = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_UNSUPPORTED = {
+    "hidden_size_per_layer_input": (0, "embeddings by layer"),
+    "num_kv_shared_layers": (0, "layers that share keys"),
+}
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, (taken, what) in _UNSUPPORTED.items():
+        if config[key] != taken:
+            problem = f"{key} {config[key]!r:.80} ({what}) is not supported"
+            raise error("config.json", f"{problem}; use a model without, as the 26B-A4B or the 31B")
+    if config["use_bidirectional_attention"] not in (None, "vision"):
+        problem = f"use_bidirectional_attention {config['use_bidirectional_attention']!r:.80}"
+        raise error("config.json", f"{problem} is not supported; use a model that looks back alone")
+    types = _layer_types(config)
+    found: dict[str, Any] = {
+        "sliding_windows": tuple(config["sliding_window"] if t == _SLIDING else None for t in types)
+    }
+    found |= _read_widths(config, types) | _read_ropes(config)
+    found["logit_softcap"] = float(config["final_logit_softcapping"] or 0.0)
+    if config["enable_moe_block"]:
+        for ours, key in _EXPERT_KEYS.items():
+            if not isinstance(config.get(key), int):
+                raise error("config.json", f"{key} is {config.get(key)!r:.80}, expected a number")
+            found[ours] = config[key]
+    return found
+
+
+def _layer_types(config: Mapping[str, Any]) -> list[str]:
+    count = config["num_hidden_layers"]
+    types = config["layer_types"] or [_FULL if (i + 1) % 6 == 0 else _SLIDING for i in range(count)]
+    unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
+    if unknown:
+        raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
+    return [*types[:-1], _FULL]  # whatever it says: so does transformers
+
+
+def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+    """Read the heads of layers with full attention: from keys of their own, or layer by layer."""
+    is_shared, given = config["attention_k_eq_v"], config["per_layer_config"]
+    kv_heads = config["num_global_key_value_heads"] if is_shared else None
+    own = {"head_dim": config["global_head_dim"]}
+    own |= {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    if given is not None:
+        layers = {key: values for key, values in given.items() if values}
+        full = {str(i) for i, kind in enumerate(types) if kind == _FULL}
+        own = next(iter(layers.values()), {})
+        alike = all(values == own for values in layers.values())
+        if (layers and layers.keys() not in ({_FULL}, full)) or not alike or own.keys() - _WIDTHS:
+            problem = "per_layer_config differs from layer to layer in another way than head_dim"
+            problem += f" and num_key_value_heads of {_FULL}"
+            raise error("config.json", f"{problem}, which is not supported; use the published ones")
+    return {
+        "global_head_dim": own.get("head_dim", config["head_dim"]),
+        "global_num_kv_heads": own.get("num_key_value_heads", config["num_key_value_heads"]),
+        "keys_are_values": is_shared,
+    }
+
+
+_WIDTHS = {"head_dim", "num_key_value_heads"}
+_EXPERT_KEYS = {
+    "num_experts": "num_experts",
+    "num_experts_per_token": "top_k_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
+}
+
+
+def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, prefix in ((_SLIDING, ""), (_FULL, "global_")):
+        rope = (config["layer_rope"] or _ROPES).get(kind) or {}
+        name, theta = rope.get("rope_type"), rope.get("rope_theta")
+        if name not in ("default", "proportional") or not isinstance(theta, int | float):
+            problem = f"rope_parameters of {kind} are {rope!r:.80}, expected a rope_theta, and"
+            raise error("config.json", f"{problem} default or proportional for rope_type")
+        how: dict[str, Any] = {"kind": name}
+        if name == "proportional":
+            how["factor"] = float(rope.get("factor", 1.0))
+            how["share"] = float(rope.get("partial_rotary_factor", 1.0))
+        found |= {f"{prefix}rope_theta": float(theta), f"{prefix}rope": RopeScaling(**how)}
+    return found
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    assert isinstance(arch, _Gemma4)
+    windows = [arch.window(i) for i in range(arch.num_layers)]
+    moe = {theirs: getattr(arch, ours) for ours, theirs in _EXPERT_KEYS.items()}
+    return {
+        "hidden_activation": _ACTIVATION,
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        # Where no layer has one, a number all the same: transformers takes no null.
+        "sliding_window": next(filter(None, windows), 512),
+        "global_head_dim": arch.global_head_dim,
+        "num_global_key_value_heads": arch.global_num_kv_heads,
+        "attention_k_eq_v": arch.keys_are_values,
+        "final_logit_softcapping": arch.logit_softcap or None,
+        "enable_moe_block": arch.num_experts > 0,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            _SLIDING: _write_rope(arch.rope, arch.rope_theta),
+            _FULL: _write_rope(arch.global_rope, arch.global_rope_theta),
+        },
+        **(moe if arch.num_experts else {}),
+    }
+
+
+def _write_rope(rope: RopeScaling, theta: float) -> dict[str, Any]:
+    found = {"rope_type": rope.kind, "rope_theta": theta}
+    if rope.kind == "proportional":
+        found |= {"partial_rotary_factor": rope.share, "factor": rope.factor}
+    return found
+
+
+# ---- weights and families ----------------------------------------------------------------------
+
+_LAYER = "model.layers.{layer}"
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+    "moe.dense_norm": "pre_feedforward_layernorm",
+    "moe.dense_out_norm": "post_feedforward_layernorm_1",
+    "moe.routed_norm": "pre_feedforward_layernorm_2",
+    "moe.routed_out_norm": "post_feedforward_layernorm_2",
+    "moe.shared_experts.w_gate": "mlp.gate_proj",
+    "moe.shared_experts.w_up": "mlp.up_proj",
+    "moe.shared_experts.w_down": "mlp.down_proj",
+}
+_TENSORS = {
+    "scalar": "layer_scalar",
+    "moe.router.weight": "router.proj.weight",
+    "moe.router.scale": "router.scale",
+    "moe.router.expert_scale": "router.per_expert_scale",
+    "moe.experts.w_gate_up": "experts.gate_up_proj",
+    "moe.experts.w_down": "experts.down_proj",
+}
+_MAP: WeightMap = (
+    *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),
+    *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _MODULES.items()),
+    *(RenameTensor(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
+)
+_ACTIVATION = "gelu_pytorch_tanh"
+_FIXED: dict[str, Any] = {
+    "qk_norm": True,
+    "late_norms": True,
+    "layer_scalars": True,
+    "scaled_embeddings": True,
+}
+_NULLABLE: dict[str, type] = {
+    "layer_types": list,
+    "final_logit_softcapping": float,
+    "num_global_key_value_heads": int,
+    "per_layer_config": dict,
+    "layer_rope": dict,
+    "use_bidirectional_attention": str,
+}
+
+
+def _preset(num_layers: int, **sizes: Any) -> _Gemma4:
+    """Return a published model. Sizes are from memory; their totals are the published ones."""
+    return _Gemma4(
+        family="gemma4_text",
+        vocab_size=262_144,
+        num_layers=num_layers,
+        head_dim=256,
+        max_positions=262_144,
+        tie_embeddings=True,
+        sliding_windows=((1024,) * 5 + (None,)) * (num_layers // 6),
+        keys_are_values=True,
+        logit_softcap=30.0,
+        **sizes,
+        **_FIXED,
+    )
+
+
+_PRESETS = {
+    "gemma-4-26b-a4b": _preset(
+        30,
+        hidden_size=2816,
+        num_heads=16,
+        num_kv_heads=8,
+        global_num_kv_heads=2,
+        intermediate_size=2112,
+        num_experts=128,
+        num_experts_per_token=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _preset(
+        60,
+        hidden_size=5376,
+        num_heads=32,
+        num_kv_heads=16,
+        global_num_kv_heads=4,
+        intermediate_size=21_504,
+    ),
+}
+for _name, _class, _map, _section in (
+    ("gemma4_text", "Gemma4ForCausalLM", _MAP, None),
+    ("gemma4", "Gemma4ForConditionalGeneration", beside_vision(_MAP), "text_config"),
+):
+    register(
+        Family(
+            name=_name,
+            architecture=_Gemma4,
+            hf_class=_class,
+            defaults={
+                **COMMON_DEFAULTS,
+                "vocab_size": 262_144,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "global_head_dim": 512,
+                "num_global_key_value_heads": None,
+                "per_layer_config": None,
+                "hidden_act": _ACTIVATION,
+                "max_position_embeddings": 131_072,
+                "tie_word_embeddings": True,
+                "layer_rope": None,
+                "attention_bias": False,
+                "sliding_window": 512,
+                "layer_types": None,
+                "final_logit_softcapping": None,
+                "use_bidirectional_attention": None,
+                "hidden_size_per_layer_input": 256,
+                "attention_k_eq_v": False,
+                "num_kv_shared_layers": 0,
+                "enable_moe_block": False,
+            },
+            weight_map=_map,
+            fixed=_FIXED,
+            aliases={"hidden_activation": "hidden_act", "rope_parameters": "layer_rope"},
+            nullable=_NULLABLE,
+            lora_layout="fused",
+            experts="experts",
+            section=None if _section is None else (_section, "gemma4_text"),
+            activation=_ACTIVATION,
+            read_layers=_read_layers,
+            write_layers=_write_layers,
+            presets=_PRESETS if _section is None else {},
+        )
+    )
