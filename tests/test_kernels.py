@@ -45,6 +45,7 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
     "moetrain.kernels.loss.vocabulary_chunk",
+    "moetrain.kernels.memory",
     "moetrain.kernels.norm.rope_scaling",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",
