@@ -2,8 +2,8 @@
 
 A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
-file of the process. Starlette's and uvicorn's own means answer in plain text, and close no slow
-client. :mod:`moetrain.rollout.access` says who is served at all.
+file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
+itself, and close no slow client. :mod:`moetrain.rollout.access` says who is served at all.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import json
 import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
@@ -29,6 +30,9 @@ from moetrain.config.sources import shortened
 from moetrain.rollout.access import Access
 from moetrain.rollout.request import JsonBody
 
+_SMALL_BYTES = 64 << 10
+"""Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
+_LARGEST_TOGETHER = 8
 _SLOWEST = 16 << 10
 """Bytes, sent or read, that earn a client another second: slower clients are closed."""
 _RESUMED = 48 << 10
@@ -38,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class JsonServer:
-    """An HTTP server of JSON: every error is :meth:`error_body`, and no body is too large.
+    """An HTTP server of JSON: every error is :meth:`error_body`, and bodies take bounded memory.
 
     Attributes:
         app: the ASGI application; it does not authenticate clients.
@@ -61,6 +65,9 @@ class JsonServer:
                 below is status 500, and is logged.
         """
         self.most_mib, self.setting = most_mib, setting
+        self.arriving = 0
+        """Bytes of bodies that are being received or parsed."""
+        self._turn = asyncio.Lock()
         meanings: dict[type[Exception], Callable[[Any], tuple[int, str]]] = {
             HTTPException: lambda error: (error.status_code, error.detail),
             ValidationError: lambda error: (400, JsonBody.complaint(error)),
@@ -105,13 +112,22 @@ class JsonServer:
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise HTTPException(415, "the body is not application/json")
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self.most_mib << 20:
-                problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
-                raise HTTPException(413, problem)
-        return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
+        data, most = bytearray(), self.most_mib << 20
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                self.arriving += len(chunk)
+                if len(data) > most:
+                    problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
+                    raise HTTPException(413, problem)
+                if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
+                    problem = "too many large bodies arrive at once; send it again later"
+                    raise HTTPException(429, problem)
+            # Parsed values take many times the memory of their JSON.
+            async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
+                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
+        finally:
+            self.arriving -= len(data)
 
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
         """Return a server that serves whom ``access`` allows, and the socket it runs with.
