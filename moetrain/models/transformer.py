@@ -140,6 +140,8 @@ class Rows(NamedTuple):
     """The context of blocks with each attention window."""
     routes_BSLK: torch.Tensor | None = None
     """As in :class:`Inputs`."""
+    own: Callable[[torch.Tensor], torch.Tensor] = lambda x_BS: x_BS
+    """Keeps what concerns this device's tokens of [B, S, ...]."""
 
 
 class Sharding:
@@ -174,7 +176,8 @@ class Transformer(nn.Module):
         source: the rest of the checkpoint that the weights came from; None: there was none.
         vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism
             replace it.
-        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it.
+        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it, and
+            says by ``cuts_queries`` that attention is over all keys for these tokens alone.
     """
 
     def __init__(
@@ -191,6 +194,7 @@ class Transformer(nn.Module):
         self.source: HFSource | None = None
         self.vocabulary = Vocabulary(kernels.backend)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
+        self.cuts_queries = False
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
         self.windows = [arch.window(i) for i in range(arch.num_layers)]
@@ -257,6 +261,7 @@ class Transformer(nn.Module):
                 cu_seqlens=cu_seqlens,
                 dtype=self.compute_dtype or self.embed.weight.dtype,
                 needs_lse=self.needs_lse,
+                is_cut=self.cuts_queries,
             )
             for window in dict.fromkeys(self.windows)
         }

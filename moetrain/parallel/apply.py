@@ -110,7 +110,7 @@ def _parallelize(
                 module.sum_squares = parts.sum
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
     if meshes.dims.cp > 1:
-        share_tokens(model, meshes.dense.get_group("cp"))
+        share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)

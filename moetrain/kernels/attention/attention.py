@@ -270,9 +270,11 @@ def attention_packed(
     ends = (cu_seqlens, cu_seqlens_k)
     _check(q_THd, k_TGd, v_TGv, ends, max_seqlen, window)
     scale = _scale(q_THd, scale)
-    if check or backend == "reference":
+    is_reference = backend == "reference"
+    documents = []
+    if check or is_reference:
         documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
-    if backend == "reference":
+    if is_reference:
         return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before

@@ -5,8 +5,8 @@ element offsets in memory are given by a device tensor (a "ragged offset"), so n
 nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build; the
 number of documents and the length bound are therefore rounded up and the graphs cached.
 
-Queries may be the last tokens of documents that have more keys: masks are then aligned to the bottom
-right, and keys that are nobody's get gradients of 0.
+Queries may be the last tokens of documents that have more keys: masks are then aligned to the
+bottom right, and keys that are nobody's get gradients of 0.
 
 Left out: autograd and checks of shapes, see :mod:`moetrain.kernels.attention.attention`.
 
