@@ -91,7 +91,10 @@ def test_further_tokens_lie_behind_cuts(tmp_path):
     runs = [
         case_of(f"further {i}", 2, kind, degrees, policy, word)
         for i, (kind, degrees, policy) in enumerate(
-            (*zip(["glm4_moe"] * 3, meshes, POLICIES, strict=True), ("qwen3_next", meshes[1], "none"))
+            (
+                *zip(["glm4_moe"] * 3, meshes, POLICIES, strict=True),
+                ("qwen3_next", meshes[1], "none"),
+            )
         )
     ]
     check(2, runs, tmp_path)

@@ -106,7 +106,14 @@ class GroupedQueryAttention(AttentionPart):
             values += (w if share.is_compiled else FP32 + w) * numbers
         if self.output_gate:  # the gates, and the gated result
             values += 2 * w * self.widths[0]
-        return share.tokens * (values + FP32 * self.num_heads) / share.tp
+        gathered = 2 * w * self.widths[1] * (share.key_tokens - share.tokens)
+        return (share.tokens * (values + FP32 * self.num_heads) + gathered) / share.tp
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        q_dim, kv_dim = self.widths
+        copies = max(1.0, share.cp * share.tp / self.num_kv_heads)
+        spread = 2 * q_dim + 2 * kv_dim * copies
+        return share.received(spread / share.tp, 2 * kv_dim / share.tp)
 
     def cached_numbers(self) -> int:
         return 2 * self.widths[1]

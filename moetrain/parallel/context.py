@@ -208,7 +208,8 @@ class _Gathered:
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
             heads = [x.flatten(2) for x in (k, v)]
             whole = self.parts.gather(torch.cat(heads, 2)).split([x.shape[2] for x in heads], 2)
-            k, v = (y.unflatten(2, x.shape[2:]) for y, x in zip(whole, (k, v), strict=True))
+            both = zip(whole, (k, v), strict=True)
+            k, v = (y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
         pieces = zip(q.chunk(len(context.parts), 1), context.parts, strict=True)
         found = [
             self.core(piece, k, v, context._replace(mask=mask), scale, **how)

@@ -130,7 +130,15 @@ class LatentAttention(AttentionPart):
         w, normed = share.width, self.latents[0] + self.kv_lora_rank
         own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
         heads = self.num_heads * (2 * w * (self.head_dim + self.v_head_dim) + FP32)
-        return share.tokens * (own + heads / share.tp)
+        expanded = self.num_heads * w * (self.head_dim + self.v_head_dim) / share.tp
+        gathered = w * self.kv_lora_rank + expanded
+        return (
+            share.tokens * (own + heads / share.tp) + (share.key_tokens - share.tokens) * gathered
+        )
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        spread = 2 * self.num_heads * (self.head_dim + self.v_head_dim)
+        return share.received(spread / share.tp, self.latents[1])
 
     def working_set(self, share: Workload) -> float:
         width = self.num_heads * (2 * self.head_dim + self.v_head_dim)

@@ -122,6 +122,11 @@ class GatedDeltaNet(AttentionPart):
         heads = self.linear_num_value_heads * (CHUNK * w + 5 * FP32)
         return share.tokens * (values + heads) / share.tp
 
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        (k_dim, v_dim), gates = self.widths, 2 * self.linear_num_value_heads
+        spread = (2 * k_dim + 2 * v_dim + gates) / share.tp
+        return share.received(spread, spread / share.cp)  # heads travel in both ways
+
     def state_bytes(self, width: int) -> float:
         (k_dim, v_dim), heads = self.widths, self.linear_num_value_heads
         channels = 2 * k_dim + v_dim

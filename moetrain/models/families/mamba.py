@@ -117,6 +117,12 @@ class Mamba2(AttentionPart):
         heads = self.mamba_num_heads * 5 * FP32
         return share.tokens * (numbers * w + heads) / share.tp
 
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        v_dim, k_dim = self.widths
+        results = v_dim * FP32 / share.width
+        spread = (v_dim + 2 * k_dim + self.mamba_num_heads + results) / share.tp
+        return share.received(spread, spread / share.cp)  # heads travel in both ways
+
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (v_dim, k_dim), w = self.widths, share.width
         products = share.tokens * w * (2 * v_dim + 2 * k_dim) / share.tp
