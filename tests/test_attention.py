@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.attention.attention import AttentionMask, attention
@@ -84,17 +85,18 @@ PARTS = (0, 1, 20, 25, 57, 70, BATCH * SEQ_LEN)
 """Where tokens are cut: in documents, between them, after one token, and across rows."""
 
 
-def run_parts(mask, inputs, sinks=(), *, differentiates=True):
-    """The result of attention part by part, each over the keys of all tokens, and gradients."""
+def run_parts(mask, inputs, sinks=(), *, before=None, differentiates=True):
+    """The result of attention part by part, each over the keys of all tokens, or where it has a
+    window over those that it sees; and gradients."""
     q, k, v = (x.flatten(0, 1)[None] for x in inputs)
     run_with = attention_with_sinks if sinks else attention
-    out = torch.cat(
-        [
-            run_with(q[:, i:j], k, v, mask.part(i, j, (BATCH, SEQ_LEN)), *sinks)
-            for i, j in itertools.pairwise(PARTS)
-        ],
-        1,
-    ).view(BATCH, SEQ_LEN, HEADS, -1)
+    found = []
+    for i, j in itertools.pairwise(PARTS):
+        part, (keys, values) = mask.part(i, j, (BATCH, SEQ_LEN), before), (k, v)
+        if before is not None:
+            keys, values = (F.pad(x, (0, 0, 0, 0, before, 0))[:, i : before + j] for x in (k, v))
+        found.append(run_with(q[:, i:j], keys, values, part, *sinks))
+    out = torch.cat(found, 1).view(BATCH, SEQ_LEN, HEADS, -1)
     if not differentiates:
         return [out]
     return [out, *torch.autograd.grad(out.square().sum(), [*inputs, *sinks])]
@@ -119,9 +121,11 @@ def test_parts_of_the_tokens_see_what_they_see_in_the_whole(
     if backend == "flex":  # which has no backward on a CPU
         inputs = [x.detach() for x in inputs]
         sinks = tuple(x.detach() for x in sinks)
-    found = run_parts(mask, inputs, sinks, differentiates=backend != "flex")
-    for ours, theirs in zip(found, expected, strict=backend != "flex"):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for before in {None, None if window is None else window - 1}:
+        how = {"before": before, "differentiates": backend != "flex"}
+        found = run_parts(mask, inputs, sinks, **how)
+        for ours, theirs in zip(found, expected, strict=backend != "flex"):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -138,7 +142,8 @@ def test_parts_on_a_gpu_match_the_reference(backend, window, has_sinks):
     for name, wide in ((backend, dtype), ("reference", torch.float32)):
         mask = AttentionMask.of(positions_BS, backend=name, **how, **sizes)
         sinks = (torch.linspace(-3, 4, HEADS, device=device).requires_grad_(),) * has_sinks
-        results.append(run_parts(mask, qkv(device, wide), sinks))
+        before = None if window is None else window - 1
+        results.append(run_parts(mask, qkv(device, wide), sinks, before=before))
     for ours, theirs in zip(*results, strict=True):
         assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()
 

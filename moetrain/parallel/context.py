@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
 from moetrain.models.attention import Core
@@ -141,18 +142,22 @@ class _Cut:
     def __call__(self, rows: Rows) -> Rows:
         shape = rows.batch, rows.seq_len
         tokens = rows.batch * rows.seq_len // self.parts.ranks
-        contexts = {window: self._own(one, shape) for window, one in rows.contexts.items()}
+        contexts = {window: self._own(one, shape, window) for window, one in rows.contexts.items()}
         routes = None if rows.routes_BSLK is None else self._part(rows.routes_BSLK)
         return Rows(1, tokens, contexts, routes, self._part)
 
-    def _own(self, context: Context, shape: tuple[int, int]) -> Context:
+    def _own(self, context: Context, shape: tuple[int, int], window: int | None) -> Context:
         cos, sin = (self._part(x.expand(shape[0], *x.shape[1:])) for x in context.rotation)
         is_pad = None if context.is_pad_BS is None else self._part(context.is_pad_BS)
         masks, tokens = (), shape[0] * shape[1]
         if (pieces := self.parts.pieces) > 1:
             n = tokens // (pieces * self.parts.ranks)
+            # Of windows, the keys before a piece lie in the one before it. The bits of exact depend
+            # on where a document's keys begin.
+            is_near = window is not None and window <= n and context.mask.backend != "exact"
+            before = max(1, window - 1) if is_near and window else None
             starts = self.parts.starts(tokens)
-            masks = tuple(context.mask.part(i, i + n, shape) for i in starts)
+            masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
         own = {"rotation": (cos, sin), "is_pad_BS": is_pad, "whole": shape, "parts": masks}
         return context._replace(**own)
 
@@ -205,16 +210,37 @@ class _Gathered:
         scale: float | None = None,
         **how: torch.Tensor,
     ) -> torch.Tensor:
+        before, keys = context.parts[0].before, (k, v)
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
-            heads = [x.flatten(2) for x in (k, v)]
-            whole = self.parts.gather(torch.cat(heads, 2)).split([x.shape[2] for x in heads], 2)
-            both = zip(whole, (k, v), strict=True)
-            k, v = (y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
-        pieces = zip(q.chunk(len(context.parts), 1), context.parts, strict=True)
+            own = torch.cat([x.flatten(2) for x in keys], 2)
+            given = self.parts.gather(own) if before is None else self._near(own, before)
+            widths = [x.shape[2] * x.shape[3] for x in keys]
+            both = zip(given.split(widths, 2), keys, strict=True)
+            keys = tuple(y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
+        elif before is not None:
+            tokens, n = k.shape[1], q.shape[1] // len(context.parts)
+            padded = [F.pad(x, (0, 0, 0, 0, before, 0)) for x in keys]
+            starts = self.parts.starts(tokens)
+            keys = [torch.cat([x[:, i : i + before + n] for i in starts], 1) for x in padded]
+        count = len(context.parts)
+        own_keys = [keys] * count
+        if before is not None:
+            own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
+        pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
         found = [
-            self.core(piece, k, v, context._replace(mask=mask), scale, **how)
-            for piece, mask in pieces
+            self.core(piece, *seen, context._replace(mask=mask), scale, **how)
+            for piece, seen, mask in pieces
         ]
+        return torch.cat(found, 1)
+
+    def _near(self, own_1Nc: torch.Tensor, before: int) -> torch.Tensor:
+        """Put the ``before`` tokens that lie before each of this rank's pieces in front of it."""
+        pieces = own_1Nc.chunk(self.parts.pieces, 1)
+        ends = self.parts.gather(torch.cat([x[:, -before:] for x in pieces], 1))
+        ends = F.pad(ends, (0, 0, before, 0)).unflatten(1, (-1, before))
+        found = []
+        for start, piece in zip(self.parts.starts(len(ends[0]) - 1), pieces, strict=True):
+            found += [ends[:, start], piece]
         return torch.cat(found, 1)
 
 

@@ -77,6 +77,8 @@ class AttentionMask(NamedTuple):
     window: int | None = None
     cu_seqlens_k: torch.Tensor | None = None
     """The documents of the keys, where they are not those of the queries."""
+    before: int | None = None
+    """How many keys before the first query are to be given, where :meth:`part` was asked so."""
 
     @classmethod
     def of(
@@ -150,34 +152,41 @@ class AttentionMask(NamedTuple):
         dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
         return cls(backend, dense_BSS=dense_BSS[:, None])
 
-    def part(self, start: int, stop: int, shape: tuple[int, int]) -> "AttentionMask":
+    def part(
+        self, start: int, stop: int, shape: tuple[int, int], before: int | None = None
+    ) -> "AttentionMask":
         """Return the mask of tokens ``start:stop`` of all B * S over the keys of all, [1, B * S].
 
-        It was made with ``is_cut`` for rows of ``shape``. No token sees a key behind it, and where
-        it sees a window of its document, the keys before that are of no use to it.
+        It was made with ``is_cut`` for rows of ``shape``. With ``before``, of all but the last
+        token of a window, the keys are those of tokens ``start - before`` to ``stop``; what lies
+        before the first token may be anything finite.
         """
+        begin = 0 if before is None else start - before
         if self.cu_seqlens is not None:
             ends = self.cu_seqlens
             # The document that ``start`` lies in, or begins.
-            first = torch.where(ends <= start, ends, 0).amax()
-            keys = torch.maximum(ends.clamp(max=stop), first)
+            first = torch.where(ends <= start, ends, 0).amax().clamp(min=begin)
+            keys = torch.maximum(ends.clamp(max=stop), first) - begin
             for cut in (ends := ends.clamp(start, stop) - start), keys:
                 torch._dynamo.maybe_mark_dynamic(cut, 0)
-            return self._replace(cu_seqlens=ends, cu_seqlens_k=keys)
+            return self._replace(cu_seqlens=ends, cu_seqlens_k=keys, before=before)
+        keys_end = shape[0] * shape[1] if before is None else stop
         if self.blocks is not None:
-            whole, (batch, seq_len) = self.blocks.mask_mod, shape
+            whole, seq_len = self.blocks.mask_mod, shape[1]
 
             def visible(b, h, q, k):
-                q = q + start
-                same_row = q // seq_len == k // seq_len
+                q, k = q + start, k + begin
+                same_row = (k >= 0) & (q // seq_len == k // seq_len)
                 return same_row & whole(q // seq_len, h, q % seq_len, k % seq_len)
 
             device = str(self.blocks.kv_num_blocks.device)
-            how = {"Q_LEN": stop - start, "KV_LEN": batch * seq_len, "device": device}
-            return self._replace(blocks=create_block_mask(visible, None, None, **how))
+            how = {"Q_LEN": stop - start, "KV_LEN": keys_end - begin, "device": device}
+            blocks = create_block_mask(visible, None, None, **how)
+            return self._replace(blocks=blocks, before=before)
         assert self.dense_BSS is not None  # of what is made with is_cut
-        visible_TT = torch.block_diag(*self.dense_BSS[:, 0])
-        return self._replace(dense_BSS=visible_TT[None, None, start:stop])
+        visible_TT = torch.block_diag(*self.dense_BSS[:, 0])[start:stop, max(0, begin) : keys_end]
+        visible_TT = F.pad(visible_TT, (max(0, -begin), 0))
+        return self._replace(dense_BSS=visible_TT[None, None], before=before)
 
 
 def attention(
