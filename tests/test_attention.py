@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.attention.attention import AttentionMask, attention
@@ -80,6 +81,73 @@ def test_sinks_are_a_part_of_every_backends_softmax(op_on_cpu, backend, rows, wi
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+PARTS = (0, 1, 20, 25, 57, 70, BATCH * SEQ_LEN)
+"""Where tokens are cut: in documents, between them, after one token, and across rows."""
+
+
+def run_parts(mask, inputs, sinks=(), *, before=None, differentiates=True):
+    """The result of attention part by part, each over the keys of all tokens, or where it has a
+    window over those that it sees; and gradients."""
+    q, k, v = (x.flatten(0, 1)[None] for x in inputs)
+    run_with = attention_with_sinks if sinks else attention
+    found = []
+    for i, j in itertools.pairwise(PARTS):
+        part, (keys, values) = mask.part(i, j, (BATCH, SEQ_LEN), before), (k, v)
+        if before is not None:
+            keys, values = (F.pad(x, (0, 0, 0, 0, before, 0))[:, i : before + j] for x in (k, v))
+        found.append(run_with(q[:, i:j], keys, values, part, *sinks))
+    out = torch.cat(found, 1).view(BATCH, SEQ_LEN, HEADS, -1)
+    if not differentiates:
+        return [out]
+    return [out, *torch.autograd.grad(out.square().sum(), [*inputs, *sinks])]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("rows", ["packed", "whole"])
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "exact", "flex"])
+def test_parts_of_the_tokens_see_what_they_see_in_the_whole(
+    op_on_cpu, backend, rows, window, has_sinks
+):
+    positions_BS, ends = packed(1, 20, 50, 90) if rows == "packed" else (None, None)
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": CPU, "window": window}
+    how = {"cu_seqlens": ends, "needs_lse": has_sinks}
+    mask = AttentionMask.of(positions_BS, backend=backend, is_cut=True, **how, **sizes)
+    whole = AttentionMask.of(positions_BS, backend="reference", **how, **sizes)
+    inputs = qkv(v_width=24)
+    sinks = (torch.linspace(-3, 4, HEADS).requires_grad_(),) * has_sinks
+    out = (attention_with_sinks if has_sinks else attention)(*inputs, whole, *sinks)
+    expected = [out, *torch.autograd.grad(out.square().sum(), [*inputs, *sinks])]
+    if backend == "flex":  # which has no backward on a CPU
+        inputs = [x.detach() for x in inputs]
+        sinks = tuple(x.detach() for x in sinks)
+    for before in {None, None if window is None else window - 1}:
+        how = {"before": before, "differentiates": backend != "flex"}
+        found = run_parts(mask, inputs, sinks, **how)
+        for ours, theirs in zip(found, expected, strict=backend != "flex"):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", ["auto", "exact", "flex"])
+def test_parts_on_a_gpu_match_the_reference(backend, window, has_sinks):
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    positions_BS, ends = (x.to(device) for x in packed(1, 20, 50, 90))
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": device, "window": window}
+    how = {"cu_seqlens": ends, "dtype": dtype, "needs_lse": has_sinks, "is_cut": True}
+    results = []
+    for name, wide in ((backend, dtype), ("reference", torch.float32)):
+        mask = AttentionMask.of(positions_BS, backend=name, **how, **sizes)
+        sinks = (torch.linspace(-3, 4, HEADS, device=device).requires_grad_(),) * has_sinks
+        before = None if window is None else window - 1
+        results.append(run_parts(mask, qkv(device, wide), sinks, before=before))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()
+
+
 def by_hand(q_BSHd, k_BSGd, v_BSGd, mask, sinks_H):
     """The sink is a key of its own, whose value is 0."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k_BSGd, v_BSGd))
@@ -150,11 +218,15 @@ def test_versions_whose_gradients_are_wrong_are_not_used(version, serves, monkey
 def test_document_layout_pads_with_empty_documents(ends):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-    layout = cudnn_attention._document_layout(cu_seqlens, 16, 2**31, 24, 7, 2**33)
     padded = torch.tensor(ends + ends[-1:] * (17 - len(ends)), device=device)
-    assert torch.equal(layout["lengths"], padded.diff().int())
-    for name, elements in {"q": 2**31, "k": 24, "v": 7, "o": 2**33, "lse": 1}.items():
-        assert torch.equal(layout[f"{name}_offsets"], padded * elements)
+    for cu_seqlens_k, padded_k in ((None, padded), (3 * cu_seqlens + 5, 3 * padded + 5)):
+        both = (cu_seqlens, cu_seqlens_k)
+        layout = cudnn_attention._document_layout(both, 16, 2**31, 24, 7, 2**33)
+        assert torch.equal(layout["lengths"], padded.diff().int())
+        assert torch.equal(layout["k_lengths"], padded_k.diff().int())
+        for name, elements in {"q": 2**31, "k": 24, "v": 7, "o": 2**33, "lse": 1}.items():
+            begins = padded_k if name in "kv" else padded
+            assert torch.equal(layout[f"{name}_offsets"], begins * elements)
 
 
 @pytest.mark.gpu

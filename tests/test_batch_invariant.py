@@ -8,7 +8,7 @@ import torch
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import small_m
-from moetrain.kernels.attention.attention import attention_packed
+from moetrain.kernels.attention.attention import AttentionMask, attention_packed
 from moetrain.kernels.attention.batch_invariant import (
     BLOCK,
     forward,
@@ -99,6 +99,15 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
+    for start, stop in itertools.pairwise((0, 1, len(q) // 3, len(q))):  # a rank's tokens, say
+        mask = AttentionMask("exact", cu_seqlens=ends).part(start, stop, (1, len(q)))
+        both = {"cu_seqlens": mask.cu_seqlens, "cu_seqlens_k": mask.cu_seqlens_k}
+        given = (q[start:stop].contiguous(), k, v)
+        found, _ = forward(*given, window=window, scale=scale, sinks_H=sinks, **both)
+        if place == "cuda":
+            assert torch.equal(found, out[start:stop])
+        else:
+            torch.testing.assert_close(found, out[start:stop], rtol=0, atol=2e-6)
     keys, values, table = in_pages(lengths, k, v, ends)
     for most in (1, 37, 10**6):  # tokens of each sequence that are read now
         now = [min(n, most) for n in lengths]

@@ -143,7 +143,7 @@ def draw_sizes(d, family, moe, degrees):
     """Sizes that are odd where they may be."""
     tp, layers = degrees["tp"], d.choice([1, 2, 3, 5] if degrees["pp"] == 1 else [2, 3, 5])
     cp = degrees["cp"]
-    groups = tp * d.choice([1, 2, 3] if cp == 1 else [1, cp, 2 * cp])
+    groups = tp * d.choice([1, 2, 3] if cp == 1 else [1, cp, 2 * cp, 3])
     whole = cp if groups % (tp * cp) else 1  # fewer key heads than ranks, which each has a copy of
     sizes = {
         "family": family,
@@ -220,6 +220,8 @@ def draw_settings(d, degrees, layers):
     p["parallel.reduce_at"] = d.choice(["each", "last"])
     p["parallel.reshard_after_forward"] = d.choice(["no", "no", "yes", "2"])
     p["parallel.fsdp_transport"] = d.choice(["nccl", "copy"])
+    if degrees["cp"] > 1:
+        p["parallel.cp_method"] = d.choice(["auto", "all_gather"])
     p["optim.offload_fraction"] = d.choice([0.0, 0.0, 0.4, 0.7, 1.0])
     return [f"{key}={value}" for key, value in p.items()]
 

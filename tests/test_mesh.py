@@ -38,6 +38,9 @@ def resolve(world, arch=MOE, **degrees):
     return ParallelDims.resolve(ParallelSection(**degrees), world, arch)
 
 
+ULYSSES = {"cp_method": "ulysses"}
+
+
 @pytest.mark.parametrize(
     ("world", "degrees", "dp_shard", "efsdp"),
     [
@@ -80,8 +83,8 @@ def test_degrees_that_fit(world, degrees, dp_shard, efsdp):
         (16, {"tp": 16}, "tp", ["16", "num_heads 8", "world of 16"]),
         (8, {"tp": 8}, "tp", ["8", "num_kv_heads 4", "world of 8"]),
         (3, {"tp": 3}, "tp", ["3", "num_heads 8", "world of 3"]),
-        (16, {"cp": 16}, "cp", ["16", "num_heads 8", "num_kv_heads 4", "world of 16"]),
-        (16, {"cp": 8, "tp": 2}, "cp", ["cp x tp = 16 ranks", "num_heads 8"]),
+        (16, {"cp": 16, **ULYSSES}, "cp", ["16", "num_heads 8", "num_kv_heads 4", "world of 16"]),
+        (16, {"cp": 8, "tp": 2, **ULYSSES}, "cp", ["cp x tp = 16 ranks", "num_heads 8"]),
     ],
 )
 def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field, named):
@@ -95,12 +98,17 @@ def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field,
 def test_ranks_share_key_heads_or_have_copies():
     arch = MOE.model_copy(update={"num_heads": 12, "num_kv_heads": 6})
     with pytest.raises(ConfigError, match=r"4 .*num_heads 12 and num_kv_heads 6"):
-        resolve(4, arch, cp=4)
+        resolve(4, arch, cp=4, **ULYSSES)
+    assert resolve(4, arch, cp=4).cp_method == "all_gather"
+    assert resolve(2, arch, cp=2).cp_method == "ulysses"
+    assert resolve(2, arch, cp=2, cp_method="all_gather").cp_method == "all_gather"
 
 
-def test_context_parallel_ranks_have_no_state_to_carry():
-    with pytest.raises(ConfigError, match=r"parallel.cp: 2 .*a layer carries a state"):
-        resolve(2, PRESETS["qwen3.6-35b-a3b"], cp=2)
+def test_ranks_share_the_heads_of_layers_with_a_state():
+    arch = PRESETS["qwen3.6-35b-a3b"]  # with 16 key heads there
+    assert resolve(16, arch, cp=16).cp_method == "ulysses"
+    with pytest.raises(ConfigError, match=r"parallel.cp: 32 .* linear_num_key_heads 16"):
+        resolve(32, arch, cp=32)
 
 
 def test_expert_parallelism_needs_experts():

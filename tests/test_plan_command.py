@@ -42,6 +42,45 @@ def test_the_best_layout_is_first_and_its_command_fits(capsys):
     assert config["kernels"]["precision"] == rows[0]["precision"] == "bf16"
 
 
+LONG = ["--data.seq_len", "131072", "--model.max_positions", "131072", "--model.rope", "yarn"]
+
+
+def test_ranks_share_the_tokens_of_rows_that_no_layout_holds_otherwise(capsys):
+    """Of 1,048,576 tokens; with short rows sharing them is not tried."""
+    longer = [word.replace("131072", "1048576") for word in LONG]
+    axes = [word for axis in ("tp", "pp") for word in (f"--parallel.{axis}", "1")]
+    alone = [*SIX, "--gpus", "4", *FIXED, *longer, *axes]
+    assert main([*alone, "--parallel.cp", "1"]) == 2
+    assert "fits in no layout" in capsys.readouterr().err
+    _, rows, command = plan(capsys, *alone)
+    assert {row["cp"] for row in rows} <= {"2", "4"}
+    assert command[command.index("--parallel.cp") + 1] == rows[0]["cp"]
+    _, rows, _ = plan(capsys, *SIX, "--gpus", "4", *FIXED, *axes)
+    assert {row["cp"] for row in rows} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], r"cp_method ulysses \(2 ranks can share the heads\)"),
+        (["--model.num_heads", "31", "--model.num_kv_heads", "1"], r"all_gather \(2 ranks cannot"),
+        (["--parallel.cp_method", "all_gather"], r"cp_method all_gather \(asked for\)"),
+    ],
+)
+def test_the_dry_run_says_how_ranks_share_rows(words, says, capsys):
+    """Six layers of bf16, and a rank's 65,536 tokens: by hand."""
+    devices = ["--launch.gpus", "2", "--launch.gpu", "h200", "--parallel.cp", "2"]
+    rows = ["--train.global_batch_size", "1", "--train.micro_batch_size", "1", "--dry_run"]
+    assert train.main([*SIX, *LONG, *devices, *rows, *words]) == 0
+    said = capsys.readouterr().err
+    assert re.search(says, said)
+    tokens, (heads, groups) = 65_536, (31, 1) if "31" in words else (32, 4)
+    numbers = tokens * 6 * 2 * 128
+    ulysses = numbers * (2 * heads + 2 * max(groups, 2)) / 2
+    gathered = numbers * 2 * groups
+    assert f"ulysses {ulysses / 2**30:.3f} GiB, all_gather {gathered / 2**30:.3f} GiB" in said
+
+
 def test_what_a_user_sets_stays(capsys):
     given = ["--parallel.ep", "2", "--train.global_batch_size", "12", "--activation.policy", "full"]
     _, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *given, "--parallel.tp", "1")

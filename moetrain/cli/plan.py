@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # which imports torch, and --help need not wait for it
     from moetrain.train.plan import MemoryPlan
 
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+_LONG_ROW = 16_384
+"""Tokens of rows that context parallel ranks may share; shorter ones leave other layouts."""
 _ROUNDS = 4
 """Micro-batches of a step for each pipeline rank, where no batch is given."""
 
@@ -44,7 +46,7 @@ class _Layout(NamedTuple):
     change: _Change
 
     COLUMNS = (
-        *("parallel.dp_replicate", "parallel.tp", "parallel.ep", "parallel.pp"),
+        *("parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.ep", "parallel.pp"),
         *("train.micro_batch_size", "activation.policy", "parallel.reshard_after_forward"),
         *("optim.state_dtype", "kernels.precision"),
     )
@@ -52,14 +54,15 @@ class _Layout(NamedTuple):
     def cells(self, gpus: int) -> list[str]:
         """Return what is printed of it."""
         settings = {name: attrgetter(name)(self.config) for name in self.COLUMNS}
-        replicate, tp, pp = (settings[f"parallel.{x}"] for x in ("dp_replicate", "tp", "pp"))
+        others = math.prod(settings[f"parallel.{x}"] for x in ("dp_replicate", "cp", "tp", "pp"))
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
         shown = [_shown(value) for value in settings.values()]
-        return [*figures, str(gpus // (replicate * tp * pp)), *shown]
+        return [*figures, str(gpus // others), *shown]
 
 
 _HEADS = (
-    *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "tp", "ep", "pp", "rows"),
+    *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "cp", "tp"),
+    *("ep", "pp", "rows"),
     *("recompute", "reshard", "states", "precision"),
 )
 
@@ -173,8 +176,8 @@ def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout
     for micro_batch in rows:
         whole = {**change, "train.micro_batch_size": micro_batch}
         if not plan.config.is_users("train.global_batch_size"):
-            pp, tp = change["parallel.pp"], change["parallel.tp"]
-            batch = micro_batch * (plan.machine.processes // (pp * tp))
+            pp, *shared = (change[f"parallel.{x}"] for x in ("pp", "cp", "tp"))
+            batch = micro_batch * (plan.machine.processes // (pp * math.prod(shared)))
             whole["train.global_batch_size"] = batch * (_ROUNDS * pp if pp > 1 else 1)
         if (tried := plan.changed(whole)) is None:
             continue
@@ -201,7 +204,7 @@ def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
 def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield degrees of parallelism that multiply to ``gpus``, and dtypes of states.
 
-    Tensor and expert parallel ranks together lie on one machine.
+    Tensor and expert parallel ranks together lie on one machine, and so do those that share tokens.
     """
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
     inside = [n for n in degrees if n <= GPUS_OF_MACHINE]
@@ -209,6 +212,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     has_given = config.is_users("parallel.tp") or config.is_users("parallel.ep")
     largest = gpus if has_given else max(inside)
     options = {
+        "parallel.cp": inside if config.data.seq_len >= _LONG_ROW else [1],
         "parallel.tp": inside,
         "parallel.pp": [n for n in degrees if n <= max(GPUS_OF_MACHINE, machines)],
         "parallel.ep": inside,
@@ -219,8 +223,10 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
         if config.is_users(name):
             options[name] = [attrgetter(name)(config)]
     for values in product(*options.values()):
-        tp, pp, ep, replicas, states = values
-        if gpus % (tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
+        cp, tp, pp, ep, replicas, states = values
+        if gpus % (cp * tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
+            continue
+        if cp * tp > max(inside) and not config.is_users("parallel.cp"):
             continue
         change = dict(zip(options, values, strict=True))
         if not config.is_users("optim.gradient_dtype"):

@@ -127,7 +127,6 @@ _NEEDS: tuple[_Need, ...] = (
     # A pipeline's last stage has no embedding, and PEFT's models have no such blocks.
     _Need("train.mtp_weight", {"train.objective": {"next_token"}}),
     _Need("train.mtp_weight", {"parallel.pp": {1}}),
-    _Need("train.mtp_weight", {"parallel.cp": {1}}),
     _Need("train.mtp_weight", {"lora.rank": {0}}),
     _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
@@ -159,6 +158,7 @@ _NEEDS: tuple[_Need, ...] = (
     ),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
     _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
+    _Need("parallel.cp_method", {"parallel.cp": _SEVERAL}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
     _Need("moe.*", {Fact.EXPERTS: _HELD}),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),

@@ -46,9 +46,12 @@ class ParallelSection(Section):
     every rank gathers all experts of a block, the fastest on four GPUs of one machine (by 4 %).
     More: tokens travel to their experts, which takes less memory."""
     cp: PositiveInt = 1
-    """Context parallel ranks, which share the tokens of the same rows. In attention they share its
-    heads instead (Ulysses), so cp * tp divides the query heads, and the key and value heads are a
-    multiple of cp * tp or a divisor of it."""
+    """Context parallel ranks, which share the tokens of the same rows."""
+    cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
+    """What they do in attention. ulysses: share its heads instead of tokens, so that cp * tp
+    divides the query heads, and the key and value heads are a multiple of cp * tp or a divisor of
+    it; all_gather: keep the queries of their tokens, and gather the keys and values of all; auto:
+    ulysses where heads allow it. Layers with a state always share heads, which cp * tp divides."""
     reshard_after_forward: Annotated[
         bool | int,
         checked(

@@ -61,11 +61,26 @@ class Workload:
     width: int
     """Bytes of a number in the compute dtype."""
     is_compiled: bool
+    cp: int = 1
+    gathers_keys: bool = False
+    """Whether its attention has the keys and values of all context parallel ranks' tokens."""
 
     @property
     def own_tokens(self) -> int:
         """N, the tokens that this rank has for itself."""
         return self.tokens // self.tp
+
+    @property
+    def key_tokens(self) -> int:
+        """The tokens whose keys and values attention has here."""
+        return self.tokens * (self.cp if self.gathers_keys else 1)
+
+    def received(self, spread: float, gathered: float) -> dict[str, float]:
+        """Return the bytes that a context parallel rank receives in a forward, by the values of
+        ``parallel.cp_method``: of so many numbers of each token, which are spread over the ranks,
+        or which all of them get."""
+        each, others = self.tokens * self.width, self.cp - 1
+        return {"ulysses": each * spread * others / self.cp, "all_gather": each * gathered * others}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +201,10 @@ class AttentionPart(Part):
     def widest_head(self) -> int:
         """The most numbers of a head that its mask's backend must take."""
         return 0
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        """Return :meth:`Workload.received` of what it exchanges to see whole documents."""
+        return share.received(0, 0)
 
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a

@@ -112,7 +112,21 @@ class GroupedQueryAttention(AttentionPart):
             values += (w if share.is_compiled else FP32 + w) * numbers
         if self.output_gate:  # the gates, and the gated result
             values += 2 * w * self.widths[0]
-        return share.tokens * (values + FP32 * self.num_heads) / share.tp
+        gathered = 2 * w * self.widths[1] * self._others(share)
+        return (share.tokens * (values + FP32 * self.num_heads) + gathered) / share.tp
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        q_dim, kv_dim = self.widths
+        copies = max(1.0, share.cp * share.tp / self.num_kv_heads)
+        spread = 2 * q_dim + 2 * kv_dim * copies
+        all_of_one = share.tokens * max(1, share.cp - 1)
+        seen = min(1.0, 2 * (self.window or all_of_one) / share.tokens)  # two pieces see windows
+        return share.received(spread / share.tp, 2 * kv_dim * seen / share.tp)
+
+    def _others(self, share: Workload) -> int:
+        """Count the tokens of other ranks whose keys and values it has."""
+        others = share.key_tokens - share.tokens
+        return min(others, 2 * self.window) if self.window else others
 
     def cached_numbers(self) -> int:
         return 2 * self.widths[1]

@@ -288,6 +288,8 @@ class Context(NamedTuple):
     whole: tuple[int, int] | None = None
     """B and S of the rows that ``mask`` is for, where this device has a part of their tokens; all
     else is of its own, as [1, N]. None: it has all."""
+    parts: tuple[AttentionMask, ...] = ()
+    """Masks of equal parts of its tokens over the keys of all, where its attention is so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,6 +150,8 @@ class Rows(NamedTuple):
     """The context of blocks of each kind."""
     routes_BSLK: torch.Tensor | None = None
     """As in :class:`Inputs`."""
+    own: Callable[[torch.Tensor], torch.Tensor] = lambda x_BS: x_BS
+    """Keeps what concerns this device's tokens of [B, S, ...]."""
 
 
 class Sharding:
@@ -184,7 +186,8 @@ class Transformer(nn.Module):
         source: the rest of the checkpoint that the weights came from; None: there was none.
         vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism
             replace it.
-        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it.
+        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it, and
+            says by ``cuts_queries`` that attention is over all keys for these tokens alone.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class Transformer(nn.Module):
         self.source: HFSource | None = None
         self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
+        self.cuts_queries = False
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
         layers = range(len(arch.layers()))
@@ -274,6 +278,7 @@ class Transformer(nn.Module):
                 dtype=self.compute_dtype or self.embed.weight.dtype,
                 needs_lse=self.needs_lse,
                 width=self.widths.get(window, 0),
+                is_cut=self.cuts_queries,
             )
             for window in dict.fromkeys(kind.window for kind in self.kinds)
         }

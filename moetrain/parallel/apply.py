@@ -111,7 +111,7 @@ def _parallelize(
         how = {"backend": config.kernels.backend, "softcap": model.arch.logit_softcap}
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, **how)
     if meshes.dims.cp > 1:
-        share_tokens(model, meshes.dense.get_group("cp"))
+        share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)

@@ -1,35 +1,47 @@
 """Context parallelism: ranks share the tokens of the same rows, put on from outside.
 
-Every rank has its own part of a micro-batch's tokens everywhere but in attention. There heads
-travel (Ulysses, arXiv 2309.14509): each rank gets all tokens of a part of the heads, and its tokens
-of every head come back::
+Every rank has its own part of a micro-batch's tokens everywhere but in attention. There are two
+ways to have attention see whole documents, whatever their lengths:
+
+``ulysses`` (arXiv 2309.14509): heads travel. Each rank gets all tokens of a part of the heads, and
+its tokens of every head come back::
 
     q_NHd, k_NGd, v_NGd --exchange--> [B, S, H/W, d] --attention, exchange--> y_NHd
 
-Attention thus sees whole documents, whatever their lengths, and every rank has as many scores to
-compute as the others. Tokens are cut as one row [1, T, D] (:mod:`moetrain.parallel.tensor`, whose
-ranks cut a part further); they need not lie in the same row. Where ranks outnumber key and value
-heads, each of these goes to several. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1
-of both heads; after the exchange, all four tokens of head 0.
+Every rank has as many scores to compute as the others. Where ranks outnumber key and value heads,
+each of these goes to several. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1 of both
+heads; after the exchange, all four tokens of head 0.
 
-Embedding, logits and losses are those of a rank's own tokens. Per-token results are gathered, so
-that every rank has those of whole rows; a loss that each makes of them alike is to be divided by W.
-FSDP shards parameters over these ranks too, and adds up the gradients of their tokens.
+``all_gather`` (arXiv 2407.21783): queries stay, and keys and values of all tokens arrive; of latent
+attention the latents, which every rank expands. Their gradients are added up in fp32 in the order
+of the ranks. A document's last tokens see the most keys, so all tokens are cut into 2W pieces, and
+rank r has pieces r and 2W - 1 - r: of one long document each rank has as many scores to compute.
+With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys; rank 1 has those
+that see 3, 4, 5 and 6.
 
-Left out on purpose: rings of keys and values, which more ranks than heads would need, and hiding
+Layers with a state go over all tokens of a part of the heads in both ways.
+
+Tokens are cut as one row [1, T, D] (:mod:`moetrain.parallel.tensor`, whose ranks cut a part
+further); they need not lie in the same row. Embedding, logits and losses are those of a rank's own
+tokens. Per-token results are gathered, so that every rank has those of whole rows; a loss that each
+makes of them alike is to be divided by W. FSDP shards parameters over these ranks too, and adds up
+the gradients of their tokens.
+
+Left out on purpose: rings, whose ranks would hold the keys of one other rank at a time, and hiding
 the exchanges behind the products next to them.
 
 Legend: W context parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, H query heads,
-G key/value heads (of this tensor parallel rank), d head width, D model width.
+G key/value heads (of this tensor parallel rank), d head width, D model width, c any width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
+from torch.nn import functional as F
 
 from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
 from moetrain.models.attention import Core
@@ -37,36 +49,117 @@ from moetrain.models.layers import Context, Vocabulary
 from moetrain.models.transformer import Rows, Transformer
 from moetrain.parallel.tensor import TokenParts
 
-_all_to_all: Any = functional.all_to_all_single
 
-
-def share_tokens(model: Transformer, group: dist.ProcessGroup) -> None:
+def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> None:
     """Let the ranks of ``group`` share the tokens of ``model``'s rows."""
-    parts = TokenParts(group)
+    gathers = method == "all_gather"
+    parts = _Zigzag(group) if gathers else _Parts(group)
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
-    model.cut_rows = _Cut(parts)
+    model.cut_rows, model.cuts_queries = _Cut(parts), gathers
     for module in model.modules():
+        others: dict[str, Any] = {"over_heads": parts.over_heads, "gather_latents": parts.gather}
         if (core := getattr(module, "core", None)) is not None:
-            setattr(module, "core", _Ulysses(core, group))  # noqa: B010 - of several classes
+            others["core"] = _Gathered(core, parts) if gathers else _Ulysses(core, parts)
+        for name, other in others.items():
+            if hasattr(module, name) and (name != "gather_latents" or gathers):
+                setattr(module, name, other)
+
+
+class _Parts(TokenParts):
+    """The tokens that context parallel ranks have: each an equal part in order."""
+
+    pieces = 1
+    """How many pieces, apart from each other, a rank has."""
+
+    def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
+        """Give [T, c], all tokens in order, of what is here by rank."""
+        return x_WNc.flatten(0, 1)
+
+    def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
+        """Give [W, N, c] of all tokens in order."""
+        return x_Tc.unflatten(0, (self.ranks, -1))
+
+    def starts(self, tokens: int) -> list[int]:
+        """Give where this rank's pieces begin among ``tokens``."""
+        return [self.rank * tokens // self.ranks]
+
+    def part(self, x_T: torch.Tensor) -> torch.Tensor:
+        n = len(x_T) // self.ranks // self.pieces
+        found = [x_T[start : start + n] for start in self.starts(len(x_T))]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
+        return self.in_order(super().gather(x_ND)[0].unflatten(0, (self.ranks, -1)))[None]
+
+    def spread(self, given_Nc: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Send heads to their ranks, in one message: all tokens of this rank's part of each."""
+        parts = [x.unflatten(1, (self.ranks, -1)) for x in given_Nc]
+        leaving_WNc = torch.cat(parts, 2).transpose(0, 1)
+        arrived_Tc = self.in_order(self.swap(leaving_WNc))
+        return arrived_Tc.split([x.shape[2] for x in parts], 1)
+
+    def collected(self, y_Tc: torch.Tensor) -> torch.Tensor:
+        """Give [N, W * c], this rank's tokens of all heads, of all tokens of its heads."""
+        return self.swap(self.by_rank(y_Tc)).transpose(0, 1).flatten(1)
+
+    def over_heads(
+        self,
+        mixed: Callable[..., torch.Tensor],
+        given: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        context: Context,
+    ) -> torch.Tensor:
+        """Call ``mixed`` with all tokens, and the weights, of this rank's part of the heads."""
+        own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
+        return self.collected(mixed(self.spread(given), own, context))
+
+
+class _Zigzag(_Parts):
+    """Rank r has pieces r and 2W - 1 - r of 2W."""
+
+    pieces = 2
+
+    def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
+        first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
+        return torch.cat((first_Wnc, second_Wnc.flip(0))).flatten(0, 1)
+
+    def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
+        first_Wnc, second_Wnc = x_Tc.unflatten(0, (2 * self.ranks, -1)).chunk(2)
+        return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
+
+    def starts(self, tokens: int) -> list[int]:
+        n = tokens // (2 * self.ranks)
+        return [self.rank * n, (2 * self.ranks - 1 - self.rank) * n]
 
 
 class _Cut:
-    """Cuts what blocks need to know of each token; masks stay those of whole rows."""
+    """Cuts what blocks need to know of each token; masks stay those of whole rows, and those of the
+    parts of queries are added where attention is so."""
 
-    def __init__(self, parts: TokenParts) -> None:
+    def __init__(self, parts: _Parts) -> None:
         self.parts = parts
 
     def __call__(self, rows: Rows) -> Rows:
         shape = rows.batch, rows.seq_len
         tokens = rows.batch * rows.seq_len // self.parts.ranks
-        contexts = {window: self._own(one, shape) for window, one in rows.contexts.items()}
+        contexts = {kind: self._own(one, shape, kind.window) for kind, one in rows.contexts.items()}
         routes = None if rows.routes_BSLK is None else self._part(rows.routes_BSLK)
-        return Rows(1, tokens, contexts, routes)
+        return Rows(1, tokens, contexts, routes, self._part)
 
-    def _own(self, context: Context, shape: tuple[int, int]) -> Context:
+    def _own(self, context: Context, shape: tuple[int, int], window: int | None) -> Context:
         cos, sin = (self._part(x.expand(shape[0], *x.shape[1:])) for x in context.rotation)
         is_pad = None if context.is_pad_BS is None else self._part(context.is_pad_BS)
-        return context._replace(rotation=(cos, sin), is_pad_BS=is_pad, whole=shape)
+        masks, tokens = (), shape[0] * shape[1]
+        if (pieces := self.parts.pieces) > 1:
+            n = tokens // (pieces * self.parts.ranks)
+            # Of windows, the keys before a piece lie in the one before it. The bits of exact depend
+            # on where a document's keys begin.
+            is_near = window is not None and window <= n and context.mask.backend != "exact"
+            before = max(1, window - 1) if is_near and window else None
+            starts = self.parts.starts(tokens)
+            masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
+        own = {"rotation": (cos, sin), "is_pad_BS": is_pad, "whole": shape, "parts": masks}
+        return context._replace(**own)
 
     def _part(self, x_BS: torch.Tensor) -> torch.Tensor:
         return self.parts.part(x_BS.flatten(0, 1))[None]
@@ -75,9 +168,8 @@ class _Cut:
 class _Ulysses:
     """Attention ``core`` over all tokens of this rank's part of the heads."""
 
-    def __init__(self, core: Core, group: dist.ProcessGroup) -> None:
-        self.core, self.ranks, self.rank = core, group.size(), group.rank()
-        self.group = group.group_name
+    def __init__(self, core: Core, parts: _Parts) -> None:
+        self.core, self.parts = core, parts
 
     def __call__(
         self,
@@ -90,46 +182,72 @@ class _Ulysses:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert context.whole is not None  # rows were cut
-        ranks, copies = self.ranks, max(1, self.ranks // k.shape[2])
+        ranks, rank = self.parts.ranks, self.parts.rank
+        copies = max(1, ranks // k.shape[2])
         heads = [q, *(x.repeat_interleave(copies, 2) for x in (k, v))]
-        widths = [x.shape[2] // ranks * x.shape[3] for x in heads]
-        # One message for all three: for each rank, its heads of every token here.
-        leaving_NWc = torch.cat(
-            [x[0].reshape(-1, ranks, x.shape[2] // ranks * x.shape[3]) for x in heads], 2
-        )
-        arrived_Tc = self._exchanged(leaving_NWc.transpose(0, 1)).flatten(0, 1)
-        parts = arrived_Tc.split(widths, 1)
+        spread = self.parts.spread([x[0].flatten(1) for x in heads])
         q, k, v = (
             part.reshape(*context.whole, -1, x.shape[3])
-            for part, x in zip(parts, heads, strict=True)
+            for part, x in zip(spread, heads, strict=True)
         )
-        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[self.rank]}
+        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[rank]}
         y_Tc = self.core(q, k, v, context, scale, **how).flatten(2).flatten(0, 1)
-        arrived_WNc = self._exchanged(y_Tc.unflatten(0, (ranks, -1)))
-        return arrived_WNc.transpose(0, 1).reshape(1, arrived_WNc.shape[1], -1, v.shape[3])
-
-    def _exchanged(self, x_WNc: torch.Tensor) -> torch.Tensor:
-        """Send ``x[r]`` to rank r; give what each rank sent here, by rank."""
-        return _HeadExchange.apply(x_WNc.contiguous(), self.group)
+        return self.parts.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
 
 
-class _HeadExchange(torch.autograd.Function):
-    """An exchange in equal parts, which is its own backward."""
+class _Gathered:
+    """Attention ``core`` of this rank's queries, piece by piece, over the keys of all tokens."""
 
-    @staticmethod
-    def forward(ctx: Any, x_WNc: torch.Tensor, group: str):
-        ctx.group = group
-        return functional.wait_tensor(_all_to_all(x_WNc, None, None, group))
+    def __init__(self, core: Core, parts: _Parts) -> None:
+        self.core, self.parts = core, parts
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _HeadExchange.apply(gradients[0].contiguous(), ctx.group), None
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: Context,
+        scale: float | None = None,
+        **how: torch.Tensor,
+    ) -> torch.Tensor:
+        before, keys = context.parts[0].before, (k, v)
+        if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
+            own = torch.cat([x.flatten(2) for x in keys], 2)
+            given = self.parts.gather(own) if before is None else self._near(own, before)
+            widths = [x.shape[2] * x.shape[3] for x in keys]
+            both = zip(given.split(widths, 2), keys, strict=True)
+            keys = tuple(y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
+        elif before is not None:
+            tokens, n = k.shape[1], q.shape[1] // len(context.parts)
+            padded = [F.pad(x, (0, 0, 0, 0, before, 0)) for x in keys]
+            starts = self.parts.starts(tokens)
+            keys = [torch.cat([x[:, i : i + before + n] for i in starts], 1) for x in padded]
+        count = len(context.parts)
+        own_keys = [keys] * count
+        if before is not None:
+            own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
+        pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
+        found = [
+            self.core(piece, *seen, context._replace(mask=mask), scale, **how)
+            for piece, seen, mask in pieces
+        ]
+        return torch.cat(found, 1)
+
+    def _near(self, own_1Nc: torch.Tensor, before: int) -> torch.Tensor:
+        """Put the ``before`` tokens that lie before each of this rank's pieces in front of it."""
+        pieces = own_1Nc.chunk(self.parts.pieces, 1)
+        ends = self.parts.gather(torch.cat([x[:, -before:] for x in pieces], 1))
+        ends = F.pad(ends, (0, 0, before, 0)).unflatten(1, (-1, before))
+        found = []
+        for start, piece in zip(self.parts.starts(len(ends[0]) - 1), pieces, strict=True):
+            found += [ends[:, start], piece]
+        return torch.cat(found, 1)
 
 
 class _Vocabulary(Vocabulary):
     """``inner`` for this rank's tokens; arguments and per-token results are those of all."""
 
-    def __init__(self, inner: Vocabulary, parts: TokenParts) -> None:
+    def __init__(self, inner: Vocabulary, parts: _Parts) -> None:
         super().__init__(inner.backend)
         self.inner, self.parts = inner, parts
 

@@ -24,7 +24,7 @@ Left out on purpose: layouts that put a machine's ranks anywhere but side by sid
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -58,6 +58,7 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    cp_method: str = "ulysses"
 
     def __post_init__(self) -> None:
         if self.pp * self.dp_replicate * self.sharding_ranks != self.world_size:
@@ -87,7 +88,7 @@ class ParallelDims:
             given["dp_shard"] = max(1, world_size // others)
         dims = cls(world_size, **given)
         dims._check_model(arch)
-        return dims
+        return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
 
     @property
     def sharding_ranks(self) -> int:
@@ -132,9 +133,6 @@ class ParallelDims:
                     f"parallel.{axis}",
                     f"{degree} {where} does not divide the model's {name} {size}",
                 )
-        for part in parts if self.cp > 1 else ():
-            if isinstance(part, AttentionPart):
-                self._check_context(part, where)
         if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
             raise ConfigError(
                 "parallel.tp",
@@ -142,19 +140,31 @@ class ParallelDims:
                 f"parts of {math.ceil(arch.vocab_size / self.tp)} the last rank has none; use less",
             )
 
-    def _check_context(self, part: AttentionPart, where: str) -> None:
-        if part.carries_state:
-            problem = "but a layer carries a state from token to token"
-            raise ConfigError("parallel.cp", f"{self.cp} {where}, {problem}; use 1")
-        heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
-        groups = groups or heads  # each head has keys of its own
-        if heads % self.token_ranks or (groups % self.token_ranks and self.token_ranks % groups):
-            raise ConfigError(
-                "parallel.cp",
-                f"{self.cp} {where}: cp x tp = {self.token_ranks} ranks cannot share num_heads "
-                f"{heads} and num_kv_heads {groups}; it must divide the former, and divide the "
-                "latter or be a multiple of it",
-            )
+    def _context_method(self, wanted: str, arch: Architecture) -> str:
+        """Return how context parallel ranks attend, where ``wanted`` may be auto."""
+        if self.cp == 1:
+            return "ulysses"
+        ranks, problem = self.token_ranks, None
+        where = f"{self.cp} in a world of {self.world_size}: cp x tp = {ranks} ranks cannot share"
+        for part in arch.parts():
+            if not isinstance(part, AttentionPart):
+                continue
+            if part.carries_state:
+                sizes = {name: getattr(part, name) for name in part.divided}
+                if bad := [f"{name} {size}" for name, size in sizes.items() if size % ranks]:
+                    remedy = f"the {bad[0]} of a layer with a state; it must divide them"
+                    raise ConfigError("parallel.cp", f"{where} {remedy}")
+                continue
+            heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
+            groups = groups or heads  # each head has keys of its own
+            if heads % ranks or (groups % ranks and ranks % groups):
+                problem = (
+                    f"{where} num_heads {heads} and num_kv_heads {groups}; let them divide the "
+                    "former and the latter, or use parallel.cp_method all_gather"
+                )
+        if problem and wanted == "ulysses":
+            raise ConfigError("parallel.cp", problem)
+        return "all_gather" if problem or wanted == "all_gather" else "ulysses"
 
 
 @dataclass(frozen=True)

@@ -73,20 +73,24 @@ class TokenParts:
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Give [1, T, D], all ranks' tokens; leading dims of ``x_ND`` are flattened."""
-        return self._exchanged(x_ND, gathers=True)
+        return self._exchanged(x_ND, "gather")
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
-        return self._exchanged(y_TD, gathers=False)
+        return self._exchanged(y_TD, "scatter")
+
+    def swap(self, x_WNc: torch.Tensor) -> torch.Tensor:
+        """Send ``x[r]`` to rank r; give what each rank sent here, by rank."""
+        return self._exchanged(x_WNc, "swap")[0].view(x_WNc.shape)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' ``x``, the same sum on every rank; the backward adds up its gradients,
         since each rank uses the sum."""
         return _RankSum.apply(x, self.ranks, self.group)
 
-    def _exchanged(self, x_TD: torch.Tensor, gathers: bool) -> torch.Tensor:
+    def _exchanged(self, x_TD: torch.Tensor, kind: str) -> torch.Tensor:
         rows_TD = x_TD.flatten(0, -2).contiguous()
-        return _Exchange.apply(rows_TD, gathers, self.ranks, self.group)[None]
+        return _Exchange.apply(rows_TD, kind, self.ranks, self.group)[None]
 
     def share(self, part: nn.Module, style: PartStyle) -> None:
         """Register the hooks on ``part`` that its ``style`` asks for.
@@ -121,23 +125,29 @@ class TokenParts:
         return x_ND, context
 
 
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap"}
+
+
 class _Exchange(torch.autograd.Function):
-    """Every rank's rows, or this rank's rows of their sum; each is the other's backward."""
+    """Gathers every rank's rows, or scatters their sum; each is the other's backward. Or swaps each
+    rank's part of the rows, which is its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, gathers: bool, ranks: int, group: str):
-        ctx.how = not gathers, ranks, group
-        return _exchange(x_TD, gathers, ranks, group)
+    def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str):
+        ctx.how = _BACKWARD[kind], ranks, group
+        return _exchange(x_TD, kind, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
         return _exchange(gradients[0].contiguous(), *ctx.how), None, None, None
 
 
-def _exchange(x_TD: torch.Tensor, gathers: bool, ranks: int, group: str) -> torch.Tensor:
-    if gathers:
+def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
+    if kind == "gather":
         return functional.wait_tensor(_all_gather(x_TD, 0, group))
     arriving_TD = functional.wait_tensor(_all_to_all(x_TD, None, None, group))
+    if kind == "swap":
+        return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
     # In fp32 in rank order, rounded once.
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])

@@ -5,6 +5,7 @@ One process is a world of one, with meshes like any other.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, TypeVar
 
 import torch
@@ -209,12 +210,13 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
         )
     if dims.pp > 1:
         StagePlan(config, arch).check(dims)
-    if (tokens := t.micro_batch_size * seq_len) % dims.token_ranks:
+    pieces = 2 * dims.cp if dims.cp_method == "all_gather" else dims.cp
+    if (tokens := t.micro_batch_size * seq_len) % lcm(dims.token_ranks, pieces):
         raise ConfigError(
             "parallel.tp" if dims.cp == 1 else "parallel.cp",
             f"cp {dims.cp} x tp {dims.tp} does not divide the {tokens} tokens of a micro-batch "
             f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which these "
-            "ranks share",
+            "ranks share" + ", each in two pieces of a size" * (pieces > dims.cp),
         )
     return dims
 

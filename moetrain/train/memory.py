@@ -27,7 +27,7 @@ from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.config.sections import TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
-from moetrain.models.architecture import FP32, Architecture, Part, Workload
+from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import resharded_blocks
@@ -199,7 +199,8 @@ class RankSizes:
         config, arch = plan.config, plan.arch
         self.config, self.arch, self.dims = config, arch, dims
         tokens = config.train.micro_batch_size * config.data.seq_len // dims.cp
-        self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
+        how = (dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
+        self.share = Workload(tokens, *how, dims.cp, dims.cp_method == "all_gather")
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""
         layers = arch.layers()
@@ -345,6 +346,17 @@ class RankSizes:
             activations=first.saved,
             working_set=first.backward,
         )
+
+    def received(self) -> Counter[str]:
+        """Return the bytes that context parallelism brings here in a micro-batch's forward, by the
+        values of ``parallel.cp_method``."""
+        total: Counter[str] = Counter()
+        for layer, count in self.layers.items():
+            for part in layer:
+                if isinstance(part, AttentionPart):
+                    found = part.exchanged(self.share)
+                    total.update({name: int(count * size) for name, size in found.items()})
+        return total
 
     def _of_all(self, of_one: Callable[[_Block], float]) -> float:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())

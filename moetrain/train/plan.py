@@ -30,6 +30,7 @@ from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import GIB
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
+from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
@@ -123,6 +124,8 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     if dims.pp > 1:
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
         lines.append(f"{StagePlan(plan.config, arch).describe(dims)}, GiB {by_rank}")
+    if dims.cp > 1:
+        lines.append(_exchange(plan.config, dims, plan.sizes()[0]))
     sizes = f"{peak.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
     verdict = f"fits: {sizes}"
     if not peak.surely_fits(capacity):
@@ -141,6 +144,17 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
             f"this machine has {_room_here().most / GIB:.1f} GiB"
         )
     return "\n".join(lines)
+
+
+def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:
+    """Say how context parallel ranks attend, why, and what the ways send."""
+    method, sizes = dims.cp_method, rank.received()
+    why = "asked for"
+    if config.parallel.cp_method == "auto":
+        can = "can" if method == "ulysses" else "cannot"
+        why = f"{dims.token_ranks} ranks {can} share the heads"
+    shown = ", ".join(f"{name} {size / GIB:.3f} GiB" for name, size in sizes.items())
+    return f"parallel.cp_method {method} ({why}); a rank receives in a forward: {shown}"
 
 
 def _changes(plan: MemoryPlan) -> Iterator[_Change]:

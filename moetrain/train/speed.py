@@ -21,7 +21,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.config.environment import GPUS, GPUS_OF_MACHINE, NETWORK_RATE, Gpu, GpuName
-from moetrain.models.architecture import FP32, Part
+from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.schedules import Action
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.train.memory import RankSizes
@@ -165,14 +165,19 @@ class _Clock:
         return (lora_rank > 0) * rows * widths * seconds
 
     def _messages(self, part: Part) -> float:
-        """Estimate a part's collectives among tensor or expert parallel ranks."""
+        """Estimate a part's collectives among tensor, context or expert parallel ranks."""
         dims, stream = self.dims, self.rank.residual_bytes
         if part.style == "routed":
             top_k = getattr(part, "num_experts_per_token", 1)
             reached = dims.ep * (1 - (1 - 1 / dims.ep) ** top_k)
             # Dispatch, combine and the backward of each.
             return 4 * self.travel(reached * stream, dims.ep, dims.ep)
-        return 4 * self.travel(dims.tp * stream, dims.tp, dims.tp)
+        exposed = 4 * self.travel(dims.tp * stream, dims.tp, dims.tp)
+        if dims.cp > 1 and isinstance(part, AttentionPart):
+            received = part.exchanged(self.share)[dims.cp_method] * dims.cp / (dims.cp - 1)
+            passes = 2 + (self.config.activation.policy != "none")
+            exposed += passes * self.travel(received, dims.cp, dims.token_ranks)
+        return exposed
 
     def _weights_moved(self) -> float:
         """Count bytes of weights that products read and gradients that are written and added up."""
@@ -190,4 +195,5 @@ class _Clock:
         reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
         each = self.share.width * (gathers + reduces * rank.share_trained)
         experts = self.travel(each * self.experts, dims.efsdp, dims.sharding_ranks)
-        return experts + self.travel(each * self.others, dims.dp_shard, dims.sharding_ranks)
+        ranks = dims.dp_shard * dims.cp
+        return experts + self.travel(each * self.others, ranks, dims.sharding_ranks)

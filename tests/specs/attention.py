@@ -20,14 +20,22 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     tokens, heads, kv_heads, width = sum(lengths), case["H"], case["G"], case["d"]
     v_width = case.get("v", width)
     ends = [0, *itertools.accumulate(lengths)]
+    keys, of_keys = tokens, {}
+    if before := case.get("before"):  # each document's keys before its queries, and nobody's
+        first, *counts, last = (before[0], *before[1:-1], before[-1])
+        both = (q + k for q, k in zip(lengths, counts, strict=True))
+        starts = [*itertools.accumulate(both, initial=first)]
+        keys = starts[-1] + last
+        of_keys["cu_seqlens_k"] = torch.tensor(starts, dtype=torch.int32, device=generator.device)
     return {
         "q_THd": normal(generator, tokens, heads, width).to(dtype),
-        "k_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
-        "v_TGv": normal(generator, tokens, kv_heads, v_width).to(dtype),
+        "k_TGd": normal(generator, keys, kv_heads, width).to(dtype),
+        "v_TGv": normal(generator, keys, kv_heads, v_width).to(dtype),
         "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=generator.device),
-        "max_seqlen": max(lengths),
+        "max_seqlen": max(keys * bool(of_keys), *lengths),
         "window": case.get("window"),
         "scale": case.get("scale"),
+        **of_keys,
     }
 
 
@@ -61,6 +69,9 @@ ATTENTION_PACKED = KernelSpec(
         {"lengths": (1, 70, 0, 9), "H": 4, "G": 2, "d": 16, "v": 40, "window": 8},
         {"lengths": (130, 5), "H": 2, "G": 2, "d": 192, "v": 128, "scale": 0.1147},
         {"lengths": (130, 5), "H": 2, "G": 2, "d": 256},
+        {"lengths": (30, 7, 1), "before": (3, 100, 0, 0, 5), "H": 4, "G": 2, "d": 16},
+        {"lengths": (0, 70, 0), "before": (0, 0, 65, 0, 0), "H": 2, "G": 1, "d": 64, "window": 33},
+        {"lengths": (5, 64), "before": (9, 131, 0, 2), "H": 2, "G": 2, "d": 192, "v": 128},
     ),
     benches=(
         Bench({"lengths": (4096,) * 4, **_QWEN3}, targets={"total_tflops": 470}),
@@ -82,6 +93,10 @@ ATTENTION_PACKED = KernelSpec(
         "in one dtype": lambda x: x | {"k_TGd": x["k_TGd"].double()},
         r"documents \+ 1\] in int32": lambda x: x | {"cu_seqlens": x["cu_seqlens"].long()},
         "window 0": lambda x: x | {"window": 0},
+        "documents like the queries": lambda x: x | {"cu_seqlens_k": x["cu_seqlens"][1:]},
+        "as many keys as queries": lambda x: (
+            x | {"cu_seqlens_k": x["cu_seqlens"].clamp(max=200), "check": True}
+        ),
         r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
         r"from 0 to T=257": lambda x: x | {"cu_seqlens": x["cu_seqlens"][:-1], "check": True},
     },

@@ -20,7 +20,11 @@ and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
 
 It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times FlexAttention on Hopper, or with
 ``exact`` the forward of :mod:`moetrain.kernels.attention.batch_invariant`; on a CPU the formulas.
-Left out on purpose: dropout, biases, and queries whose documents are not the keys'.
+Queries may be a part of the tokens (a rank's, under context parallelism): those of a document then
+are its last ones, up to the last key that is given. With keys ``[0, 5]`` and queries ``[0, 2]`` the
+two queries are tokens 3 and 4.
+
+Left out on purpose: dropout, biases, and queries of a document's middle with keys behind them.
 
 Legend: B batch, S sequence (of one document where tokens are packed), T tokens, H query heads,
 G key/value heads, d width of a query and a key, v of a value, N documents.
@@ -71,6 +75,10 @@ class AttentionMask(NamedTuple):
     """The next three for cudnn and exact: see :func:`attention_packed`."""
     max_seqlen: int = 0
     window: int | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    """The documents of the keys, where they are not those of the queries."""
+    before: int | None = None
+    """How many keys before the first query are to be given, where :meth:`part` was asked so."""
 
     @classmethod
     def of(
@@ -86,6 +94,7 @@ class AttentionMask(NamedTuple):
         dtype: torch.dtype | None = None,
         needs_lse: bool = False,
         width: int = 0,
+        is_cut: bool = False,
     ) -> "AttentionMask":
         """Make the mask of one forward: i sees j <= i of its own document, i - j < ``window``.
 
@@ -100,12 +109,13 @@ class AttentionMask(NamedTuple):
             needs_lse: whether the backend must have the log-sum-exp, as attention with sinks needs
                 it. sdpa has none: on a CPU auto then takes reference.
             width: that of the widest head. On CUDA auto takes flex for what cuDNN does not take.
+            is_cut: whether :meth:`part` will be asked of it, for which no mask is a mask too.
 
         Raises:
             ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``, and for sdpa with
                 ``needs_lse``.
         """
-        masked = positions_BS is not None or (window is not None and window < seq_len)
+        masked = positions_BS is not None or (window is not None and window < seq_len) or is_cut
         if backend == "auto":
             known = cu_seqlens is not None or positions_BS is None
             is_wide = width > cudnn_attention.MAX_HEAD_DIM
@@ -146,6 +156,42 @@ class AttentionMask(NamedTuple):
         dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
         return cls(backend, dense_BSS=dense_BSS[:, None])
 
+    def part(
+        self, start: int, stop: int, shape: tuple[int, int], before: int | None = None
+    ) -> "AttentionMask":
+        """Return the mask of tokens ``start:stop`` of all B * S over the keys of all, [1, B * S].
+
+        It was made with ``is_cut`` for rows of ``shape``. With ``before``, of all but the last
+        token of a window, the keys are those of tokens ``start - before`` to ``stop``; what lies
+        before the first token may be anything finite.
+        """
+        begin = 0 if before is None else start - before
+        if self.cu_seqlens is not None:
+            ends = self.cu_seqlens
+            # The document that ``start`` lies in, or begins.
+            first = torch.where(ends <= start, ends, 0).amax().clamp(min=begin)
+            keys = torch.maximum(ends.clamp(max=stop), first) - begin
+            for cut in (ends := ends.clamp(start, stop) - start), keys:
+                torch._dynamo.maybe_mark_dynamic(cut, 0)
+            return self._replace(cu_seqlens=ends, cu_seqlens_k=keys, before=before)
+        keys_end = shape[0] * shape[1] if before is None else stop
+        if self.blocks is not None:
+            whole, seq_len = self.blocks.mask_mod, shape[1]
+
+            def visible(b, h, q, k):
+                q, k = q + start, k + begin
+                same_row = (k >= 0) & (q // seq_len == k // seq_len)
+                return same_row & whole(q // seq_len, h, q % seq_len, k % seq_len)
+
+            device = str(self.blocks.kv_num_blocks.device)
+            how = {"Q_LEN": stop - start, "KV_LEN": keys_end - begin, "device": device}
+            blocks = create_block_mask(visible, None, None, **how)
+            return self._replace(blocks=blocks, before=before)
+        assert self.dense_BSS is not None  # of what is made with is_cut
+        visible_TT = torch.block_diag(*self.dense_BSS[:, 0])[start:stop, max(0, begin) : keys_end]
+        visible_TT = F.pad(visible_TT, (max(0, -begin), 0))
+        return self._replace(dense_BSS=visible_TT[None, None], before=before)
+
 
 def attention(
     q_BSHd: torch.Tensor,
@@ -162,6 +208,7 @@ def attention(
         assert mask.cu_seqlens is not None  # AttentionMask.of always makes it for these
         q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGv))
         how = {"window": mask.window, "scale": scale, "backend": mask.backend}
+        how |= {"cu_seqlens_k": mask.cu_seqlens_k}
         out_THv = attention_packed(q, k, v, mask.cu_seqlens, mask.max_seqlen, **how)
         return out_THv.unflatten(0, q_BSHd.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
@@ -209,6 +256,7 @@ def attention_packed(
     scale: float | None = None,
     backend: Literal["auto", "cudnn", "exact", "reference"] = "auto",
     check: bool = False,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally within each document: ``o_THv`` in ``q``'s dtype.
 
@@ -228,13 +276,18 @@ def attention_packed(
             :mod:`moetrain.kernels.attention.batch_invariant`'s forward instead.
         check: check the contents of ``cu_seqlens`` first, which waits for a GPU; without it wrong
             documents read and write memory that is not theirs.
+        cu_seqlens_k: [N + 1] int32, where the keys of each document begin and end among those
+            given, of which the first and last ones may be nobody's; a document has as many keys as
+            queries or more, and its queries are its last tokens. None: those of the queries.
     """
-    _check(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window)
+    ends = (cu_seqlens, cu_seqlens_k)
+    _check(q_THd, k_TGd, v_TGv, ends, max_seqlen, window)
     scale = _scale(q_THd, scale)
-    if check:
-        _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-    if backend == "reference":
-        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+    is_reference = backend == "reference"
+    documents = []
+    if check or is_reference:
+        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
+    if is_reference:
         return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
     needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
@@ -242,46 +295,66 @@ def attention_packed(
         cudnn_attention.require(q_THd.device, q_THd.dtype, *widths)
     q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGv))
     how = (max_seqlen, window, scale, backend == "exact")
-    return _attention_packed(q, k, v, cu_seqlens, *how)[0]
+    return _attention_packed(q, k, v, *ends, *how)[0]
+
+
+_Ends = tuple[torch.Tensor, torch.Tensor | None]
+"""``cu_seqlens`` and ``cu_seqlens_k``."""
+_Document = tuple[slice, slice]
+"""A document's queries and keys."""
 
 
 def _check(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    ends: _Ends,
     max_seqlen: int,
     window: int | None,
 ) -> None:
     tokens, heads, width = q_THd.shape
-    kv = k_TGd.shape
-    fits = kv[:2] == v_TGv.shape[:2] and (tokens, width) == (kv[0], kv[2]) and heads % kv[1] == 0
+    kv, (cu_seqlens, cu_seqlens_k) = k_TGd.shape, ends
+    fits = kv[:2] == v_TGv.shape[:2] and width == kv[2] and heads % kv[1] == 0
+    fits = fits and (tokens == kv[0] or cu_seqlens_k is not None)
     if not fits or not q_THd.dtype == k_TGd.dtype == v_TGv.dtype:
         takes = "[T, H, d], [T, G, d] and [T, G, v] in one dtype, H a multiple of G"
         raise refusal("attention_packed", takes, q=q_THd, k=k_TGd, v=v_TGv)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise refusal("attention_packed", "[documents + 1] in int32", cu_seqlens=cu_seqlens)
+    if cu_seqlens_k is not None:
+        like = (cu_seqlens_k.dtype, cu_seqlens_k.shape) == (cu_seqlens.dtype, cu_seqlens.shape)
+        if not like:
+            given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+            raise refusal("attention_packed", "the keys' documents like the queries'", **given)
     if max_seqlen < 1 or (window is not None and window < 1):
         given = {"max_seqlen": max_seqlen, "window": window}
         raise refusal("attention_packed", "positive numbers", **given)
 
 
-def _documents(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[slice]:
-    ends = cu_seqlens.tolist()
+def _documents(both: _Ends, tokens: int, keys: int, max_seqlen: int) -> list[_Document]:
+    ends, of_keys = both[0].tolist(), (both[0] if both[1] is None else both[1]).tolist()
     lengths = [j - i for i, j in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
         takes = f"documents of at most max_seqlen={max_seqlen}, from 0 to T={tokens}"
         given = f"of {min(lengths)} to {max(lengths)}, from {ends[0]} to {ends[-1]}"
         raise refusal("attention_packed", takes, documents=given)
-    return [slice(i, j) for i, j in itertools.pairwise(ends) if i < j]
+    found = [*zip(itertools.pairwise(ends), itertools.pairwise(of_keys), strict=True)]
+    found = [(slice(*q), slice(*k)) for q, k in found]
+    least = min((k.stop - k.start - (q.stop - q.start) for q, k in found), default=0)
+    most = max(k.stop - k.start for _, k in found)
+    if least < 0 or most > max_seqlen or of_keys[0] < 0 or of_keys[-1] > keys:
+        takes = f"as many keys as queries or more, at most {max_seqlen}, among the {keys} given"
+        given = f"{least} to {most}, from {of_keys[0]} to {of_keys[-1]}"
+        raise refusal("attention_packed", takes, documents=given)
+    return [(q, k) for q, k in found if q.start < q.stop]
 
 
 def _scores_HSS(
     q_SHd: torch.Tensor, k_SHd: torch.Tensor, window: int | None, scale: float
 ) -> torch.Tensor:
-    """One document's masked scores in at least fp32."""
-    index = torch.arange(q_SHd.shape[0], device=q_SHd.device)
-    distance_SS = index[:, None] - index[None, :]
+    """One document's masked scores in at least fp32; its queries are its last tokens."""
+    index = torch.arange(k_SHd.shape[0], device=q_SHd.device)
+    distance_SS = index[-q_SHd.shape[0] :, None] - index[None, :]
     hidden_SS = distance_SS < 0 if window is None else (distance_SS < 0) | (distance_SS >= window)
     scores_HSS = torch.einsum("qhd,khd->hqk", q_SHd, k_SHd) * scale
     return scores_HSS.masked_fill(hidden_SS, float("-inf"))
@@ -291,7 +364,7 @@ def _forward_formula(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    documents: Sequence[slice],
+    documents: Sequence[_Document],
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,8 +372,8 @@ def _forward_formula(
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     outputs = []
-    for rows in documents:
-        q, k, v = (x[rows].to(wide) for x in (q_THd, k_TGd, v_TGv))
+    for rows, seen in documents:
+        q, k, v = q_THd[rows].to(wide), k_TGd[seen].to(wide), v_TGv[seen].to(wide)
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         scores_HSS = _scores_HSS(q, k, window, scale)
         lse_HS = scores_HSS.logsumexp(-1)
@@ -317,14 +390,15 @@ def _backward_formula(
     v_TGv: torch.Tensor,
     o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
-    documents: Sequence[slice],
+    documents: Sequence[_Document],
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGv))
     repeats = q_THd.shape[1] // k_TGd.shape[1]
-    for rows in documents:
-        do, q, k, v, o = (x[rows].to(lse_HT.dtype) for x in (do_THv, q_THd, k_TGd, v_TGv, o_THv))
+    for rows, seen in documents:
+        do, q, o = (x[rows].to(lse_HT.dtype) for x in (do_THv, q_THd, o_THv))
+        k, v = (x[seen].to(lse_HT.dtype) for x in (k_TGd, v_TGv))
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         scores_HSS = _scores_HSS(q, k, window, scale)
         p_HSS = (scores_HSS - lse_HT[:, rows, None]).exp()
@@ -335,7 +409,7 @@ def _backward_formula(
         dv_SHv = torch.einsum("hqk,qhd->khd", p_HSS, do)
         grads[0][rows] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)
         for grad, wide in zip(grads[1:], (dk_SHd, dv_SHv), strict=True):
-            grad[rows] = wide.unflatten(1, (-1, repeats)).sum(2).to(grad.dtype)
+            grad[seen] = wide.unflatten(1, (-1, repeats)).sum(2).to(grad.dtype)
     return grads
 
 
@@ -351,22 +425,25 @@ def _attention_packed(
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen: int,
     window: int | None,
     scale: float,
     is_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o_THv`` and ``lse_HT``."""
+    ends = (cu_seqlens, cu_seqlens_k)
     if not q_THd.is_cuda:
-        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
         return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)
     if is_invariant:
-        return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale)
-    return cudnn_attention.forward(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window, scale)
+        how = {"cu_seqlens_k": cu_seqlens_k}
+        return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, **how)
+    return cudnn_attention.forward(q_THd, k_TGd, v_TGv, ends, max_seqlen, window, scale)
 
 
 @_attention_packed.register_fake
-def _(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window, scale, is_invariant):
+def _(q_THd, k_TGd, v_TGv, *_):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
@@ -382,17 +459,19 @@ def _attention_packed_backward(
     o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen: int,
     window: int | None,
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ends = (cu_seqlens, cu_seqlens_k)
     if not q_THd.is_cuda:
-        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
         return _backward_formula(
             do_THv, q_THd, k_TGd, v_TGv, o_THv, lse_HT, documents, window, scale
         )
-    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens)
+    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT, ends)
     return cudnn_attention.backward(do_THv, *saved, max_seqlen, window, scale, deterministic)
 
 
@@ -402,14 +481,14 @@ def _(do_THv, q_THd, k_TGd, v_TGv, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window, ctx.scale, _ = inputs
-    ctx.save_for_backward(*qkv, *output, cu_seqlens)
+    *qkv, ends, ends_k, ctx.max_seqlen, ctx.window, ctx.scale, _ = inputs
+    ctx.save_for_backward(*qkv, *output, ends, ends_k)
 
 
 def _differentiate(ctx, do_THv: torch.Tensor, _):
     how = ctx.max_seqlen, ctx.window, ctx.scale, torch.are_deterministic_algorithms_enabled()
     grads = _attention_packed_backward(do_THv.contiguous(), *ctx.saved_tensors, *how)
-    return *grads, None, None, None, None, None
+    return *grads, *[None] * 6
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)

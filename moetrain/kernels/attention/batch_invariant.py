@@ -65,13 +65,16 @@ def forward(
     scale: float | None = None,
     *,
     sinks_H: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o_THv`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
 
     ``sinks_H`` are logits that join the heads' denominators
-    (:mod:`moetrain.kernels.attention.sinks`).
+    (:mod:`moetrain.kernels.attention.sinks`). With ``cu_seqlens_k`` queries are the last tokens of
+    documents that have those keys.
     """
-    return _launch(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, sinks=sinks_H)
+    how = {"sinks": sinks_H, "key_ends": cu_seqlens_k}
+    return _launch(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, **how)
 
 
 def paged_attention(
@@ -153,6 +156,7 @@ def _launch(
     one_token: bool = False,
     *,
     sinks: torch.Tensor | None = None,
+    key_ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q_THd.shape
     _, kv_heads, v_width = v_LGv.shape
@@ -166,7 +170,7 @@ def _launch(
         q_THd,
         TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
         TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
-        o_THv, lse_HT, cu_seqlens, seen, pages, sinks,
+        o_THv, lse_HT, cu_seqlens, key_ends, seen, pages, sinks,
         tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
         factor * _LOG2_E, 0 if window is None else window,
         H=heads, G=kv_heads, D=width, DP=padded, V=v_width, VP=v_padded, Z=page_size,
@@ -212,7 +216,7 @@ def _see_block(
 
 @triton.jit(do_not_specialize=["T", "N", "pages_stride", "window"])
 def _attend_kernel(
-    q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, seen_ptr, pages_ptr, sinks_ptr,
+    q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, key_ends_ptr, seen_ptr, pages_ptr, sinks_ptr,
     T, N, pages_stride, scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, Z: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -247,8 +251,12 @@ def _attend_kernel(
     begin = first
     while begin < stop:
         start = tl.load(ends_ptr + document)
-        end = tl.minimum(tl.load(ends_ptr + document + 1), stop)
-        seen = 0
+        end = tl.load(ends_ptr + document + 1)
+        keys, seen = start, 0
+        if key_ends_ptr is not None:  # of which those before the first query were seen
+            keys = tl.load(key_ends_ptr + document)
+            seen = tl.load(key_ends_ptr + document + 1) - keys - (end - start)
+        end = tl.minimum(end, stop)
         pages = pages_ptr
         if Z is not None:
             seen = tl.load(seen_ptr + document)
@@ -264,12 +272,12 @@ def _attend_kernel(
             whole = 0
         for n in range(low, whole, BN):
             largest, total, acc = _see_block(
-                q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
+                q, k_desc, v_desc, pages, keys, n, position, g, largest, total, acc,
                 scale, window, D, V, Z, BN, False, HAS_WINDOW, WIDEN,
             )  # fmt: skip
         for n in range(tl.maximum(low, whole), farthest + 1, BN):
             largest, total, acc = _see_block(
-                q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
+                q, k_desc, v_desc, pages, keys, n, position, g, largest, total, acc,
                 scale, window, D, V, Z, BN, True, HAS_WINDOW, WIDEN,
             )  # fmt: skip
         begin = tl.maximum(end, begin)

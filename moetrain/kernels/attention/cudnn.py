@@ -5,6 +5,9 @@ element offsets in memory are given by a device tensor (a "ragged offset"), so n
 nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build; the
 number of documents and the length bound are therefore rounded up and the graphs cached.
 
+Queries may be the last tokens of documents that have more keys: masks are then aligned to the
+bottom right, and keys that are nobody's get gradients of 0.
+
 Left out: autograd and checks of shapes, see :mod:`moetrain.kernels.attention.attention`.
 
 Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value, N
@@ -49,7 +52,10 @@ _MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
 _INPUTS = ("q", "k", "v", "o", "lse", "do")
 _GRADS = ("dq", "dk", "dv")
 _OFFSETS = ("q_offsets", "k_offsets", "v_offsets", "o_offsets", "lse_offsets")
-_UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths"), start=1)}
+_LENGTHS = ("lengths", "k_lengths")
+_UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, *_LENGTHS), start=1)}
+_Ends = tuple[torch.Tensor, torch.Tensor | None]
+"""``cu_seqlens`` of the queries' documents, and of the keys' (None: the same)."""
 
 
 def runs(device: torch.device, dtype: torch.dtype | None, width: int = 0) -> bool:
@@ -102,7 +108,7 @@ def forward(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    ends: _Ends,
     max_seqlen: int,
     window: int | None,
     scale: float,
@@ -111,7 +117,7 @@ def forward(
     (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
-    sizes, layout = _prepare(q_THd, v_TGv, cu_seqlens, max_seqlen, window, scale)
+    sizes, layout = _prepare(q_THd, v_TGv, ends, max_seqlen, window, scale)
     tensors = {"q": q_THd, "k": k_TGd, "v": v_TGv, "o": o_THv, "lse": lse_HT}
     _execute(_forward_graph(sizes), tensors | layout)
     return o_THv, lse_HT
@@ -124,7 +130,7 @@ def backward(
     v_TGv: torch.Tensor,
     o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    ends: _Ends,
     max_seqlen: int,
     window: int | None,
     scale: float,
@@ -132,8 +138,10 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; all inputs are contiguous."""
     saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT)
-    grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGv))
-    sizes, layout = _prepare(q_THd, v_TGv, cu_seqlens, max_seqlen, window, scale)
+    # Keys that no query sees get gradients of 0.
+    empty = torch.empty_like if ends[1] is None else torch.zeros_like
+    grads = (torch.empty_like(q_THd), empty(k_TGd), empty(v_TGv))
+    sizes, layout = _prepare(q_THd, v_TGv, ends, max_seqlen, window, scale)
     tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THv, *grads), strict=True))
     _execute(_backward_graph(sizes, deterministic), tensors | layout)
     return grads
@@ -143,6 +151,8 @@ class _GraphSizes(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     tokens: int
+    keys: int
+    is_cut: bool
     documents: int
     length: int
     heads: int
@@ -165,34 +175,36 @@ def _round_up(size: int, least: int) -> int:
 def _prepare(
     q_THd: torch.Tensor,
     v_TGv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    ends: _Ends,
     max_seqlen: int,
     window: int | None,
     scale: float,
 ) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
     tokens, heads, width = q_THd.shape
-    _, kv_heads, v_width = v_TGv.shape
-    documents = _round_up(cu_seqlens.shape[0] - 1, _MIN_DOCUMENTS)
+    keys, kv_heads, v_width = v_TGv.shape
+    documents = _round_up(ends[0].shape[0] - 1, _MIN_DOCUMENTS)
     length = _round_up(max_seqlen, _MIN_LENGTH)
     window = None if window is None or window >= length else window
-    shape = (tokens, documents, length, heads, kv_heads, width, v_width)
+    shape = (tokens, keys, ends[1] is not None, documents, length, heads, kv_heads, width, v_width)
     sizes = _GraphSizes(q_THd.device, q_THd.dtype, *shape, window, scale)
     elements = heads * width, kv_heads * width, kv_heads * v_width, heads * v_width
-    return sizes, _document_layout(cu_seqlens, documents, *elements)
+    return sizes, _document_layout(ends, documents, *elements)
 
 
 def _document_layout(
-    cu_seqlens: torch.Tensor, documents: int, q: int, k: int, v: int, o: int
+    ends: _Ends, documents: int, q: int, k: int, v: int, o: int
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.
 
     A token takes ``q``, ``k``, ``v`` and ``o`` numbers in the tensors of these names, and one in
     lse. Offsets are int64, [documents + 1]: they may pass 2^31.
     """
+    cu_seqlens, cu_seqlens_k = ends
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
-    lengths = cu_seqlens.new_empty(documents)
+    lengths = cu_seqlens.new_empty(len(_LENGTHS), documents)
     _layout_kernel[(1,)](
         cu_seqlens,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         offsets,
         lengths,
         cu_seqlens.shape[0] - 1,
@@ -200,12 +212,14 @@ def _document_layout(
         documents,
         triton.next_power_of_2(documents + 1),
     )
-    return dict(zip(_OFFSETS, offsets, strict=True)) | {"lengths": lengths}
+    made = zip((*_OFFSETS, *_LENGTHS), (*offsets, *lengths), strict=True)
+    return dict(made)
 
 
 @triton.jit(do_not_specialize=["given"])
 def _layout_kernel(
     cu_seqlens,
+    cu_seqlens_k,
     offsets,
     lengths,
     given,
@@ -219,14 +233,16 @@ def _layout_kernel(
 ):
     document = tl.arange(0, BLOCK)
     # Past the last document given, all begin and end at its end.
-    start = tl.load(cu_seqlens + tl.minimum(document, given))
-    end = tl.load(cu_seqlens + tl.minimum(document + 1, given))
+    this, next_one = tl.minimum(document, given), tl.minimum(document + 1, given)
+    start, end = tl.load(cu_seqlens + this), tl.load(cu_seqlens + next_one)
+    start_k, end_k = tl.load(cu_seqlens_k + this), tl.load(cu_seqlens_k + next_one)
     tl.store(lengths + document, end - start, document < DOCUMENTS)
-    wide, mask = start.to(tl.int64), document <= DOCUMENTS
+    tl.store(lengths + DOCUMENTS + document, end_k - start_k, document < DOCUMENTS)
+    wide, wide_k, mask = start.to(tl.int64), start_k.to(tl.int64), document <= DOCUMENTS
     row = offsets + document
     tl.store(row, wide * q_elements, mask)
-    tl.store(row + (DOCUMENTS + 1), wide * k_elements, mask)
-    tl.store(row + 2 * (DOCUMENTS + 1), wide * v_elements, mask)
+    tl.store(row + (DOCUMENTS + 1), wide_k * k_elements, mask)
+    tl.store(row + 2 * (DOCUMENTS + 1), wide_k * v_elements, mask)
     tl.store(row + 3 * (DOCUMENTS + 1), wide * o_elements, mask)
     tl.store(row + 4 * (DOCUMENTS + 1), wide * lse_elements, mask)
 
@@ -265,13 +281,17 @@ class _Builder:
             name: self._input(name, [sizes.documents + 1, 1, 1, 1], [1] * 4, types.INT64)
             for name in _OFFSETS
         }
-        lengths = self._input("lengths", [sizes.documents, 1, 1, 1], [1] * 4, types.INT32)
+        lengths = {
+            name: self._input(name, [sizes.documents, 1, 1, 1], [1] * 4, types.INT32)
+            for name in _LENGTHS[: 1 + sizes.is_cut]
+        }
+        alignment = self.cudnn.diagonal_alignment
         self.mask = {
             "attn_scale": sizes.scale,
             "use_padding_mask": True,
-            "seq_len_q": lengths,
-            "seq_len_kv": lengths,
-            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
+            "seq_len_q": lengths["lengths"],
+            "seq_len_kv": lengths["k_lengths" if sizes.is_cut else "lengths"],
+            "diagonal_alignment": alignment.BOTTOM_RIGHT if sizes.is_cut else alignment.TOP_LEFT,
             "diagonal_band_right_bound": 0,
         }
         if sizes.window is not None:
@@ -338,7 +358,7 @@ def _backward_graph(sizes: _GraphSizes, deterministic: bool) -> _CudnnGraph:
         dO=inputs.pop("do"),
         stats=inputs.pop("lse"),
         max_total_seq_len_q=sizes.tokens,  # sizes the scratch memory, else documents * length
-        max_total_seq_len_kv=sizes.tokens,
+        max_total_seq_len_kv=sizes.keys,
         use_deterministic_algorithm=deterministic,
         **inputs,
         **builder.mask,

@@ -53,6 +53,7 @@ def attention_with_sinks(
         q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGv))
         backend = "exact" if mask.backend == "exact" else "cudnn"
         how = {"window": mask.window, "scale": scale, "backend": backend}
+        how |= {"cu_seqlens_k": mask.cu_seqlens_k}
         ends, longest = mask.cu_seqlens, mask.max_seqlen
         out_THv = attention_packed_with_sinks(q, k, v, sinks_H, ends, longest, **how)
         return out_THv.unflatten(0, q_BSHd.shape[:2])
@@ -102,18 +103,20 @@ def attention_packed_with_sinks(
     scale: float | None = None,
     backend: Literal["auto", "cudnn", "exact", "reference"] = "auto",
     check: bool = False,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend as :func:`~moetrain.kernels.attention.attention.attention_packed`, with sinks.
 
     ``sinks_H`` has any floating dtype; the other arguments are those of that function.
     """
-    _check(q_THd, k_TGd, v_TGv, cu_seqlens, max_seqlen, window)
+    both = (cu_seqlens, cu_seqlens_k)
+    _check(q_THd, k_TGd, v_TGv, both, max_seqlen, window)
     scale = _scale(q_THd, scale)
     if sinks_H.shape != q_THd.shape[1:2]:
         takes = "[T, H, d] and [H]"
         raise refusal("attention_packed_with_sinks", takes, q=q_THd, sinks=sinks_H)
     if check or backend == "reference":
-        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        documents = _documents(both, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
         if backend == "reference":
             o_THv, lse_HT = _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)
             return (o_THv * _share(lse_HT, sinks_H)).to(o_THv.dtype)
@@ -122,7 +125,7 @@ def attention_packed_with_sinks(
         cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2], v_TGv.shape[2])
     tensors = (x.contiguous() for x in (q_THd, k_TGd, v_TGv, sinks_H))
     how = (max_seqlen, window, scale, backend == "exact")
-    return _attention_with_sinks(*tensors, cu_seqlens, *how)[0]
+    return _attention_with_sinks(*tensors, *both, *how)[0]
 
 
 def _share(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
@@ -137,6 +140,7 @@ def _attention_with_sinks(
     v_TGv: torch.Tensor,
     sinks_H: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen: int,
     window: int | None,
     scale: float,
@@ -144,16 +148,16 @@ def _attention_with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o'_THv`` and ``lse'_HT``."""
     if is_invariant and q_THd.is_cuda:
-        how = {"window": window, "scale": scale, "sinks_H": sinks_H}
+        how = {"window": window, "scale": scale, "sinks_H": sinks_H, "cu_seqlens_k": cu_seqlens_k}
         return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, **how)
     how = (max_seqlen, window, scale, is_invariant)
-    o_THv, lse_HT = _attention_packed(q_THd, k_TGd, v_TGv, cu_seqlens, *how)
+    o_THv, lse_HT = _attention_packed(q_THd, k_TGd, v_TGv, cu_seqlens, cu_seqlens_k, *how)
     lse_HT, before_HT = torch.logaddexp(lse_HT, sinks_H.to(lse_HT.dtype)[:, None]), lse_HT
     return o_THv.mul_(_share(before_HT, sinks_H)), lse_HT  # in fp32, rounded in place
 
 
 @_attention_with_sinks.register_fake
-def _(q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, max_seqlen, window, scale, is_invariant):
+def _(q_THd, k_TGd, v_TGv, *_):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
@@ -166,14 +170,14 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, do_THv: torch.Tensor, _):
-    q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, o_THv, lse_HT = ctx.saved_tensors
-    saved = (do_THv.contiguous(), q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens)
+    q_THd, k_TGd, v_TGv, sinks_H, *ends, o_THv, lse_HT = ctx.saved_tensors
+    saved = (do_THv.contiguous(), q_THd, k_TGd, v_TGv, o_THv, lse_HT, *ends)
     how = ctx.max_seqlen, ctx.window, ctx.scale, torch.are_deterministic_algorithms_enabled()
     grads = _attention_packed_backward(*saved, *how)
     delta_HT = (do_THv.to(lse_HT.dtype) * o_THv.to(lse_HT.dtype)).sum(-1).T
     p_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
     d_sinks_H = -(p_HT * delta_HT).sum(1).to(sinks_H.dtype)
-    return *grads, d_sinks_H, *[None] * 5
+    return *grads, d_sinks_H, *[None] * 6
 
 
 _attention_with_sinks.register_autograd(_differentiate, setup_context=_save)

@@ -15,7 +15,7 @@ r rotating width, c width of the latent.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -135,7 +135,15 @@ class LatentAttention(AttentionPart):
         w, normed = share.width, self.latents[0] + self.kv_lora_rank
         own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
         heads = self.num_heads * (2 * w * (self.head_dim + self.v_head_dim) + FP32)
-        return share.tokens * (own + heads / share.tp)
+        expanded = self.num_heads * w * (self.head_dim + self.v_head_dim) / share.tp
+        gathered = w * self.kv_lora_rank + expanded
+        return (
+            share.tokens * (own + heads / share.tp) + (share.key_tokens - share.tokens) * gathered
+        )
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        spread = 2 * self.num_heads * (self.head_dim + self.v_head_dim)
+        return share.received(spread / share.tp, self.latents[1])
 
     def working_set(self, share: Workload) -> float:
         width = self.num_heads * (2 * self.head_dim + self.v_head_dim)
@@ -157,12 +165,15 @@ class LatentAttention(AttentionPart):
 class MultiHeadLatent(nn.Module):
     """The module of :class:`LatentAttention`.
 
-    ``core`` is a plain attribute; generation replaces it by attention over pages.
+    ``core`` is a plain attribute; generation replaces it by attention over pages. So is
+    ``gather_latents``, which gives all tokens' latents and rotated keys where those here are of a
+    part of them; keys and values are then those of all tokens.
     """
 
     def __init__(self, sizes: LatentAttention, kernels: KernelsSection) -> None:
         super().__init__()
         self.core, self.batch_invariant = masked_attention, kernels.batch_invariant
+        self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.backend: Backend = kernels.backend
         self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
         self.nope, self.rope = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
@@ -191,14 +202,18 @@ class MultiHeadLatent(nn.Module):
         if self.wq_b is not None:
             q = self.wq_b(self.q_a_norm(q))
         latent_BSc, turning_BSr = latents.split((self.latent, self.rope), dim=-1)
-        kv = self.wkv_b(self.kv_a_norm(latent_BSc))
+        latent_BSc = self.kv_a_norm(latent_BSc)
+        turned_BSr = self._turn(turning_BSr[:, :, None], context)[:, :, 0]
+        if self.gather_latents is not None:
+            whole = self.gather_latents(torch.cat((latent_BSc, turned_BSr), dim=-1))
+            latent_BSc, turned_BSr = whole.split((self.latent, self.rope), dim=-1)
+        kv = self.wkv_b(latent_BSc)
         q_BSHd = q.unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_turning = q_BSHd.split((self.nope, self.rope), dim=-1)
         q_BSHd = torch.cat((q_nope, self._turn(q_turning, context)), dim=-1)
         kv_BSHn = kv.unflatten(-1, (-1, self.nope + self.v_width))
         k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
-        turned_BS1r = self._turn(turning_BSr[:, :, None], context)
-        k_turned = turned_BS1r.expand(*k_nope.shape[:-1], -1)
+        k_turned = turned_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
         k_BSHd = torch.cat((k_nope, k_turned), dim=-1)
         y_BSHv = self.core(q_BSHd, k_BSHd, v_BSHv.contiguous(), context, self.scale)
         return self.wo(y_BSHv.flatten(-2))

@@ -14,9 +14,9 @@ Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q k
 widths of a key and a value, C channels, J taps of a convolution, P slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -124,6 +124,11 @@ class GatedDeltaNet(AttentionPart):
         heads = self.linear_num_value_heads * (CHUNK * w + 5 * FP32)
         return share.tokens * (values + heads) / share.tp
 
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        (k_dim, v_dim), gates = self.widths, 2 * self.linear_num_value_heads
+        spread = (2 * k_dim + 2 * v_dim + gates) / share.tp
+        return share.received(spread, spread / share.cp)  # heads travel in both ways
+
     def state_bytes(self, width: int) -> float:
         (k_dim, v_dim), heads = self.widths, self.linear_num_value_heads
         channels = 2 * k_dim + v_dim
@@ -185,6 +190,17 @@ class LinearStates:
         return gated_delta_step(*inputs, self.cache, reads, scale, backend)
 
 
+Heads = Callable[..., torch.Tensor]
+"""Calls ``mixed(given, weights, context)``, whose tensors are of heads: [T, heads * width] what
+tokens have, [heads * width, ...] weights. The seam of context parallelism, which calls it with all
+tokens of a part of the heads."""
+
+
+def all_heads(mixed: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """Call ``mixed`` where all tokens and heads are here."""
+    return mixed(*given)
+
+
 class LinearAttention(nn.Module):
     """The module of :class:`GatedDeltaNet`."""
 
@@ -192,6 +208,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.backend: Backend = kernels.backend
         self.batch_invariant = kernels.batch_invariant
+        self.over_heads: Heads = all_heads
         self.states: LinearStates | None = None
         """Of generation, whose contexts then have :class:`Reads` for documents."""
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
@@ -217,33 +234,42 @@ class LinearAttention(nn.Module):
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
-        given = {
-            "q": Convolution(q, self.conv_q, self.key_dim, True),
-            "k": Convolution(k, self.conv_k, self.key_dim, True),
-            "v": Convolution(v, self.conv_v, self.value_dim, False),
+        given = (q, k, v, self.wa(x_TD), self.wb(x_TD))
+        weights = (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)
+        o_THV = self.over_heads(self._mixed, given, weights, context)
+        normed = self.norm(o_THV.unflatten(1, (-1, self.value_dim))).flatten(1)
+        if self.batch_invariant:
+            y = swiglu(torch.cat((z, normed), dim=-1), backend=self.backend)
+        else:
+            y = (normed.to(wide) * F.silu(z.to(wide))).to(dtype)
+        return self.wo(y).view_as(x_BSD)
+
+    def _mixed(
+        self, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        """Return what heads read of their states, [T, H * V]."""
+        q, k, v, a_TH, b_TH = given
+        *filters, a_log, dt_bias = weights
+        wide = torch.promote_types(q.dtype, torch.float32)
+        convolving = {
+            "q": Convolution(q, filters[0], self.key_dim, True),
+            "k": Convolution(k, filters[1], self.key_dim, True),
+            "v": Convolution(v, filters[2], self.value_dim, False),
         }
         reads, scale = context.documents, self.key_dim**-0.5
         fusible = not self.batch_invariant
         if self.states is not None:
             assert isinstance(reads, Reads)  # a step of generation
-            heads = self.states.convolved(given, reads, self.backend)
+            heads = self.states.convolved(convolving, reads, self.backend)
         else:
             assert context.place_T is not None  # the architecture has this part
-            heads = convolved([*given.values()], context.place_T, fusible=fusible)
-        a_TH = self.wa(x_TD).to(wide) + self.dt_bias
-        rates_H = exp(self.a_log.to(wide), fusible=fusible)
-        g_TH = -rates_H * softplus(a_TH, fusible=fusible)
-        beta_TH = sigmoid(self.wb(x_TD), fusible=fusible)
+            heads = convolved([*convolving.values()], context.place_T, fusible=fusible)
+        rates_H = exp(a_log.to(wide), fusible=fusible)
+        g_TH = -rates_H * softplus(a_TH.to(wide) + dt_bias, fusible=fusible)
+        beta_TH = sigmoid(b_TH, fusible=fusible)
         q_TQK, k_TQK, v_THV = heads
         inputs = (q_TQK, k_TQK, v_THV, g_TH, beta_TH)
         if self.states is not None and isinstance(reads, Reads):
-            o_THV = self.states.rule(inputs, reads, scale, self.backend)
-        else:
-            assert isinstance(reads, Documents)
-            o_THV = gated_delta(*inputs, reads, scale, self.backend)
-        normed = self.norm(o_THV).flatten(1)
-        if fusible:
-            y = (normed.to(wide) * F.silu(z.to(wide))).to(dtype)
-        else:
-            y = swiglu(torch.cat((z, normed), dim=-1), backend=self.backend)
-        return self.wo(y).view_as(x_BSD)
+            return self.states.rule(inputs, reads, scale, self.backend).flatten(1)
+        assert isinstance(reads, Documents)
+        return gated_delta(*inputs, reads, scale, self.backend).flatten(1)

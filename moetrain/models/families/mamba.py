@@ -13,7 +13,7 @@ Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups,
 K width of a state, J taps of a convolution.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ from moetrain.kernels.linear_attention.convolution import Convolution, convolved
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.families.linear_attention import Heads, all_heads
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
@@ -116,6 +117,12 @@ class Mamba2(AttentionPart):
         heads = self.mamba_num_heads * 5 * FP32
         return share.tokens * (numbers * w + heads) / share.tp
 
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        v_dim, k_dim = self.widths
+        results = v_dim * FP32 / share.width
+        spread = (v_dim + 2 * k_dim + self.mamba_num_heads + results) / share.tp
+        return share.received(spread, spread / share.cp)  # heads travel in both ways
+
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (v_dim, k_dim), w = self.widths, share.width
         products = share.tokens * w * (2 * v_dim + 2 * k_dim) / share.tp
@@ -129,6 +136,9 @@ class Mamba2(AttentionPart):
 class Mamba(nn.Module):
     """The module of :class:`Mamba2`."""
 
+    conv_x: nn.Parameter
+    conv_b: nn.Parameter
+    conv_c: nn.Parameter
     a_log: nn.Parameter
     dt_bias: nn.Parameter
     d: nn.Parameter
@@ -137,6 +147,7 @@ class Mamba(nn.Module):
     def __init__(self, sizes: Mamba2, kernels: KernelsSection) -> None:
         super().__init__()
         self.backend: Backend = kernels.backend
+        self.over_heads: Heads = all_heads
         self.head_dim, self.state_dim = sizes.mamba_head_dim, sizes.mamba_state_dim
         self.min_step, self.eps = sizes.mamba_min_step, sizes.norm_eps
         self.group_dim = sizes.widths[0] // sizes.mamba_num_groups
@@ -150,31 +161,40 @@ class Mamba(nn.Module):
 
     def forward(self, h_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
+        h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
+        z, *convolving = linears(h_TD, (self.wz, self.wx, self.wb, self.wc))
+        given = (*convolving, *linears(h_TD, (self.wdt,)))
+        biases = [x for x in map(self._bias, "xbc") if x is not None]
+        weights = (self.conv_x, self.conv_b, self.conv_c, self.a_log, self.dt_bias, self.d, *biases)
+        y = self.over_heads(self._mixed, given, weights, context)
+        return self.wo(self._normed(y * F.silu(z.to(y.dtype))).to(dtype)).view_as(h_BSD)
+
+    def _mixed(
+        self, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        """Return what heads read of their states, and of their input: [T, H * V], in fp32."""
         assert isinstance(context.documents, Documents)  # the architecture has this part
         assert context.place_T is not None
-        h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
+        *convolving, dt_TH = given
+        *filters, a_log, dt_bias, d = weights[:6]
+        dtype = dt_TH.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        z, *convolving = linears(h_TD, (self.wz, self.wx, self.wb, self.wc))
         widths = (self.head_dim, self.state_dim, self.state_dim)
-        given = [
-            Convolution(y, getattr(self, f"conv_{name}"), width, False, self._bias(name))
-            for name, y, width in zip("xbc", convolving, widths, strict=True)
-        ]
-        x_THV, b_TGK, c_TGK = convolved(given, context.place_T)
-        (dt_TH,) = linears(h_TD, (self.wdt,))
+        biases = weights[6:] or (None, None, None)
+        each = zip(convolving, filters, widths, biases, strict=True)
+        inputs = [Convolution(y, f, width, False, bias) for y, f, width, bias in each]
+        x_THV, b_TGK, c_TGK = convolved(inputs, context.place_T)
         x_THV = x_THV.to(wide)
-        dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias).clamp(min=self.min_step)
+        dt_TH = F.softplus(dt_TH.to(wide) + dt_bias).clamp(min=self.min_step)
         o_THV = ssd(
             c_TGK,
             b_TGK,
             (x_THV * dt_TH[..., None]).to(dtype),
-            -self.a_log.to(wide).exp() * dt_TH,
+            -a_log.to(wide).exp() * dt_TH,
             context.documents,
             self.backend,
         )
-        y_THV = o_THV.to(wide) + x_THV * self.d.to(wide)[:, None]
-        y = y_THV.flatten(1) * F.silu(z.to(wide))
-        return self.wo(self._normed(y).to(dtype)).view_as(h_BSD)
+        return (o_THV.to(wide) + x_THV * d.to(wide)[:, None]).flatten(1)
 
     def _bias(self, name: str) -> torch.Tensor | None:
         return getattr(self, f"conv_{name}_bias", None)

@@ -162,7 +162,7 @@ def run_further(
         if inputs.is_pad_BS is not None:
             is_away_BS = is_away_BS | inputs.is_pad_BS
         block = model.arch.num_layers + depth - 1
-        context = rows.contexts[model.kinds[block]]._replace(is_pad_BS=is_away_BS)
+        context = rows.contexts[model.kinds[block]]._replace(is_pad_BS=rows.own(is_away_BS))
         embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
         hidden_BSD, own = model.through(block, pair_BSP, context)

@@ -1,0 +1,110 @@
+"""Context parallelism: both ways to attend give one process's numbers, for every kind of layer.
+
+Documents are packed at random, so that many end at a cut, are one token long, or go over all ranks.
+"""
+
+import itertools
+import zlib
+from pathlib import Path
+
+import pytest
+from distributed import spawn
+from test_everything import describe, differences, is_refused, run_all
+from test_family_ranks import drawn
+from test_multi_token import run_compiled
+
+GATHER = {"cp_method": "all_gather"}
+MESHES = {
+    2: {
+        "heads": {"cp": 2, "cp_method": "ulysses"},
+        "keys": {"cp": 2, **GATHER},
+        "keys+ep": {"cp": 2, "ep": 2, **GATHER},
+    },
+    4: {
+        "keys of four": {"cp": 4, **GATHER},
+        "keys+tp+ep": {"cp": 2, "tp": 2, "ep": 4, **GATHER},
+        "dp+keys": {"dp_shard": 2, "cp": 2, "ep": 2, **GATHER},
+        "pp+keys": {"pp": 2, "cp": 2, **GATHER},
+        "heads+tp": {"cp": 2, "tp": 2, "cp_method": "ulysses"},
+    },
+}
+KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h")
+"""Sinks and windows, latents, further tokens (below), gated delta nets, Mamba-2."""
+STATES = {"qwen3_next": "linear_num_key_heads", "nemotron_h": "mamba_num_groups"}
+POLICIES = ("none", "full", "selective")
+
+
+def case_of(name, world, kind, degrees, policy, *words, rows=4):
+    """A family's model on a mesh, in rows that its pieces divide."""
+    number = zlib.crc32(f"{kind} {name}".encode())
+    one = drawn(number, world, kind, degrees, policy)
+    sizes = dict(one.sizes)
+    if kind in STATES:  # layers whose heads all ranks can share
+        sizes[STATES[kind]] = 4
+    own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    micro = 2 if "pp" in degrees else rows // own
+    mesh = [word for word in one.mesh if not word.startswith("train.micro_batch_size")]
+    given = ["data.seq_len=12", f"train.global_batch_size={rows}", *words]
+    return one._replace(
+        sizes=sizes,
+        words=[*(w for w in one.words if not w.startswith(("data.", "train.global"))), *given],
+        mesh=[*mesh, f"train.micro_batch_size={micro}"],
+        alone=[f"train.micro_batch_size={rows}"],
+        rows=rows,
+        is_packed=number % 3 > 0,
+        without_targets=(0,) * (rows > 1),
+    )
+
+
+def check(world, runs, folder: Path, run=run_all):
+    assert not any(map(is_refused, runs))
+    answers = spawn(world, run, runs, str(folder / "running"), timeout=400)[0]
+    wrong = [f"{x}\n{describe(one)}" for one in runs for x in differences(one, answers[one.number])]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_every_kind_of_layer_gives_the_single_process_answer(world, tmp_path):
+    policies = itertools.cycle(POLICIES)
+    runs = [
+        case_of(name, world, kind, degrees, next(policies))
+        for kind in KINDS
+        for name, degrees in MESHES[world].items()
+    ]
+    check(world, runs, tmp_path)
+
+
+def test_one_row_that_all_ranks_share(tmp_path):
+    """A document longer than all ranks' tokens but one's, and heads that two ranks cannot share."""
+    runs = []
+    for kind in ("gpt_oss", "glm4_moe", "deepseek_v3"):
+        one = case_of(f"row {kind}", 2, kind, {"cp": 2}, "none", rows=1)
+        odd = {"num_heads": 3, "num_kv_heads": 3 if kind == "deepseek_v3" else 1}
+        runs += [one._replace(sizes=one.sizes | odd, number=n, is_packed=n % 2) for n in (2, 3)]
+    runs = [one._replace(number=10 * i + one.number) for i, one in enumerate(runs)]
+    check(2, runs, tmp_path)
+
+
+def test_further_tokens_lie_behind_cuts(tmp_path):
+    word, meshes = "train.mtp_weight=0.3", [*MESHES[2].values()]
+    each = [*zip(["glm4_moe"] * 3, meshes, POLICIES, strict=True)]
+    each += [("qwen3_next", meshes[1], "none")]
+    runs = [
+        case_of(f"further {i}", 2, kind, degrees, policy, word)
+        for i, (kind, degrees, policy) in enumerate(each)
+    ]
+    check(2, runs, tmp_path)
+
+
+def test_adapters_of_gathered_keys(tmp_path):
+    mesh = MESHES[2]["keys"]
+    kinds = ("gpt_oss", "deepseek_v3", "qwen3_next")
+    check(2, [case_of(k, 2, k, mesh, "none", "lora.rank=8") for k in kinds], tmp_path)
+
+
+def test_compiled_blocks(tmp_path):
+    both = [("gpt_oss", "keys", "full"), ("deepseek_v3", "keys", "none")]
+    both += [("qwen3_next", "heads", "selective")]
+    runs = [case_of("compiled", 2, kind, MESHES[2][mesh], how) for kind, mesh, how in both]
+    runs = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
+    check(2, runs, tmp_path, run_compiled)
