@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import permute, unpermute
-from moetrain.kernels.experts.router import Routed
+from moetrain.kernels.experts.routed import Routed
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received

@@ -25,7 +25,8 @@ from moetrain.kernels.experts.mlp import GateActivation, adapted_expert_mlp, exp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
-from moetrain.kernels.experts.router import Routed, rerouted, router_topk
+from moetrain.kernels.experts.routed import Routed, rerouted
+from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU

@@ -10,7 +10,7 @@ import torch
 
 
 class RouterStats(NamedTuple):
-    """Sums over one layer's tokens, which :class:`~moetrain.kernels.experts.router.Routed` has."""
+    """Sums over one layer's tokens, which :class:`~moetrain.kernels.experts.routed.Routed` has."""
 
     counts_E: torch.Tensor
     prob_sum_E: torch.Tensor

@@ -20,11 +20,12 @@ P programs, C tile columns (E with each group padded to a power of two), S slots
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast, worth_saving
+from moetrain.kernels.experts.routed import Routed, weighted
 
 _MAX_EXPERTS = 512
 _MAX_K = 32
@@ -32,23 +33,6 @@ _MAX_K = 32
 _TILE_ELEMENTS = 2048
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every score
-
-
-class Routed(NamedTuple):
-    """The decision of one router call, and its sums over tokens, which balancing needs."""
-
-    ids_TK: torch.Tensor
-    """int32, the largest s + bias first; -1 for a pad."""
-    weights_TK: torch.Tensor
-    """fp32, differentiable."""
-    counts_E: torch.Tensor
-    """int32: (token, slot) pairs that chose each expert."""
-    prob_sum_E: torch.Tensor
-    """fp32, differentiable: the sum of softmax(logits)."""
-    z_sum: torch.Tensor
-    """As above, of logsumexp(logits)^2 (arXiv 2202.08906)."""
-    entropy_sum: torch.Tensor
-    """fp32, no gradient: of softmax's entropy in nats."""
 
 
 def router_topk(
@@ -137,7 +121,7 @@ def _reference(
         choice_TE = choice_TGM.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)
     # A stable sort, since torch.topk leaves the order of ties open.
     ids_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    chosen = _weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    chosen = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
     counted_T = logits_TE.new_ones(logits_TE.shape[0])
     if is_pad_T is not None:
         counted_T = counted_T.masked_fill(is_pad_T, 0)
@@ -148,50 +132,6 @@ def _reference(
         z_sum=(logits_TE.logsumexp(-1).square() * counted_T).sum(),
         entropy_sum=(entropy_T * counted_T).sum(),
     )
-
-
-def _weighted(
-    scores_TE: torch.Tensor,
-    ids_TK: torch.Tensor,
-    is_pad_T: torch.Tensor | None,
-    normalize: bool,
-    scale: float,
-    min_sum: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the first three fields of :class:`Routed` for the choice ``ids_TK`` (int64)."""
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
-    if is_pad_T is not None:
-        ids_TK = ids_TK.masked_fill(is_pad_T[:, None], -1)
-        weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
-    ids_R = ids_TK.reshape(-1)
-    counts_E = torch.zeros(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
-    counts_E = counts_E.scatter_add(0, ids_R.clamp(min=0), (ids_R >= 0).int())
-    return ids_TK.int(), weights_TK * scale, counts_E
-
-
-def rerouted(
-    routed: Routed,
-    logits_TE: torch.Tensor,
-    ids_TK: torch.Tensor,
-    *,
-    score: Literal["softmax", "sigmoid"] = "softmax",
-    normalize: bool = True,
-    is_pad_T: torch.Tensor | None = None,
-    scale: float = 1.0,
-    min_sum: float = 0.0,
-) -> Routed:
-    """Replace the choice in ``routed`` by ``ids_TK``; its weights follow from the scores.
-
-    Args:
-        routed: what :func:`router_topk` returned for ``logits_TE`` and the other arguments.
-        ids_TK: integers; below 0 for pads alone, which get no expert whatever is said there.
-    """
-    scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
-    ids_TK = ids_TK.clamp(min=0).long()
-    chosen = _weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
-    return Routed(*chosen, *routed[3:])
 
 
 # weights, prob_sum, z_sum, entropy_sum, ids, counts

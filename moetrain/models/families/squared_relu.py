@@ -22,7 +22,7 @@ from torch import nn
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.router import Routed
+from moetrain.kernels.experts.routed import Routed
 from moetrain.models.architecture import Part, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear
 from moetrain.models.moe import Experts, MoE, RoutedExperts, Router

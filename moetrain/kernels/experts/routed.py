@@ -1,0 +1,71 @@
+"""What a router decides: the experts of each token, their weights, and how often each is chosen.
+
+    w_te = s_te / max(sum over the chosen e of s_te, min_sum) * scale,    s: softmax or sigmoid
+
+Legend: T tokens, E experts, K experts a token, R = T * K.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+
+class Routed(NamedTuple):
+    """The decision of one router call, and its sums over tokens, which balancing needs."""
+
+    ids_TK: torch.Tensor
+    """int32, the largest s + bias first; -1 for a pad."""
+    weights_TK: torch.Tensor
+    """fp32, differentiable."""
+    counts_E: torch.Tensor
+    """int32: (token, slot) pairs that chose each expert."""
+    prob_sum_E: torch.Tensor
+    """fp32, differentiable: the sum of softmax(logits)."""
+    z_sum: torch.Tensor
+    """As above, of logsumexp(logits)^2 (arXiv 2202.08906)."""
+    entropy_sum: torch.Tensor
+    """fp32, no gradient: of softmax's entropy in nats."""
+
+
+def weighted(
+    scores_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    is_pad_T: torch.Tensor | None,
+    normalize: bool,
+    scale: float,
+    min_sum: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first three fields of :class:`Routed` for the choice ``ids_TK`` (int64)."""
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
+    if is_pad_T is not None:
+        ids_TK = ids_TK.masked_fill(is_pad_T[:, None], -1)
+        weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
+    ids_R = ids_TK.reshape(-1)
+    counts_E = torch.zeros(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
+    counts_E = counts_E.scatter_add(0, ids_R.clamp(min=0), (ids_R >= 0).int())
+    return ids_TK.int(), weights_TK * scale, counts_E
+
+
+def rerouted(
+    routed: Routed,
+    logits_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    is_pad_T: torch.Tensor | None = None,
+    scale: float = 1.0,
+    min_sum: float = 0.0,
+) -> Routed:
+    """Replace the choice in ``routed`` by ``ids_TK``; its weights follow from the scores.
+
+    Args:
+        routed: what :func:`router_topk` returned for ``logits_TE`` and the other arguments.
+        ids_TK: integers; below 0 for pads alone, which get no expert whatever is said there.
+    """
+    scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
+    ids_TK = ids_TK.clamp(min=0).long()
+    chosen = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    return Routed(*chosen, *routed[3:])
