@@ -445,6 +445,7 @@ def test_ranks_give_one_processs_numbers_and_weights():
         "dp, not sharded": (["parallel.dp_replicate=2", "parallel.dp_shard=1"], 2),
         "ep": (["parallel.ep=2"], 2),
         "tp+ep": (["parallel.tp=2", "parallel.ep=2"], 4),
+        "cp": (["parallel.cp=2", "parallel.cp_method=all_gather"], 4),
     }
     for answers in spawn(2, train_on_ranks, layouts, timeout=120):
         assert set(answers) == set(layouts)

@@ -197,6 +197,20 @@ def test_more_ranks_take_less_each(layout):
     assert "weights" in four.describe()
 
 
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b-24l", "deepseek-v3"])
+def test_gathered_keys_and_values_are_those_of_all_tokens(preset):
+    """Beside a rank's own they are of as many tokens again, by hand."""
+    words = "model.num_layers=5 parallel.cp=2 activation.policy=none"
+    run = ("qwen3-30b-a3b-24l", 2, 1, 1)
+    if preset == "deepseek-v3":
+        words, run = f"model.preset={preset} {words}", ("debug", 2, 1, 1)
+    config, heads = estimate(*run, words)
+    _, keys = estimate(*run, f"{words} parallel.cp_method=all_gather")
+    numbers = 2 * 4 * 128 if preset != "deepseek-v3" else 512 + 128 * (192 + 128)
+    others = config.data.seq_len // 2
+    assert keys.activations - heads.activations == pytest.approx(5 * 2 * numbers * others)
+
+
 def test_moments_in_bf16_take_half():
     words = "activation.policy=none parallel.ep=4"
     _, wide = estimate("qwen3-30b-a3b-24l", 4, 1, 1, words)

@@ -34,6 +34,7 @@ LAYOUTS = {
         "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
         "cp": ["parallel.cp=2"],
         "cp+ep": ["parallel.cp=2", "parallel.ep=2"],
+        "cp keys": ["parallel.cp=2", "parallel.cp_method=all_gather"],
     },
     4: {
         "dp": ["parallel.dp_shard=4"],
@@ -67,7 +68,7 @@ VARIANTS = {
 # for which every block is compiled once more.)
 ONLY = {
     2: {
-        "recompute": ["ep", "tp"],
+        "recompute": ["ep", "tp", "cp keys"],
         "compile": [],
         "compile+recompute": ["dp", "ddp", "tp"],
         "accumulate+last": ["dp", "ep"],
@@ -307,7 +308,7 @@ def test_held_out_loss_on_every_mesh(tiny_words, tmp_path):
         "chats": [*base, *chats],
     }
     expected = held_out_losses({k: [*w, "train.micro_batch_size=8"] for k, w in sources.items()})
-    layouts = ["dp", "tp", "tp+ep"]
+    layouts = ["dp", "tp", "tp+ep", "cp keys"]
     runs = {
         f"{kind} {layout}": [*words, *LAYOUTS[2][layout], "train.micro_batch_size=4"]
         for kind, words in sources.items()
@@ -358,7 +359,8 @@ def test_a_checkpoint_goes_on_on_another_mesh(tiny_words, tmp_path):
     moved = [*words, f"output_dir={tmp_path / 'moved'}"]
     fit([*moved, "train.steps=2"])
     spawn(4, fit, [*moved, "train.steps=4", "parallel.ep=2"])  # one process to four
-    spawn(2, fit, [*moved, "train.steps=5"])  # four to two
+    on_two = ["parallel.cp=2", "parallel.cp_method=all_gather"]
+    spawn(2, fit, [*moved, "train.steps=5", *on_two])  # four to two
     losses = fit([*moved, "train.steps=6", "checkpoint.save_hf=yes"])  # and back to one
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     for step, loss in straight.items():

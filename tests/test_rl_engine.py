@@ -107,6 +107,7 @@ LAYOUTS = {
         "dp": (["parallel.dp_shard=2"], 1),
         "ep": (["parallel.ep=2"], 2),
         "tp": (["parallel.tp=2"], 2),
+        "cp": (["parallel.cp=2", "parallel.cp_method=all_gather"], 2),
         "pp": (["parallel.pp=2"], 1),
     },
     4: {

@@ -217,11 +217,8 @@ class _Gathered:
             widths = [x.shape[2] * x.shape[3] for x in keys]
             both = zip(given.split(widths, 2), keys, strict=True)
             keys = tuple(y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
-        elif before is not None:
-            tokens, n = k.shape[1], q.shape[1] // len(context.parts)
-            padded = [F.pad(x, (0, 0, 0, 0, before, 0)) for x in keys]
-            starts = self.parts.starts(tokens)
-            keys = [torch.cat([x[:, i : i + before + n] for i in starts], 1) for x in padded]
+        else:
+            assert before is None  # latent attention has no windows
         count = len(context.parts)
         own_keys = [keys] * count
         if before is not None:
