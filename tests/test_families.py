@@ -54,6 +54,7 @@ from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.models.architecture import Workload
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.gemma_layers import GemmaExperts
 from moetrain.models.families.latent_attention import LatentAttention
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.mamba import Mamba2
@@ -149,6 +150,7 @@ def test_states_decay_at_rates_of_the_papers_at_first():
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
 KEEPING = {
+    "gemma": GemmaExperts(hidden_size=64, **EXPERTS, intermediate_size=48, norm_eps=1e-6),
     "mamba": Mamba2(
         hidden_size=64,
         mamba_num_heads=4,
@@ -223,6 +225,32 @@ def test_mamba_on_a_gpu_is_the_reference(is_compiled):
         logits_BSV = model(tokens_BS, positions_BS)
         logits_BSV.square().sum().backward()
         found.append({"logits": logits_BSV} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_wide_heads_on_a_gpu_are_the_reference(is_compiled, is_packed):
+    """Logits and every gradient of a Gemma-4 in fp32, whose full layers are too wide for cuDNN."""
+    sizes = {"head_dim": 64, "global_head_dim": 512, "global_num_kv_heads": 1}
+    arch = architecture_of("gemma4_text", **sizes)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend, attention in (("reference", "reference"), ("auto", "auto")):
+        kernels = KernelsSection(backend=backend, attention=attention)
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=kernels)
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS if is_packed else None)
+        logits_BSV.square().sum().backward()
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        found.append({"logits": logits_BSV, **trained})
     want, got = found
     errors = {name: relative_error(got[name], want[name]) for name in want}
     assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
@@ -760,8 +788,8 @@ def test_what_gemma_has_no_kernels_for_is_refused_in_one_line():
         )
     cuda = torch.device("cuda")
     with pytest.raises(ValueError, match="head width 512; it takes multiples of 8 to 256"):
-        cudnn.require(cuda, torch.bfloat16, arch.widest_head)
-    assert not cudnn.runs(cuda, torch.bfloat16, arch.widest_head)
+        cudnn.require(cuda, torch.bfloat16, arch.widest_head())
+    assert not cudnn.runs(cuda, torch.bfloat16, arch.widest_head())
 
 
 def test_fewer_or_more_blocks_of_a_pattern():
@@ -837,7 +865,7 @@ def test_fewer_or_more_layers_of_a_preset():
             {"use_bidirectional_attention": "all"},
             "use_bidirectional_attention 'all'",
         ),
-        ("gemma4_text", {"hidden_activation": "silu"}, "hidden_act 'silu' is not supported"),
+        ("gemma4_text", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
         ("gemma4_text", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
         ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 6}}}, "per_layer_config differs"),
         ("gemma4_text", {"top_k_experts": None}, "top_k_experts is None, expected a number"),

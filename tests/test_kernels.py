@@ -43,6 +43,7 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.convolution",
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
+    "moetrain.kernels.loss.gumbel",
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.quant.blocks",
 }

@@ -130,7 +130,9 @@ def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
     own = {"head_dim": config["global_head_dim"]}
     own |= {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     if given is not None:
-        layers = {key: values for key, values in given.items() if values}
+        named = {str(key): values for key, values in given.items() if values}
+        # Numbers are written with as many digits as the largest has.
+        layers = {str(int(x)) if x.isdecimal() else x: values for x, values in named.items()}
         full = {str(i) for i, kind in enumerate(types) if kind == _FULL}
         own = next(iter(layers.values()), {})
         alike = all(values == own for values in layers.values())
