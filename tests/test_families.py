@@ -13,12 +13,14 @@ import transformers
 from family_cases import (
     CASES,
     FAMILY_CASES,
+    GEMMA,
     LINEAR,
     MIXERS,
     NEXT,
     ROUTED_CASES,
     SIZES,
     STATES,
+    YARN,
     architecture_of,
     limits,
     random_reference,
@@ -29,7 +31,13 @@ from safetensors.torch import load_file, save_file
 from test_models import gradients_as_checkpoint, relative_error
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen2MoeConfig,
+)
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from moetrain.config import (
@@ -40,11 +48,13 @@ from moetrain.config import (
     ModelSection,
     MoeSection,
 )
+from moetrain.kernels.attention import cudnn
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.models.architecture import Workload
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.gemma_layers import GemmaExperts
 from moetrain.models.families.latent_attention import LatentAttention
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.mamba import Mamba2
@@ -140,6 +150,7 @@ def test_states_decay_at_rates_of_the_papers_at_first():
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
 KEEPING = {
+    "gemma": GemmaExperts(hidden_size=64, **EXPERTS, intermediate_size=48, norm_eps=1e-6),
     "mamba": Mamba2(
         hidden_size=64,
         mamba_num_heads=4,
@@ -214,6 +225,32 @@ def test_mamba_on_a_gpu_is_the_reference(is_compiled):
         logits_BSV = model(tokens_BS, positions_BS)
         logits_BSV.square().sum().backward()
         found.append({"logits": logits_BSV} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_wide_heads_on_a_gpu_are_the_reference(is_compiled, is_packed):
+    """Logits and every gradient of a Gemma-4 in fp32, whose full layers are too wide for cuDNN."""
+    sizes = {"head_dim": 64, "global_head_dim": 512, "global_num_kv_heads": 1}
+    arch = architecture_of("gemma4_text", **sizes)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend, attention in (("reference", "reference"), ("auto", "auto")):
+        kernels = KernelsSection(backend=backend, attention=attention)
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=kernels)
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS if is_packed else None)
+        logits_BSV.square().sum().backward()
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        found.append({"logits": logits_BSV, **trained})
     want, got = found
     errors = {name: relative_error(got[name], want[name]) for name in want}
     assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
@@ -510,6 +547,64 @@ def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
     assert architecture_from_hf(written) == changed
 
 
+def test_towers_beside_a_gemma_are_carried_on(tmp_path):
+    torch.manual_seed(1)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sound = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    towers = {"vision_config": vision, "audio_config": sound | {"output_proj_dims": 16}}
+    config = Gemma4Config(text_config={**SIZES, **GEMMA, "pad_token_id": 0}, **towers)
+    theirs = Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "in")
+    stored, tokens_BS = load_file(tmp_path / "in" / "model.safetensors"), tokens(2, 9)
+    model = load_hf(tmp_path / "in")
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    save_hf(model, tmp_path / "out")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    for tower in ("vision_tower", "audio_tower", "language_model"):
+        assert any(name.startswith(f"model.{tower}.") for name in got)
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    written = exported_config(model.arch.model_copy(update={"max_positions": 99}), configs[0])
+    assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["audio_config"] == configs[0]["audio_config"]
+
+
+@torch.no_grad()
+def test_every_use_of_the_vocabulary_caps_its_logits(tmp_path):
+    random_reference("gemma4_text").save_pretrained(tmp_path)
+    model, tokens_BS = load_hf(tmp_path, dtype=torch.float64), tokens(1, 9)
+    hidden_TD, targets_T = model.backbone(tokens_BS)[0][0], tokens_BS[0]
+    logits_TV = model(tokens_BS)[0]
+    plain_TV = hidden_TD @ model.head_weight.T
+    assert (logits_TV - plain_TV).abs().max() > 0.1
+    torch.testing.assert_close(logits_TV, 3 * (plain_TV / 3).tanh())
+    own = (hidden_TD, model.head_weight)
+    some = torch.tensor([5, 2, 200])
+    torch.testing.assert_close(model.vocabulary.logits_of(*own, some), logits_TV[:, some])
+    losses = model.vocabulary.token_losses(*own, targets_T, temperature=0.7)
+    torch.testing.assert_close(
+        losses.loss_T, cross_entropy(logits_TV / 0.7, targets_T, reduction="none")
+    )
+    total = model.vocabulary.loss_sum(*own, targets_T, torch.ones(9)).total
+    torch.testing.assert_close(total, cross_entropy(logits_TV, targets_T, reduction="sum"))
+
+
+def test_fewer_layers_of_a_gemma_end_with_full_attention():
+    arch = resolve_architecture(ModelSection(preset="gemma-4-26b-a4b", num_layers=4))
+    assert arch.sliding_windows == (1024, 1024, 1024, None)
+    assert architecture_from_hf(exported_config(arch, None)) == arch
+    section = ModelSection(preset="gemma-4-31b", max_positions=2**20, rope="yarn")
+    with pytest.raises(ConfigError, match="layers of a gemma4_text differ in their angles; unset"):
+        resolve_architecture(section)
+
+
 @pytest.mark.parametrize("layout", ["per_expert", "fused"])
 @pytest.mark.parametrize("case", FAMILY_CASES)
 @torch.no_grad()
@@ -684,6 +779,19 @@ def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
     assert "which attention with sinks needs; use auto" in problem("kernels.attention=sdpa")
 
 
+def test_what_gemma_has_no_kernels_for_is_refused_in_one_line():
+    words = ["model.preset=gemma-4-26b-a4b", "data.source=synthetic", "train.device=cpu"]
+    arch = resolve_architecture(Config.load(None, words, environ={}).model)
+    with pytest.raises(ConfigError, match="'fp8' has no experts with GELU; use bf16"):
+        plan_model(
+            Config.load(None, [*words, "kernels.precision=fp8"], environ={}), arch, torch.bfloat16
+        )
+    cuda = torch.device("cuda")
+    with pytest.raises(ValueError, match="head width 512; it takes multiples of 8 to 256"):
+        cudnn.require(cuda, torch.bfloat16, arch.widest_head())
+    assert not cudnn.runs(cuda, torch.bfloat16, arch.widest_head())
+
+
 def test_fewer_or_more_blocks_of_a_pattern():
     arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=6))
     assert arch.mixers == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
@@ -742,6 +850,33 @@ def test_fewer_or_more_layers_of_a_preset():
         ("nemotron_h", {"layers_block_type": ["moe", "cnn"]}, "layers_block_type cnn are not supp"),
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
         ("nemotron_h", {"ssm_state_size": 0}, "ssm_state_size is 0"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8},
+            "hidden_size_per_layer_input 8 .*; use",
+        ),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers 1 .* not supported; use",
+        ),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention 'all'",
+        ),
+        ("gemma4_text", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ("gemma4_text", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 6}}}, "per_layer_config differs"),
+        ("gemma4_text", {"top_k_experts": None}, "top_k_experts is None, expected a number"),
+        ("gemma4_text", {"top_k_experts": 7}, "top_k_experts 7 is more than num_experts 6"),
+        ("gemma4_text", {"rope_parameters": {}}, "rope_parameters of sliding_attention are None"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"sliding_attention": YARN}},
+            "rope_parameters of sliding_attention .*, expected .* default or proportional",
+        ),
+        ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )

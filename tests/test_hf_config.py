@@ -66,8 +66,10 @@ def config_of(case: str) -> transformers.PreTrainedConfig:
 NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
-"""Keys that transformers has no defaults for."""
+"""Keys that transformers has no defaults for, or has those of models that are not supported."""
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_sliding_window": True}], ids=["none", "window"])

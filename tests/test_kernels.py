@@ -44,6 +44,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.gated_delta_step",
+    "moetrain.kernels.loss.gumbel",
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.memory",
     "moetrain.kernels.norm.elementwise",

@@ -15,7 +15,7 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.vocabulary_chunk import _gumbel
+from moetrain.kernels.loss.gumbel import _gumbel
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moetrain.kernels.backend import INTERPRETED, tl, triton
-from moetrain.kernels.loss.vocabulary_chunk import (
+from moetrain.kernels.loss.gumbel import (
     MASK,
     _exponential_of,
     _noise_of,
@@ -12,8 +12,8 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     _tl_noise,
     gumbel_argmax,
     mix,
-    sample_tokens,
 )
+from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.rollout.request import SamplingParams
 from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of
 

@@ -151,7 +151,7 @@ class OwnRouted(nn.Module):
         self.router, self.experts, self.dispatcher = built.router, built.experts, built.dispatcher
         self.shared_experts = None
 
-    forward, through_experts = MoE.forward, MoE.through_experts
+    forward, results, through_experts = MoE.forward, MoE.results, MoE.through_experts
 
 
 class OwnExperts(RoutedExperts):

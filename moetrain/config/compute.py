@@ -135,10 +135,10 @@ class KernelsSection(Section):
     flex: FlexAttention; reference: plain torch; exact: batch-invariant attention. auto: for
     unpacked rows and on a CPU sdpa; for packed rows on CUDA cudnn, if nvidia-cudnn-frontend is
     installed and the GPU is Hopper or newer, else flex; in reinforcement learning exact where it
-    runs. Attention with sinks (GPT-OSS) never takes sdpa. With exact (Hopper, bfloat16) a token's
-    forward has the same bits whatever it is computed beside, so training computes the
-    log-probabilities that generation reported. It has cudnn's backward, and the compiler does not
-    fuse norms, rotations and SwiGLU."""
+    runs. Attention with sinks (GPT-OSS) never takes sdpa; on CUDA auto takes flex for heads wider
+    than 256 (Gemma-4). With exact (Hopper, bfloat16) a token's forward has the same bits whatever
+    it is computed beside, so training computes the log-probabilities that generation reported. It
+    has cudnn's backward, and the compiler does not fuse norms, rotations and SwiGLU."""
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 numbers with a scale for each row, in the forward and for the

@@ -401,11 +401,11 @@ class Architecture(BaseModel):
         dim = max((mixer.rotary_dim for mixer in mixers), default=0)
         return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
 
-    @property
-    def widest_head(self) -> int:
-        """The most numbers of a head that attention must take."""
-        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
-        return max((mixer.widest_head for mixer in mixers), default=0)
+    def widest_head(self, *windows: int | None) -> int:
+        """Return the most numbers of a head that attention takes in ``windows``; none: in any."""
+        mixers = [part for part in self.parts() if isinstance(part, AttentionPart)]
+        kept = [mixer for mixer in mixers if not windows or mixer.window in windows]
+        return max((mixer.widest_head for mixer in kept), default=0)
 
     @property
     def sent_size(self) -> int:

@@ -209,10 +209,7 @@ class Transformer(nn.Module):
         mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
         layers = range(len(arch.layers()))
         self.kinds = [LayerKind(arch.window(i), arch.rotation(i)) for i in layers]
-        self.widths: dict[int | None, int] = {}  # of the heads that each window's mask is for
-        for mixer in mixers:
-            widest = max(mixer.widest_head, self.widths.get(mixer.window, 0))
-            self.widths[mixer.window] = widest
+        self.widths = {mixer.window: arch.widest_head(mixer.window) for mixer in mixers}
         self.carries_state = any(mixer.carries_state for mixer in mixers)
         self.needs_lse = any(mixer.needs_lse for mixer in mixers)
         rotations = dict.fromkeys(kind.rotation for kind in self.kinds)

@@ -90,7 +90,7 @@ class Session:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         generates, kernels = sleep is not None, config.kernels
-        runs = cudnn_attention.runs(device, dtype, arch.widest_head)
+        runs = cudnn_attention.runs(device, dtype, arch.widest_head())
         if generates and kernels.attention == "auto" and runs:
             # Training then computes the same bits as generation.
             exact = kernels.model_copy(update={"attention": "exact"})
@@ -233,7 +233,7 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     needs_cudnn = config.kernels.batch_invariant and device.type == "cuda"
     if config.kernels.attention == "cudnn" or needs_cudnn:
         try:
-            cudnn_attention.require(device, dtype, arch.widest_head)
+            cudnn_attention.require(device, dtype, arch.widest_head())
         except ValueError as error:
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:

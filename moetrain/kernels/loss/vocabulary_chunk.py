@@ -19,8 +19,7 @@ sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and 
 
     chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
 
-The noise is a hash of a key and the token id, ``-log(-log u)`` with u in (0, 1). It lies between
--2.82 and 22.9, so a score of -inf stays -inf.
+The noise is that of :mod:`moetrain.kernels.loss.gumbel`.
 
 Worked example, one token, V=3 in tiles of 2, logits [0, ln 2, ln 3]: the tiles' largest are
 [ln 2, ln 3], their exponentials [1/2, 1] and [1], their sums [3/2, 1]; so lse = ln(2 * 3/2 + 3 * 1)
@@ -33,7 +32,7 @@ Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (
 # pyright: reportOperatorIssue=false
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +45,7 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
+from moetrain.kernels.loss.gumbel import gumbel_argmax, tl_gumbel
 
 _ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
 # Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
@@ -298,7 +298,7 @@ def _product_kernel(
     tl.store(weighted_ptr + tile_row, tl.sum(exps * x, axis=1), mask=in_chunk)
     if keys_ptr is not None:
         inverse = tl.load(inverse_ptr + row, mask=in_chunk, other=0.0)[:, None]
-        noise = _tl_gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
+        noise = tl_gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
         # An inverse temperature of 0 stands for the likeliest token.
         score = tl.where(inverse > 0, products * inverse + noise, products)
         # Nothing is above NaN, nor below: of a row of them the first is chosen, as a token that is.
@@ -443,53 +443,6 @@ def sample_tokens(
     return chosen_C, logprob_C
 
 
-MASK = 2**32 - 1
-_Words = TypeVar("_Words", int, torch.Tensor)
-
-
-def gumbel_argmax(
-    logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
-) -> torch.Tensor:
-    """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
-    inverse_N1, noise_NV = inverse_temperatures_N[:, None], _gumbel(keys_N, logits_NV.shape[1])
-    scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
-    return scores_NV.argmax(-1)
-
-
-def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return the noise [N, V] in fp32."""
-    keys_N1 = (keys_N.long() & MASK)[:, None]
-    ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
-    return _noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
-
-
-def _noise_of(bits: torch.Tensor) -> torch.Tensor:
-    """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
-    return -_exponential_of(bits).log()
-
-
-def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
-    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
-
-    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
-    2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
-
-    The uppermost 2^8 parts are divided by the nine bits that are left, as a token with a share of
-    1e-8 needs a u above the last of 2^23 middles: it would be chosen a third as often as it should
-    be. There ``1 - u`` stands for ``-log u``, which is larger by 1.5e-5 of itself at most.
-    """
-    from_above = MASK - bits
-    middle = ((bits >> 9).float() + 0.5) / 2**23
-    return torch.where(from_above < 2**17, (from_above.float() + 0.5) / 2**32, -middle.log())
-
-
-def mix(x: _Words) -> _Words:
-    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
-    return x ^ (x >> 16)
-
-
 @triton.jit(do_not_specialize=["C"])  # which changes from call to call
 def _best_kernel(
     score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
@@ -501,32 +454,3 @@ def _best_kernel(
     tl.store(chosen_ptr + row, tl.load(token_ptr + best * C + row).to(tl.int64))
     loss = tl.load(lse_ptr + row) - tl.load(logit_ptr + best * C + row)
     tl.store(logprob_ptr + row, -loss)
-
-
-@triton.jit
-def _tl_gumbel(key, token):
-    """:func:`_gumbel` of a uint32 ``key`` and ``token``."""
-    key = key.to(tl.uint32)
-    return _tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
-
-
-@triton.jit
-def _tl_noise(bits):
-    return -tl.log(_tl_exponential(bits))
-
-
-@triton.jit
-def _tl_exponential(bits):
-    """:func:`_exponential_of` of uint32."""
-    from_above = ~bits
-    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
-    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
-    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
-
-
-@triton.jit
-def _tl_mix(x):
-    """:func:`mix` of uint32."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)

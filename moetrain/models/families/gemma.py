@@ -13,7 +13,7 @@ looks ahead.
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from moetrain.models.architecture import (
     Architecture,
@@ -42,6 +42,12 @@ class _Gemma4(Architecture):
     global_rope: RopeScaling = RopeScaling(kind="proportional", share=0.25)
     keys_are_values: bool = False
 
+    @field_validator("sliding_windows")
+    @classmethod
+    def _full_at_the_end(cls, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """Give the last layer full attention, whatever is asked for, as ``transformers`` does."""
+        return (*windows[:-1], None) if windows else windows
+
     def _is_global(self, layer: int) -> bool:
         return not self.sliding_windows or self.sliding_windows[layer] is None
 
@@ -64,6 +70,8 @@ class _Gemma4(Architecture):
 
 # ---- config.json -------------------------------------------------------------------------------
 
+_ROPE = "layer_rope"
+"""Our name for ``rope_parameters``, which hold those of each type of layers."""
 _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -93,6 +101,9 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(config.get(key), int):
                 raise error("config.json", f"{key} is {config.get(key)!r:.80}, expected a number")
             found[ours] = config[key]
+        if found["num_experts_per_token"] > found["num_experts"]:
+            problem = f"top_k_experts {config['top_k_experts']} is more than num_experts"
+            raise error("config.json", f"{problem} {config['num_experts']}")
     return found
 
 
@@ -112,7 +123,9 @@ def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
     own = {"head_dim": config["global_head_dim"]}
     own |= {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     if given is not None:
-        layers = {key: values for key, values in given.items() if values}
+        named = {str(key): values for key, values in given.items() if values}
+        # Numbers are written with as many digits as the largest has.
+        layers = {str(int(x)) if x.isdecimal() else x: values for x, values in named.items()}
         full = {str(i) for i, kind in enumerate(types) if kind == _FULL}
         own = next(iter(layers.values()), {})
         alike = all(values == own for values in layers.values())
@@ -137,16 +150,18 @@ _EXPERT_KEYS = {
 
 def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    ropes = _ROPES if config.get(_ROPE) is None else config[_ROPE]
     for kind, prefix in ((_SLIDING, ""), (_FULL, "global_")):
-        rope = (config["layer_rope"] or _ROPES).get(kind) or {}
-        name, theta = rope.get("rope_type"), rope.get("rope_theta")
+        rope = ropes.get(kind) if isinstance(ropes, Mapping) else ropes
+        given = rope if isinstance(rope, Mapping) else {}
+        name, theta = given.get("rope_type"), given.get("rope_theta")
         if name not in ("default", "proportional") or not isinstance(theta, int | float):
             problem = f"rope_parameters of {kind} are {rope!r:.80}, expected a rope_theta, and"
             raise error("config.json", f"{problem} default or proportional for rope_type")
         how: dict[str, Any] = {"kind": name}
         if name == "proportional":
-            how["factor"] = float(rope.get("factor", 1.0))
-            how["share"] = float(rope.get("partial_rotary_factor", 1.0))
+            how["factor"] = float(given.get("factor", 1.0))
+            how["share"] = float(given.get("partial_rotary_factor", 1.0))
         found |= {f"{prefix}rope_theta": float(theta), f"{prefix}rope": RopeScaling(**how)}
     return found
 
@@ -222,7 +237,6 @@ _NULLABLE: dict[str, type] = {
     "final_logit_softcapping": float,
     "num_global_key_value_heads": int,
     "per_layer_config": dict,
-    "layer_rope": dict,
     "use_bidirectional_attention": str,
 }
 
@@ -289,7 +303,6 @@ for _name, _class, _map, _section in (
                 "hidden_act": _ACTIVATION,
                 "max_position_embeddings": 131_072,
                 "tie_word_embeddings": True,
-                "layer_rope": None,
                 "attention_bias": False,
                 "sliding_window": 512,
                 "layer_types": None,
@@ -302,7 +315,7 @@ for _name, _class, _map, _section in (
             },
             weight_map=_map,
             fixed=_FIXED,
-            aliases={"hidden_activation": "hidden_act", "rope_parameters": "layer_rope"},
+            aliases={"hidden_activation": "hidden_act", "rope_parameters": _ROPE},
             nullable=_NULLABLE,
             lora_layout="fused",
             experts="experts",

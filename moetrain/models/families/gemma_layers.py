@@ -135,10 +135,9 @@ class GemmaExperts(RoutedExperts):
         return self.num_active_params() - scales
 
     def activations(self, share: Workload) -> float:
-        """Return :meth:`RoutedExperts.activations`, and what the norms keep: the router's too."""
-        kept = 2 * share.width if share.is_compiled else FP32 + 2 * share.width
-        norms = (len(_NORMS) + 1) * share.own_tokens * self.hidden_size * kept
-        return super().activations(share) + norms
+        """Return :meth:`RoutedExperts.activations`, and a tensor of each norm, the router's too."""
+        norms = (len(_NORMS) + 1) * share.own_tokens * self.hidden_size
+        return super().activations(share) + norms * share.width
 
 
 class _GemmaRouter(Router):

@@ -284,6 +284,9 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
             problem = f"{wanted} is more than the {arch.reach} positions that the model is made for"
             raise ConfigError("model.max_positions", f"{problem}; lower it, or set model.rope yarn")
         return arch.model_copy(update={"max_positions": wanted})
+    if any(arch.rotation(i).scaling != rope for i in range(arch.num_layers)):
+        problem = f"{section.rope!r}, but layers of a {arch.family} differ in their angles"
+        raise ConfigError("model.rope", f"{problem}; unset it")
     if rope.kind not in ("default", section.rope) or wanted <= original:
         problem = f"{section.rope!r}, but the model's own is {rope.kind!r} for {original} positions"
         raise ConfigError("model.rope", f"{problem}, and model.max_positions {wanted}; unset it")

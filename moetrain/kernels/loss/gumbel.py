@@ -1,0 +1,91 @@
+"""Gumbel noise that is a hash of a key and the token id, for sampling by its largest score.
+
+It is ``-log(-log u)`` with u in (0, 1), and lies between -2.82 and 22.9, so that a score of -inf
+stays -inf. Triton's functions have the bits of torch's, but for the last of a logarithm.
+
+Legend: N rows.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from typing import TypeVar
+
+import torch
+
+from moetrain.kernels.backend import tl, triton
+
+MASK = 2**32 - 1
+_Words = TypeVar("_Words", int, torch.Tensor)
+
+
+def gumbel_argmax(
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
+) -> torch.Tensor:
+    """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
+    inverse_N1, noise_NV = inverse_temperatures_N[:, None], _gumbel(keys_N, logits_NV.shape[1])
+    scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
+    return scores_NV.argmax(-1)
+
+
+def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the noise [N, V] in fp32."""
+    keys_N1 = (keys_N.long() & MASK)[:, None]
+    ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
+    return _noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
+
+
+def _noise_of(bits: torch.Tensor) -> torch.Tensor:
+    """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
+    return -_exponential_of(bits).log()
+
+
+def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
+    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
+
+    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
+    2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
+
+    The uppermost 2^8 parts are divided by the nine bits that are left, as a token with a share of
+    1e-8 needs a u above the last of 2^23 middles: it would be chosen a third as often as it should
+    be. There ``1 - u`` stands for ``-log u``, which is larger by 1.5e-5 of itself at most.
+    """
+    from_above = MASK - bits
+    middle = ((bits >> 9).float() + 0.5) / 2**23
+    return torch.where(from_above < 2**17, (from_above.float() + 0.5) / 2**32, -middle.log())
+
+
+def mix(x: _Words) -> _Words:
+    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def tl_gumbel(key, token):
+    """:func:`_gumbel` of a uint32 ``key`` and ``token``."""
+    key = key.to(tl.uint32)
+    return _tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+
+
+@triton.jit
+def _tl_noise(bits):
+    return -tl.log(_tl_exponential(bits))
+
+
+@triton.jit
+def _tl_exponential(bits):
+    """:func:`_exponential_of` of uint32."""
+    from_above = ~bits
+    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
+    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
+
+
+@triton.jit
+def _tl_mix(x):
+    """:func:`mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
