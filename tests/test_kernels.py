@@ -42,7 +42,8 @@ NOT_KERNELS = {
     "moetrain.kernels.backend",
     "moetrain.kernels.linear_attention.convolution",
     "moetrain.kernels.linear_attention.delta_kernels",
-    "moetrain.kernels.linear_attention.gated_delta_step",
+    "moetrain.kernels.linear_attention.reads",
+    "moetrain.kernels.linear_attention.step",
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.quant.blocks",
 }

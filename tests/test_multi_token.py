@@ -36,6 +36,7 @@ from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 CASES = ["glm4_moe", "glm4_moe groups", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"]
+CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "glm4_moe_lite"]
 LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
@@ -81,6 +82,8 @@ def theirs(folder):
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.mtp_layer_types = ["full_attention"]
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mtp_mlp_layer_types = ["sparse"]
     # Its classes of GLM know the numbers of published models' layers alone.
     patterns = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp.*"]
     main_model._keys_to_ignore_on_load_unexpected = patterns
@@ -224,7 +227,8 @@ def test_parts_know_parameters_and_products(case):
     if arch.num_experts:  # opaque to the counter
         used = arch.num_experts_per_token * (seq_len if arch.num_experts else 0)
         experts = 6 * used * arch.hidden_size * arch.moe_intermediate_size
-    pairs = 2 * arch.num_heads * arch.head_dim * seq_len * seq_len
+    widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
+    pairs = arch.num_heads * widths * seq_len * seq_len
     more = (arch.flops_per_token(seq_len) - plain.flops_per_token(seq_len)) * seq_len / 3
     assert counts[1] - counts[0] + experts + pairs == pytest.approx(more, rel=1e-12)
 

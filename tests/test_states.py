@@ -25,11 +25,10 @@ from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
-from moetrain.kernels.linear_attention.gated_delta_step import (
-    DeltaCache,
-    Reads,
-    gated_delta_step,
-)
+from moetrain.kernels.linear_attention.reads import Reads
+from moetrain.kernels.linear_attention.ssd import ssd
+from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
+from moetrain.models.architecture import AttentionPart
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
@@ -40,23 +39,28 @@ from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.steps import ExpertParallel
 
 SIZES = {"vocab_size": 264, "max_positions": 512, "num_experts": 8}
-ARCH = architecture_of("qwen3_5_moe_text", **SIZES)
+FAMILIES = ("qwen3_5_moe_text", "nemotron_h")
 
 
-def make_model(seed=0):
-    model = Transformer(ARCH)
+@pytest.fixture(scope="module", params=FAMILIES)
+def arch(request):
+    return architecture_of(request.param, **SIZES)
+
+
+def make_model(arch, seed=0):
+    model = Transformer(arch)
     model.init_weights(std=0.3, seed=seed)
     return model
 
 
-def make_generator(seed=0, **settings):
-    return Generator(make_model(seed), ByteTokenizer(), **settings)
+def make_generator(arch, seed=0, **settings):
+    return Generator(make_model(arch, seed), ByteTokenizer(), **settings)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(arch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(_CHATML))
+    save_hf(make_model(arch), folder, tokenizer=ByteTokenizer().export(_CHATML))
     return folder
 
 
@@ -69,13 +73,19 @@ def draw_inputs(generator, T, H, Q, K, V, dtype):
     return [q_TQK.to(dtype), k_TQK.to(dtype), normal(T, H, V).to(dtype), g_TH, beta_TH.to(dtype)]
 
 
+RULES = {
+    "gated delta": (gated_delta, gated_delta_step, 5, {"scale": 0.125}),
+    "state space": (ssd, ssd_step, 4, {}),
+}
+"""The rule of training and its step, how many of the inputs they take, and what else."""
 CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), "long": (1, 200)}
 
 
 @devices
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
-def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, device):
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut, device):
     """Four sequences, some beside each other, in slots that have had others."""
     rng, draw = random.Random(cut), torch.Generator(device).manual_seed(0)
     is_fast = kernels == "fast"
@@ -85,19 +95,22 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
         lengths = (1, CHUNK, CHUNK + 3, 5)
     H, Q, K, V = (2, 1, 64, 64) if is_fast else (4, 2, 6, 10)
     T, backend = sum(lengths), "triton" if is_fast else "reference"
-    inputs = draw_inputs(draw, T, H, Q, K, V, dtype)
+    rule, rule_step, takes, how = RULES[name]
+    how = {**how, "backend": backend}
+    inputs = draw_inputs(draw, T, H, Q, K, V, dtype)[:takes]
     bounds = list(itertools.accumulate(lengths, initial=0))
     bounds_N = torch.tensor(bounds, dtype=torch.int32, device=device)
-    want_THV = gated_delta(*inputs, Documents.of(bounds_N, T), K**-0.5, backend)
+    want_THV = rule(*inputs, Documents.of(bounds_N, T), **how)
 
-    cache = DeltaCache.empty(4, inputs)
-    for tensor in cache:  # of whoever had the slots before
+    cache = StateCache.empty(4, inputs)
+    for tensor in (cache.states_PHKV, *cache.open_PI):  # of whoever had the slots before
         tensor[1:] = torch.nan
     # And the convolution, of J taps.
     x_TC = torch.randn(T, 12, generator=draw, device=device)
     filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
+    bias_C = filters_C1J[:, 0, 0] / 2 if name == "state space" else None
     place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-    (want_Thd,) = convolved([Convolution(x_TC, filters_C1J, 4, True)], place_T)
+    (want_Thd,) = convolved([Convolution(x_TC, filters_C1J, 4, True, bias_C)], place_T)
     kept_PJC = x_TC.new_full((4, 3, 12), torch.nan)
     free, slot_of, seen, got_THV = [3, 1, 2], {}, [0] * 4, torch.empty_like(want_THV)
     got_Thd = torch.empty_like(want_Thd)
@@ -115,8 +128,8 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
             slots, places, _ = torch.tensor([*sequences, (0, 0, 1)], device=device).T
             reads, rows = Reads.of_singles(slots.int(), places.int()), [*rows, 0]
         step = [x[rows].contiguous() for x in inputs]
-        o_THV = gated_delta_step(*step, cache, reads, K**-0.5, backend)
-        given = Convolution(x_TC[rows], filters_C1J, 4, True)
+        o_THV = rule_step(*step, cache, reads, **how)
+        given = Convolution(x_TC[rows], filters_C1J, 4, True, bias_C)
         y_Thd = convolution_step(given, kept_PJC, reads, backend)
         number = sum(number for _, number in planned)
         got_Thd[rows[:number]] = y_Thd[:number]
@@ -130,7 +143,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
     torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [case for case in LINEAR_CASES if case != "nemotron_h"])
+@pytest.mark.parametrize("case", LINEAR_CASES)
 @torch.no_grad()
 def test_prompts_longer_than_a_chunk_go_on_as_those_of_transformers(case, tmp_path):
     theirs = random_reference(case, max_position_embeddings=512).eval()
@@ -166,10 +179,10 @@ def longer(request, rng):
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_requests_do_not_notice_each_other(name):
+def test_requests_do_not_notice_each_other(arch, name):
     rng = random.Random(name)
     requests = [longer(draw_request(i, rng), rng) for i in range(12)]
-    generator = make_generator(**DISTURBED[name])
+    generator = make_generator(arch, **DISTURBED[name])
     for request in requests[:6]:
         generator.submit(request)
     for _ in range(5):
@@ -181,30 +194,30 @@ def test_requests_do_not_notice_each_other(name):
     if "room" in name:
         assert generator.scheduler.num_preempted > 0
     for request, completions in zip(requests[6:], found, strict=True):
-        (alone,) = make_generator().generate([request])
+        (alone,) = make_generator(arch).generate([request])
         assert [c.tokens for c in completions] == [c.tokens for c in alone], request
     assert generator.pages.num_available == generator.pages.num_pages
     slots = generator.scheduler._free_slots
     assert sorted(slots) == list(range(1, generator.scheduler.max_sequences + 1))
 
 
-def test_requests_that_begin_alike_share_no_pages():
-    generator = make_generator(page_size=4)
+def test_requests_that_begin_alike_share_no_pages(arch):
+    generator = make_generator(arch, page_size=4)
     request = Request("a", tuple(range(30)), SamplingParams(max_tokens=9, n=3, seed=1))
     (completions,) = generator.generate([request])
     assert not generator.scheduler.pages._texts
     assert [c.tokens for c in completions] == [
-        c.tokens for c in make_generator().generate([request])[0]
+        c.tokens for c in make_generator(arch).generate([request])[0]
     ]
 
 
 @torch.no_grad()
-def test_log_probabilities_are_the_models_and_follow_its_weights():
-    generator = make_generator(max_tokens=45)
+def test_log_probabilities_are_the_models_and_follow_its_weights(arch):
+    generator = make_generator(arch, max_tokens=45)
     request = Request("a", tuple(range(100)), SamplingParams(max_tokens=60, prompt_logprobs=True))
     for seed in (0, 1):
-        plain = make_model(seed)
-        generator.update_weights(plain.named_parameters())
+        plain = make_model(arch, seed)
+        generator.update_weights(plain.state_dict().items())
         ((completion,),) = generator.generate([request])
         whole = torch.tensor([[*request.tokens, *completion.tokens]])
         expected_SV = plain(whole)[0, :-1].log_softmax(-1)
@@ -213,34 +226,35 @@ def test_log_probabilities_are_the_models_and_follow_its_weights():
         assert relative_error(found_S, chosen_S) < 1e-5
 
 
-def test_weights_that_change_on_the_way_are_used_for_all_tokens():
-    generator = make_generator()
+def test_weights_that_change_on_the_way_are_used_for_all_tokens(arch):
+    generator = make_generator(arch)
     params = SamplingParams(max_tokens=80, temperature=0)
     generator.submit(Request("a", tuple(range(50)), params))
     (completion,) = [generator.step()[0] for _ in range(30)][-1:]
-    generator.update_weights(make_model(1).named_parameters())
+    generator.update_weights(make_model(arch, 1).state_dict().items())
     begun = [*completion.tokens]
     while generator.is_busy:
         generator.step()
     others = Request("b", (*range(50), *begun), SamplingParams(max_tokens=50, temperature=0))
-    ((expected,),) = make_generator(1).generate([others])
+    ((expected,),) = make_generator(arch, 1).generate([others])
     assert completion.tokens == [*begun, *expected.tokens]
 
 
-def test_a_slot_takes_what_the_plan_says():
-    generator = make_generator(max_sequences=5)
+def test_a_slot_takes_what_the_plan_says(arch):
+    expected = 2 if arch.family == "nemotron_h" else 3
+    generator = make_generator(arch, max_sequences=5)
     generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
     held = [c for c in generator.steps.caches if hasattr(c, "inputs")]
-    found = sum(x.nbytes for c in held for x in (*c.cache, *c.inputs.values()))
-    parts = [part for part, _ in ARCH.layers()]
-    assert len(held) == sum(part.carries_state for part in parts) == 3
+    found = sum(x.nbytes for c in held for x in c.tensors())
+    parts = [part for part, *_ in arch.layers() if isinstance(part, AttentionPart)]
+    assert len(held) == sum(part.carries_state for part in parts) == expected
     assert found == 6 * sum(part.state_bytes(4) for part in parts)
     generator.sleep()
-    assert all(c.cache is None and not c.inputs for c in held)
+    assert not any(c.tensors() for c in held)
     generator.wake()
     generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
     generator.wipe()
-    assert not any(x.any() for c in held for x in (*c.cache, *c.inputs.values()))
+    assert not any(x.any() for c in held for x in c.tensors())
 
 
 # ---- ranks, runs, servers, adapters --------------------------------------------------------------
@@ -249,7 +263,7 @@ def test_a_slot_takes_what_the_plan_says():
 def test_every_mesh_writes_the_same(folder, tiny_words, tmp_path):
     words = [word for word in tiny_words if not word.startswith("model.")]
     words += [f"model.path={folder}", "data.tokenizer=byte", "data.seq_len=100", "train.steps=2"]
-    words += ["train.sample_tokens=60", "train.global_batch_size=8"]
+    words += ["train.sample_tokens=80", "train.global_batch_size=8"]
     layouts = {name: LAYOUTS[4][name] for name in ("hsdp", "ep", "dp+tp", "dp+tp+ep")}
     layouts["pp+ep"] = ["parallel.pp=2", "parallel.ep=2"]
     _, expected = sample_of([*words, f"output_dir={tmp_path / 'one'}"])
@@ -265,17 +279,17 @@ def requests_of(rank):
     return [longer(draw_request(i, rng), rng) for i in range(0 if rank else 5)]
 
 
-def serve_on_ranks():
-    model = make_model()
+def serve_on_ranks(arch):
+    model = make_model(arch)
     experts = ExpertParallel(model, dist.group.WORLD, "auto")
     generator = Generator(model, ByteTokenizer(), experts=experts, max_tokens=70)
     found = generator.generate(requests_of(dist.get_rank()))
     return [[c.tokens for c in completions] for completions in found]
 
 
-def test_a_rank_without_requests_serves_others_with_its_experts():
-    expected = make_generator().generate(requests_of(0))
-    found, nothing = spawn(2, serve_on_ranks, timeout=120)
+def test_a_rank_without_requests_serves_others_with_its_experts(arch):
+    expected = make_generator(arch).generate(requests_of(0))
+    found, nothing = spawn(2, serve_on_ranks, arch, timeout=120)
     assert found == [[c.tokens for c in completions] for completions in expected]
     assert nothing == []
 
@@ -309,9 +323,11 @@ def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
     assert all(abs(row["mismatch"]) < 1e-8 for row in rows)  # of rounding alone
 
 
-def test_the_server_serves_it(folder):
+def test_the_server_serves_it(arch, folder):
     prompt, how = list(range(70)), {"max_tokens": 9, "temperature": 0}
-    ((expected,),) = make_generator().generate([Request("a", tuple(prompt), SamplingParams(**how))])
+    ((expected,),) = make_generator(arch).generate(
+        [Request("a", tuple(prompt), SamplingParams(**how))]
+    )
     with process_serving(folder) as (_, client):
         found = client.completions.create(model="tiny", prompt=prompt, **how)
     assert found.choices[0].text == ByteTokenizer().decode(expected.tokens)

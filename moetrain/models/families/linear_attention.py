@@ -6,12 +6,8 @@
 Convolutions are causal and begin anew with each document, as the state does. Queries and keys have
 norm 1. A query or key head serves several heads of values.
 
-In generation a sequence has a slot of :class:`LinearStates` beside its pages of keys and values:
-the state, the inputs of its open chunk (:mod:`moetrain.kernels.linear_attention.gated_delta_step`)
-and the last inputs of the convolutions.
-
 Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
-widths of a key and a value, C channels, J taps of a convolution, P slots.
+widths of a key and a value.
 """
 
 from collections.abc import Mapping
@@ -24,16 +20,11 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
-from moetrain.kernels.linear_attention.gated_delta import (
-    CHUNK,
-    Documents,
-    RuleInputs,
-    gated_delta,
-)
-from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
+from moetrain.kernels.linear_attention.convolution import Convolution
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
+from moetrain.kernels.linear_attention.step import gated_delta_step
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.families.linear_states import LinearMixer
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
@@ -139,58 +130,11 @@ class GatedDeltaNet(AttentionPart):
         }
 
 
-class LinearStates:
-    """The slots of one layer, of which a running sequence has one; slot 0 is nobody's.
-
-    Nothing is cleared when a slot gets another sequence: its first tokens read no state, and no
-    input of a convolution that is not their own.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.cache: DeltaCache | None = None
-        """None: no memory is allocated, which happens at the first use."""
-        self.inputs: dict[str, torch.Tensor] = {}
-        """The last J - 1 inputs of each convolution, [P, J - 1, C]: a token's place modulo J - 1 is
-        its place there."""
-
-    def free(self) -> None:
-        self.cache, self.inputs = None, {}
-
-    def wipe(self) -> None:
-        for tensor in (*(self.cache or ()), *self.inputs.values()):
-            tensor.zero_()
-
-    def convolved(
-        self, given: Mapping[str, Convolution], reads: Reads, backend: Backend
-    ) -> list[torch.Tensor]:
-        """Go on with the convolutions, as :func:`convolution_step` does with one."""
-        found = []
-        for name, one in given.items():
-            if name not in self.inputs:
-                shape = (self.slots, one.filters_C1J.shape[-1] - 1, one.x_TC.shape[1])
-                self.inputs[name] = one.x_TC.new_zeros(shape)
-            one = one._replace(x_TC=one.x_TC.contiguous())
-            found.append(convolution_step(one, self.inputs[name], reads, backend))
-        return found
-
-    def rule(
-        self, inputs: RuleInputs, reads: Reads, scale: float, backend: Backend
-    ) -> torch.Tensor:
-        """Go on with the rule, as :func:`gated_delta_step` does."""
-        if self.cache is None:
-            self.cache = DeltaCache.empty(self.slots, inputs)
-        return gated_delta_step(*inputs, self.cache, reads, scale, backend)
-
-
-class LinearAttention(nn.Module):
+class LinearAttention(LinearMixer):
     """The module of :class:`GatedDeltaNet`."""
 
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
-        super().__init__()
-        self.backend: Backend = kernels.backend
-        self.states: LinearStates | None = None
-        """Of generation, whose contexts then have :class:`Reads` for documents."""
+        super().__init__(kernels)
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         dim, v_dim, heads = sizes.hidden_size, sizes.widths[1], sizes.linear_num_value_heads
         self.wq, self.wk, self.wv, self.wz = (
@@ -203,11 +147,6 @@ class LinearAttention(nn.Module):
         self.norm = RMSNorm(self.value_dim, sizes.norm_eps, kernels)
         self.wo = Linear(v_dim, dim, kernels)
 
-    def keep_states(self, slots: int) -> LinearStates:
-        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots."""
-        self.states = LinearStates(slots)
-        return self.states
-
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
         x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
@@ -218,21 +157,10 @@ class LinearAttention(nn.Module):
             "k": Convolution(k, self.conv_k, self.key_dim, True),
             "v": Convolution(v, self.conv_v, self.value_dim, False),
         }
-        reads, scale = context.documents, self.key_dim**-0.5
-        if self.states is not None:
-            assert isinstance(reads, Reads)  # a step of generation
-            heads = self.states.convolved(given, reads, self.backend)
-        else:
-            assert context.place_T is not None  # the architecture has this part
-            heads = convolved([*given.values()], context.place_T)
+        q_TQK, k_TQK, v_THV = self.convolved(given, context)
         a_TH = self.wa(x_TD).to(wide) + self.dt_bias
         g_TH, beta_TH = -self.a_log.to(wide).exp() * F.softplus(a_TH), self.wb(x_TD).sigmoid()
-        q_TQK, k_TQK, v_THV = heads
-        inputs = (q_TQK, k_TQK, v_THV, g_TH, beta_TH)
-        if self.states is not None and isinstance(reads, Reads):
-            o_THV = self.states.rule(inputs, reads, scale, self.backend)
-        else:
-            assert isinstance(reads, Documents)
-            o_THV = gated_delta(*inputs, reads, scale, self.backend)
+        inputs, scale = (q_TQK, k_TQK, v_THV, g_TH, beta_TH), self.key_dim**-0.5
+        o_THV = self.mixed(inputs, context, gated_delta, gated_delta_step, scale=scale)
         y_THV = self.norm(o_THV).to(wide) * F.silu(z.unflatten(-1, (-1, self.value_dim)).to(wide))
         return self.wo(y_THV.to(dtype).flatten(1)).view_as(x_BSD)

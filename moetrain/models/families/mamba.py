@@ -6,8 +6,7 @@
 Convolutions are causal and begin anew with each document, as the state does. A group of heads
 shares B and C, and the norm takes the numbers of a group's heads together.
 
-Left out on purpose: generation, for which states would have to be kept beside pages of keys, and
-biases of the projections, which no published model has.
+Left out on purpose: biases of the projections, which no published model has.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups, V width of a head,
 K width of a state, J taps of a convolution.
@@ -23,11 +22,12 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.convolution import Convolution, convolved
-from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.kernels.linear_attention.convolution import Convolution
+from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.linear_attention.ssd import ssd
+from moetrain.kernels.linear_attention.step import ssd_step
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.families.linear_states import LinearMixer
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
@@ -116,6 +116,12 @@ class Mamba2(AttentionPart):
         heads = self.mamba_num_heads * 5 * FP32
         return share.tokens * (numbers * w + heads) / share.tp
 
+    def state_bytes(self, width: int) -> float:
+        (v_dim, k_dim), heads = self.widths, self.mamba_num_heads
+        places = CHUNK + self.mamba_conv_kernel_dim - 1
+        kept = places * (v_dim + 2 * k_dim) * width + CHUNK * heads * FP32
+        return v_dim * self.mamba_state_dim * FP32 + kept
+
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (v_dim, k_dim), w = self.widths, share.width
         products = share.tokens * w * (2 * v_dim + 2 * k_dim) / share.tp
@@ -126,7 +132,7 @@ class Mamba2(AttentionPart):
         }
 
 
-class Mamba(nn.Module):
+class Mamba(LinearMixer):
     """The module of :class:`Mamba2`."""
 
     a_log: nn.Parameter
@@ -135,8 +141,7 @@ class Mamba(nn.Module):
     norm: nn.Parameter
 
     def __init__(self, sizes: Mamba2, kernels: KernelsSection) -> None:
-        super().__init__()
-        self.backend: Backend = kernels.backend
+        super().__init__(kernels)
         self.head_dim, self.state_dim = sizes.mamba_head_dim, sizes.mamba_state_dim
         self.min_step, self.eps = sizes.mamba_min_step, sizes.norm_eps
         self.group_dim = sizes.widths[0] // sizes.mamba_num_groups
@@ -150,28 +155,21 @@ class Mamba(nn.Module):
 
     def forward(self, h_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
-        assert isinstance(context.documents, Documents)  # the architecture has this part
-        assert context.place_T is not None
         h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         z, *convolving = linears(h_TD, (self.wz, self.wx, self.wb, self.wc))
         widths = (self.head_dim, self.state_dim, self.state_dim)
-        given = [
-            Convolution(y, getattr(self, f"conv_{name}"), width, False, self._bias(name))
+        given = {
+            name: Convolution(y, getattr(self, f"conv_{name}"), width, False, self._bias(name))
             for name, y, width in zip("xbc", convolving, widths, strict=True)
-        ]
-        x_THV, b_TGK, c_TGK = convolved(given, context.place_T)
+        }
+        x_THV, b_TGK, c_TGK = self.convolved(given, context)
         (dt_TH,) = linears(h_TD, (self.wdt,))
         x_THV = x_THV.to(wide)
         dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias).clamp(min=self.min_step)
-        o_THV = ssd(
-            c_TGK,
-            b_TGK,
-            (x_THV * dt_TH[..., None]).to(dtype),
-            -self.a_log.to(wide).exp() * dt_TH,
-            context.documents,
-            self.backend,
-        )
+        u_THV = (x_THV * dt_TH[..., None]).to(dtype)
+        g_TH = -self.a_log.to(wide).exp() * dt_TH
+        o_THV = self.mixed((c_TGK, b_TGK, u_THV, g_TH), context, ssd, ssd_step)
         y_THV = o_THV.to(wide) + x_THV * self.d.to(wide)[:, None]
         y = y_THV.flatten(1) * F.silu(z.to(wide))
         return self.wo(self._normed(y).to(dtype)).view_as(h_BSD)
