@@ -19,7 +19,7 @@ from test_sample import sample_of, samples_on_ranks
 from test_server import process_serving
 from transformers import AutoModelForCausalLM
 
-from moetrain.config import Config, Recipes
+from moetrain.config import Config, ModelSection, Recipes
 from moetrain.config.sections import LoraSection
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
@@ -29,7 +29,7 @@ from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
 from moetrain.models.architecture import AttentionPart
-from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -257,17 +257,45 @@ def test_a_slot_takes_what_the_plan_says(arch):
     assert not any(x.any() for c in held for x in c.tensors())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b"])
+@torch.no_grad()
+def test_graphs_on_a_gpu_go_on_as_the_model_does(preset):
+    sizes = {"num_layers": 6, "hidden_size": 256, "num_experts": 16, "vocab_size": 3000}
+    sizes |= {"moe_intermediate_size": 128, "shared_intermediate_size": 128}
+    plain = resolve_architecture(ModelSection(preset=preset, num_layers=6))
+    arch = plain.model_copy(update=sizes)
+    models = [Transformer(arch).to("cuda", torch.bfloat16) for _ in range(2)]
+    models[0].init_weights(std=0.05, seed=0)
+    models[1].load_state_dict(models[0].state_dict())
+    generator = Generator(models[0], num_pages=40, max_sequences=6, max_tokens=150)
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(3000) for _ in range(draw.randint(1, 200))) for _ in range(9)]
+    params = SamplingParams(max_tokens=90)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    found = [completions[0] for completions in generator.generate(requests)]
+    assert generator.steps._graphs
+    for prompt, completion in zip(prompts, found, strict=True):
+        whole = torch.tensor([[*prompt, *completion.tokens]], device="cuda")
+        logprobs_SV = models[1](whole)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        want_S = logprobs_SV.gather(1, whole[0, len(prompt) :, None])[:, 0].cpu()
+        difference_S = (torch.tensor(completion.logprobs) - want_S).abs()
+        assert difference_S.mean() < 0.02  # of bf16's rounding
+
+
 # ---- ranks, runs, servers, adapters --------------------------------------------------------------
 
 
 def test_every_mesh_writes_the_same(folder, tiny_words, tmp_path):
     words = [word for word in tiny_words if not word.startswith("model.")]
     words += [f"model.path={folder}", "data.tokenizer=byte", "data.seq_len=100", "train.steps=2"]
-    words += ["train.sample_tokens=80", "train.global_batch_size=8"]
+    words += ["train.sample_tokens=30", "train.global_batch_size=8"]
+    words += [f"train.sample_prompt={'and so on ' * 6}"]
     layouts = {name: LAYOUTS[4][name] for name in ("hsdp", "ep", "dp+tp", "dp+tp+ep")}
     layouts["pp+ep"] = ["parallel.pp=2", "parallel.ep=2"]
     _, expected = sample_of([*words, f"output_dir={tmp_path / 'one'}"])
-    assert len(expected) > 60  # past the first chunk
+    assert len(expected) > 64  # past the first chunk
     runs = {n: [*words, *w, f"output_dir={tmp_path / n}"] for n, w in layouts.items()}
     for texts in spawn(4, samples_on_ranks, runs, timeout=200):
         assert texts == dict.fromkeys(layouts, expected)

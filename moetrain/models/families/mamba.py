@@ -26,6 +26,7 @@ from moetrain.kernels.linear_attention.convolution import Convolution
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.kernels.linear_attention.step import ssd_step
+from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
 from moetrain.models.families.linear_states import LinearMixer
 from moetrain.models.layers import Context, Linear, linears
@@ -157,7 +158,8 @@ class Mamba(LinearMixer):
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
         h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        z, *convolving = linears(h_TD, (self.wz, self.wx, self.wb, self.wc))
+        # Apart: at most three have one launch where rows are few.
+        z, convolving = self.wz(h_TD), linears(h_TD, (self.wx, self.wb, self.wc))
         widths = (self.head_dim, self.state_dim, self.state_dim)
         given = {
             name: Convolution(y, getattr(self, f"conv_{name}"), width, False, self._bias(name))
@@ -180,5 +182,8 @@ class Mamba(LinearMixer):
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
         """Normalise the numbers of each group's heads together."""
         y_TGN = y.unflatten(-1, (-1, self.group_dim))
+        if self.states is not None:  # by an op in which a row's bits do not depend on others
+            y_TGN = rms_norm(y_TGN, y.new_ones(self.group_dim), self.eps, self.backend)
+            return y_TGN.flatten(1) * self.norm.to(y.dtype)
         y_TGN = y_TGN * torch.rsqrt(y_TGN.square().mean(-1, keepdim=True) + self.eps)
         return y_TGN.flatten(1) * self.norm.to(y.dtype)
