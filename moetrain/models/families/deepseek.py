@@ -54,6 +54,8 @@ class LatentDecoder(MoEDecoder):
     def _whole_heads(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Set the width of a head, which is that of its two parts together."""
         widths = [given.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        # JSON's arrays are lists here, which a strict model takes for no tuples.
+        given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
         return {**given, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
 
 
