@@ -118,8 +118,7 @@ def follow_families(archs):
 
 
 def test_a_generator_follows_a_trainer_of_every_family():
-    generating = [case for case in FAMILY_CASES if case != "nemotron_h"]  # no states of Mamba-2
-    archs = [architecture_of(case, num_experts=8) for case in generating]
+    archs = [architecture_of(case, num_experts=8) for case in FAMILY_CASES]
     spawn(2, follow_families, archs, timeout=200)
 
 

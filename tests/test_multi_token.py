@@ -36,6 +36,7 @@ from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 CASES = ["glm4_moe", "glm4_moe groups", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"]
+CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "glm4_moe_lite"]
 LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
@@ -81,6 +82,8 @@ def theirs(folder):
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.mtp_layer_types = ["full_attention"]
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mtp_mlp_layer_types = ["sparse"]
     # Its classes of GLM know the numbers of published models' layers alone.
     patterns = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp.*"]
     main_model._keys_to_ignore_on_load_unexpected = patterns
@@ -224,7 +227,8 @@ def test_parts_know_parameters_and_products(case):
     if arch.num_experts:  # opaque to the counter
         used = arch.num_experts_per_token * (seq_len if arch.num_experts else 0)
         experts = 6 * used * arch.hidden_size * arch.moe_intermediate_size
-    pairs = 2 * arch.num_heads * arch.head_dim * seq_len * seq_len
+    widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
+    pairs = arch.num_heads * widths * seq_len * seq_len
     more = (arch.flops_per_token(seq_len) - plain.flops_per_token(seq_len)) * seq_len / 3
     assert counts[1] - counts[0] + experts + pairs == pytest.approx(more, rel=1e-12)
 
@@ -271,9 +275,10 @@ def test_beside_a_vision_tower_they_lie_at_the_top(family, tmp_path):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("case", ["glm4_moe", "deepseek_v3"])
 @torch.no_grad()
-def test_copies_of_embedding_and_head_are_written_and_not_read(tmp_path):
-    made = save_with_further("glm4_moe", tmp_path / "in")
+def test_copies_of_embedding_and_head_are_written_and_not_read(case, tmp_path):
+    made = save_with_further(case, tmp_path / "in")
     stored = load_file(tmp_path / "in" / "model.safetensors")
     copies = {
         "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
@@ -295,10 +300,11 @@ def test_copies_of_embedding_and_head_are_written_and_not_read(tmp_path):
     assert torch.equal(written["model.embed_tokens.weight"], 2 * made.embed.weight)
 
 
+@pytest.mark.parametrize("case", ["glm4_moe", "glm4_moe_lite"])
 @torch.no_grad()
-def test_files_without_copies_stay_without(tmp_path):
+def test_files_without_copies_stay_without(case, tmp_path):
     ends = ("3.embed_tokens.weight", "3.shared_head.head.weight")
-    save_with_further("glm4_moe", tmp_path / "in", without=ends)
+    save_with_further(case, tmp_path / "in", without=ends)
     model = ours(tmp_path / "in")
     save_hf(model, tmp_path / "out")
     want, got = (load_file(tmp_path / f / "model.safetensors") for f in ("in", "out"))
@@ -354,6 +360,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     policies = itertools.cycle(["none", "full", "selective"])
     meshes = [degrees for degrees in MESHES[world].values() if "pp" not in degrees]
     pairs = [("glm4_moe", mesh) for mesh in meshes]
+    pairs += [("deepseek_v3", meshes[-1]), ("glm4_moe_lite", meshes[0])]
     pairs += [("qwen3_next", meshes[-1]), ("qwen3_5_text", meshes[1])]
     runs = [further_case(i, world, *mesh, next(policies)) for i, mesh in enumerate(pairs)]
     for i, word in enumerate(("activation.offload=0.5", "parallel.reshard_after_forward=yes")):
@@ -374,7 +381,15 @@ def test_compiled_blocks_on_two_ranks(tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("case", "axis"), [("glm4_moe", "dp_shard"), ("qwen3_next", "tp")])
+@pytest.mark.parametrize(
+    ("case", "axis"),
+    [
+        ("glm4_moe", "dp_shard"),
+        ("qwen3_next", "tp"),
+        ("deepseek_v3", "tp"),
+        ("glm4_moe_lite", "dp_shard"),
+    ],
+)
 def test_a_run_trains_them_and_writes_them_back(case, axis, tmp_path):
     save_with_further(case, tmp_path / "in")
     words = {f"parallel.{axis}": 2, "train.mtp_weight": 0.3, "log.interval": 1}
@@ -388,7 +403,7 @@ def test_a_run_trains_them_and_writes_them_back(case, axis, tmp_path):
     own = [n for n in before if n.startswith(("mtp.", "model.layers.3.")) or "embed" in n]
     fixed = {n for n in own if torch.equal(before[n], after[n])}
     assert {n for n in fixed if "correction_bias" not in n} == set()
-    for end in ("embed_tokens", "shared_head.head") if case == "glm4_moe" else ():
+    for end in ("embed_tokens", "shared_head.head") if case != "qwen3_next" else ():
         whole = "model.embed_tokens" if end == "embed_tokens" else "lm_head"
         assert torch.equal(after[f"model.layers.3.{end}.weight"], after[f"{whole}.weight"])
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -460,13 +475,14 @@ def test_depths_follow_each_other():
         (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset one"),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
         (["model.path=", "model.preset=debug"], "this qwen3_moe model has no blocks for further"),
+        (["model.path=", "model.preset=deepseek-v2-lite"], "this deepseek_v2 model has no blocks"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, says, tmp_path):
     save_with_further("glm4_moe", tmp_path)
     given = [f"model.path={tmp_path}", "data.source=synthetic", "train.mtp_weight=0.3", *words]
     given = [w for w in given if not w.endswith("path=")]
-    if "model.preset=debug" in given:
+    if any(w.startswith("model.preset") for w in given):
         given = given[1:]
     with pytest.raises(ConfigError) as caught:
         resolve_run(Config.load(None, given, environ={}))

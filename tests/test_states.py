@@ -19,18 +19,17 @@ from test_sample import sample_of, samples_on_ranks
 from test_server import process_serving
 from transformers import AutoModelForCausalLM
 
-from moetrain.config import Config, Recipes
+from moetrain.config import Config, ModelSection, Recipes
 from moetrain.config.sections import LoraSection
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
-from moetrain.kernels.linear_attention.gated_delta_step import (
-    DeltaCache,
-    Reads,
-    gated_delta_step,
-)
-from moetrain.models.hf.load import load_hf
+from moetrain.kernels.linear_attention.reads import Reads
+from moetrain.kernels.linear_attention.ssd import ssd
+from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
+from moetrain.models.architecture import AttentionPart
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -40,23 +39,28 @@ from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.steps import ExpertParallel
 
 SIZES = {"vocab_size": 264, "max_positions": 512, "num_experts": 8}
-ARCH = architecture_of("qwen3_5_moe_text", **SIZES)
+FAMILIES = ("qwen3_5_moe_text", "nemotron_h")
 
 
-def make_model(seed=0):
-    model = Transformer(ARCH)
+@pytest.fixture(scope="module", params=FAMILIES)
+def arch(request):
+    return architecture_of(request.param, **SIZES)
+
+
+def make_model(arch, seed=0):
+    model = Transformer(arch)
     model.init_weights(std=0.3, seed=seed)
     return model
 
 
-def make_generator(seed=0, **settings):
-    return Generator(make_model(seed), ByteTokenizer(), **settings)
+def make_generator(arch, seed=0, **settings):
+    return Generator(make_model(arch, seed), ByteTokenizer(), **settings)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(arch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(_CHATML))
+    save_hf(make_model(arch), folder, tokenizer=ByteTokenizer().export(_CHATML))
     return folder
 
 
@@ -69,13 +73,19 @@ def draw_inputs(generator, T, H, Q, K, V, dtype):
     return [q_TQK.to(dtype), k_TQK.to(dtype), normal(T, H, V).to(dtype), g_TH, beta_TH.to(dtype)]
 
 
+RULES = {
+    "gated delta": (gated_delta, gated_delta_step, 5, {"scale": 0.125}),
+    "state space": (ssd, ssd_step, 4, {}),
+}
+"""The rule of training and its step, how many of the inputs they take, and what else."""
 CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), "long": (1, 200)}
 
 
 @devices
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
-def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, device):
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut, device):
     """Four sequences, some beside each other, in slots that have had others."""
     rng, draw = random.Random(cut), torch.Generator(device).manual_seed(0)
     is_fast = kernels == "fast"
@@ -85,19 +95,22 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
         lengths = (1, CHUNK, CHUNK + 3, 5)
     H, Q, K, V = (2, 1, 64, 64) if is_fast else (4, 2, 6, 10)
     T, backend = sum(lengths), "triton" if is_fast else "reference"
-    inputs = draw_inputs(draw, T, H, Q, K, V, dtype)
+    rule, rule_step, takes, how = RULES[name]
+    how = {**how, "backend": backend}
+    inputs = draw_inputs(draw, T, H, Q, K, V, dtype)[:takes]
     bounds = list(itertools.accumulate(lengths, initial=0))
     bounds_N = torch.tensor(bounds, dtype=torch.int32, device=device)
-    want_THV = gated_delta(*inputs, Documents.of(bounds_N, T), K**-0.5, backend)
+    want_THV = rule(*inputs, Documents.of(bounds_N, T), **how)
 
-    cache = DeltaCache.empty(4, inputs)
-    for tensor in cache:  # of whoever had the slots before
+    cache = StateCache.empty(4, inputs)
+    for tensor in (cache.states_PHKV, *cache.open_PI):  # of whoever had the slots before
         tensor[1:] = torch.nan
     # And the convolution, of J taps.
     x_TC = torch.randn(T, 12, generator=draw, device=device)
     filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
+    bias_C = filters_C1J[:, 0, 0] / 2 if name == "state space" else None
     place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-    given = Convolution(x_TC, filters_C1J, 4, True)
+    given = Convolution(x_TC, filters_C1J, 4, True, bias_C)
     (want_Thd,) = convolved([given], place_T, fusible=not is_fast)
     kept_PJC = x_TC.new_full((4, 3, 12), torch.nan)
     free, slot_of, seen, got_THV = [3, 1, 2], {}, [0] * 4, torch.empty_like(want_THV)
@@ -116,8 +129,8 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
             slots, places, _ = torch.tensor([*sequences, (0, 0, 1)], device=device).T
             reads, rows = Reads.of_singles(slots.int(), places.int()), [*rows, 0]
         step = [x[rows].contiguous() for x in inputs]
-        o_THV = gated_delta_step(*step, cache, reads, K**-0.5, backend)
-        given = Convolution(x_TC[rows], filters_C1J, 4, True)
+        o_THV = rule_step(*step, cache, reads, **how)
+        given = Convolution(x_TC[rows], filters_C1J, 4, True, bias_C)
         y_Thd = convolution_step(given, kept_PJC, reads, backend)
         number = sum(number for _, number in planned)
         got_Thd[rows[:number]] = y_Thd[:number]
@@ -136,7 +149,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(kernels, cut, devic
         torch.testing.assert_close(got_THV, want_THV, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [case for case in LINEAR_CASES if case != "nemotron_h"])
+@pytest.mark.parametrize("case", LINEAR_CASES)
 @torch.no_grad()
 def test_prompts_longer_than_a_chunk_go_on_as_those_of_transformers(case, tmp_path):
     theirs = random_reference(case, max_position_embeddings=512).eval()
@@ -172,10 +185,10 @@ def longer(request, rng):
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_requests_do_not_notice_each_other(name):
+def test_requests_do_not_notice_each_other(arch, name):
     rng = random.Random(name)
     requests = [longer(draw_request(i, rng), rng) for i in range(12)]
-    generator = make_generator(**DISTURBED[name])
+    generator = make_generator(arch, **DISTURBED[name])
     for request in requests[:6]:
         generator.submit(request)
     for _ in range(5):
@@ -187,30 +200,30 @@ def test_requests_do_not_notice_each_other(name):
     if "room" in name:
         assert generator.scheduler.num_preempted > 0
     for request, completions in zip(requests[6:], found, strict=True):
-        (alone,) = make_generator().generate([request])
+        (alone,) = make_generator(arch).generate([request])
         assert [c.tokens for c in completions] == [c.tokens for c in alone], request
     assert generator.pages.num_available == generator.pages.num_pages
     slots = generator.scheduler._free_slots
     assert sorted(slots) == list(range(1, generator.scheduler.max_sequences + 1))
 
 
-def test_requests_that_begin_alike_share_no_pages():
-    generator = make_generator(page_size=4)
+def test_requests_that_begin_alike_share_no_pages(arch):
+    generator = make_generator(arch, page_size=4)
     request = Request("a", tuple(range(30)), SamplingParams(max_tokens=9, n=3, seed=1))
     (completions,) = generator.generate([request])
     assert not generator.scheduler.pages._texts
     assert [c.tokens for c in completions] == [
-        c.tokens for c in make_generator().generate([request])[0]
+        c.tokens for c in make_generator(arch).generate([request])[0]
     ]
 
 
 @torch.no_grad()
-def test_log_probabilities_are_the_models_and_follow_its_weights():
-    generator = make_generator(max_tokens=45)
+def test_log_probabilities_are_the_models_and_follow_its_weights(arch):
+    generator = make_generator(arch, max_tokens=45)
     request = Request("a", tuple(range(100)), SamplingParams(max_tokens=60, prompt_logprobs=True))
     for seed in (0, 1):
-        plain = make_model(seed)
-        generator.update_weights(plain.named_parameters())
+        plain = make_model(arch, seed)
+        generator.update_weights(plain.state_dict().items())
         ((completion,),) = generator.generate([request])
         whole = torch.tensor([[*request.tokens, *completion.tokens]])
         expected_SV = plain(whole)[0, :-1].log_softmax(-1)
@@ -219,34 +232,62 @@ def test_log_probabilities_are_the_models_and_follow_its_weights():
         assert relative_error(found_S, chosen_S) < 1e-5
 
 
-def test_weights_that_change_on_the_way_are_used_for_all_tokens():
-    generator = make_generator()
+def test_weights_that_change_on_the_way_are_used_for_all_tokens(arch):
+    generator = make_generator(arch)
     params = SamplingParams(max_tokens=80, temperature=0)
     generator.submit(Request("a", tuple(range(50)), params))
     (completion,) = [generator.step()[0] for _ in range(30)][-1:]
-    generator.update_weights(make_model(1).named_parameters())
+    generator.update_weights(make_model(arch, 1).state_dict().items())
     begun = [*completion.tokens]
     while generator.is_busy:
         generator.step()
     others = Request("b", (*range(50), *begun), SamplingParams(max_tokens=50, temperature=0))
-    ((expected,),) = make_generator(1).generate([others])
+    ((expected,),) = make_generator(arch, 1).generate([others])
     assert completion.tokens == [*begun, *expected.tokens]
 
 
-def test_a_slot_takes_what_the_plan_says():
-    generator = make_generator(max_sequences=5)
+def test_a_slot_takes_what_the_plan_says(arch):
+    expected = 2 if arch.family == "nemotron_h" else 3
+    generator = make_generator(arch, max_sequences=5)
     generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
     held = [c for c in generator.steps.caches if hasattr(c, "inputs")]
-    found = sum(x.nbytes for c in held for x in (*c.cache, *c.inputs.values()))
-    parts = [part for part, _ in ARCH.layers()]
-    assert len(held) == sum(part.carries_state for part in parts) == 3
+    found = sum(x.nbytes for c in held for x in c.tensors())
+    parts = [part for part, *_ in arch.layers() if isinstance(part, AttentionPart)]
+    assert len(held) == sum(part.carries_state for part in parts) == expected
     assert found == 6 * sum(part.state_bytes(4) for part in parts)
     generator.sleep()
-    assert all(c.cache is None and not c.inputs for c in held)
+    assert not any(c.tensors() for c in held)
     generator.wake()
     generator.generate([Request("a", (1, 2, 3), SamplingParams(max_tokens=3))])
     generator.wipe()
-    assert not any(x.any() for c in held for x in (*c.cache, *c.inputs.values()))
+    assert not any(x.any() for c in held for x in c.tensors())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b"])
+@torch.no_grad()
+def test_graphs_on_a_gpu_go_on_as_the_model_does(preset):
+    sizes = {"num_layers": 6, "hidden_size": 256, "num_experts": 16, "vocab_size": 3000}
+    sizes |= {"moe_intermediate_size": 128, "shared_intermediate_size": 128}
+    plain = resolve_architecture(ModelSection(preset=preset, num_layers=6))
+    arch = plain.model_copy(update=sizes)
+    models = [Transformer(arch).to("cuda", torch.bfloat16) for _ in range(2)]
+    models[0].init_weights(std=0.05, seed=0)
+    models[1].load_state_dict(models[0].state_dict())
+    generator = Generator(models[0], num_pages=40, max_sequences=6, max_tokens=150)
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(3000) for _ in range(draw.randint(1, 200))) for _ in range(9)]
+    params = SamplingParams(max_tokens=90)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    found = [completions[0] for completions in generator.generate(requests)]
+    assert generator.steps._graphs
+    for prompt, completion in zip(prompts, found, strict=True):
+        whole = torch.tensor([[*prompt, *completion.tokens]], device="cuda")
+        logprobs_SV = models[1](whole)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        want_S = logprobs_SV.gather(1, whole[0, len(prompt) :, None])[:, 0].cpu()
+        difference_S = (torch.tensor(completion.logprobs) - want_S).abs()
+        assert difference_S.mean() < 0.02  # of bf16's rounding
 
 
 # ---- ranks, runs, servers, adapters --------------------------------------------------------------
@@ -255,11 +296,12 @@ def test_a_slot_takes_what_the_plan_says():
 def test_every_mesh_writes_the_same(folder, tiny_words, tmp_path):
     words = [word for word in tiny_words if not word.startswith("model.")]
     words += [f"model.path={folder}", "data.tokenizer=byte", "data.seq_len=100", "train.steps=2"]
-    words += ["train.sample_tokens=60", "train.global_batch_size=8"]
+    words += ["train.sample_tokens=30", "train.global_batch_size=8"]
+    words += [f"train.sample_prompt={'and so on ' * 6}"]
     layouts = {name: LAYOUTS[4][name] for name in ("hsdp", "ep", "dp+tp", "dp+tp+ep")}
     layouts["pp+ep"] = ["parallel.pp=2", "parallel.ep=2"]
     _, expected = sample_of([*words, f"output_dir={tmp_path / 'one'}"])
-    assert len(expected) > 60  # past the first chunk
+    assert len(expected) > 64  # past the first chunk
     runs = {n: [*words, *w, f"output_dir={tmp_path / n}"] for n, w in layouts.items()}
     for texts in spawn(4, samples_on_ranks, runs, timeout=200):
         assert texts == dict.fromkeys(layouts, expected)
@@ -271,17 +313,17 @@ def requests_of(rank):
     return [longer(draw_request(i, rng), rng) for i in range(0 if rank else 5)]
 
 
-def serve_on_ranks():
-    model = make_model()
+def serve_on_ranks(arch):
+    model = make_model(arch)
     experts = ExpertParallel(model, dist.group.WORLD, "auto")
     generator = Generator(model, ByteTokenizer(), experts=experts, max_tokens=70)
     found = generator.generate(requests_of(dist.get_rank()))
     return [[c.tokens for c in completions] for completions in found]
 
 
-def test_a_rank_without_requests_serves_others_with_its_experts():
-    expected = make_generator().generate(requests_of(0))
-    found, nothing = spawn(2, serve_on_ranks, timeout=120)
+def test_a_rank_without_requests_serves_others_with_its_experts(arch):
+    expected = make_generator(arch).generate(requests_of(0))
+    found, nothing = spawn(2, serve_on_ranks, arch, timeout=120)
     assert found == [[c.tokens for c in completions] for completions in expected]
     assert nothing == []
 
@@ -315,9 +357,11 @@ def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
     assert all(abs(row["mismatch"]) < 1e-8 for row in rows)  # of rounding alone
 
 
-def test_the_server_serves_it(folder):
+def test_the_server_serves_it(arch, folder):
     prompt, how = list(range(70)), {"max_tokens": 9, "temperature": 0}
-    ((expected,),) = make_generator().generate([Request("a", tuple(prompt), SamplingParams(**how))])
+    ((expected,),) = make_generator(arch).generate(
+        [Request("a", tuple(prompt), SamplingParams(**how))]
+    )
     with process_serving(folder) as (_, client):
         found = client.completions.create(model="tiny", prompt=prompt, **how)
     assert found.choices[0].text == ByteTokenizer().decode(expected.tokens)

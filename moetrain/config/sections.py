@@ -257,7 +257,7 @@ class TrainSection(Section):
     the model stays to the reference."""
     mtp_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss of multi-token prediction, 0.3 or 0.1 as a rule: blocks behind the model's
-    own (of GLM, Qwen3-Next or Qwen3.5) are trained to predict further tokens; 0: they stay as they
+    own (DeepSeek's, GLM's, Qwen's) are trained to predict further tokens; 0: they stay as they
     are."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the order of the data and of sampling."""

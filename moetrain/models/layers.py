@@ -24,7 +24,7 @@ from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
-from moetrain.kernels.linear_attention.gated_delta_step import Reads
+from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.loss.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,

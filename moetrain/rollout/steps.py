@@ -28,7 +28,7 @@ from torch import nn
 
 from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.gated_delta_step import Reads
+from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.loss.gumbel import MASK, gumbel_argmax, mix
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart

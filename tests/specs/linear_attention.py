@@ -1,5 +1,5 @@
-"""Specs of the gated delta rule, of what generation does with it and its convolutions, and of
-Mamba-2's recurrence."""
+"""Specs of the gated delta rule, of Mamba-2's recurrence, and of what generation does with both
+and with their convolutions."""
 
 import itertools
 from typing import Any
@@ -19,12 +19,9 @@ from moetrain.kernels.linear_attention.gated_delta import (
     _gated_delta_gradients,
     gated_delta,
 )
-from moetrain.kernels.linear_attention.gated_delta_step import (
-    DeltaCache,
-    Reads,
-    gated_delta_step,
-)
+from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import _ssd, _ssd_gradients, ssd
+from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 _FIELDS = Documents._fields
@@ -69,13 +66,13 @@ def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
     planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
     sizes = {name: case[name] for name in "HQKV" if name in case}
     tokens = {"lengths": [sum(number for _, number in sequences)], **sizes}
-    inputs = _make_inputs(tokens, dtype, generator)
-    inputs = {name: inputs[name] for name in ("q_TQK", "k_TQK", "v_THV", "g_TH", "beta_TH")}
-    kept = _make_inputs({"lengths": [(number + 1) * CHUNK], **sizes}, dtype, generator)
+    make = _ssd_inputs if case.get("ssd") else _make_inputs
+    inputs = make(tokens, dtype, generator)
+    inputs = {name: x for name, x in inputs.items() if name not in _FIELDS}
+    kept = make({"lengths": [(number + 1) * CHUNK], **sizes}, dtype, generator)
+    inputs |= {f"kept_{x}": kept[x].unflatten(0, (number + 1, CHUNK)) for x in list(inputs)}
     states = (number + 1, case["H"], case["K"], case.get("V", case["K"]))
     inputs["states_PHKV"] = normal(generator, *states) / 9
-    for old, new in zip(list(inputs)[:5], DeltaCache._fields[1:], strict=True):
-        inputs[new] = kept[old].unflatten(0, (number + 1, CHUNK))
     reads = Reads.of(planned, generator.device)
     if all(number == 1 for _, number in sequences):
         slots, places, _ = torch.tensor(planned, device=generator.device).long().view(-1, 3).T
@@ -85,12 +82,16 @@ def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
 
 def _step(*, reads, in_place, backend="triton", **inputs):
     """The outputs, and the states that are left; ``in_place``: in ``inputs``, to be timed."""
-    scale = inputs["k_TQK"].shape[2] ** -0.5
-    cache = DeltaCache(*(inputs.pop(name) for name in DeltaCache._fields))
+    states = inputs.pop("states_PHKV")
+    kept = [inputs.pop(name) for name in list(inputs) if name.startswith("kept_")]
     if not in_place:
-        cache = DeltaCache(*(x.clone() for x in cache))
-    out_THV = gated_delta_step(**inputs, cache=cache, reads=reads, scale=scale, backend=backend)
-    return out_THV, cache.states_PHKV
+        states, kept = states.clone(), [x.clone() for x in kept]
+    how = {"cache": StateCache(states, tuple(kept)), "reads": reads, "backend": backend}
+    if "beta_TH" in inputs:
+        out_THV = gated_delta_step(**inputs, **how, scale=inputs["k_TQK"].shape[2] ** -0.5)
+    else:
+        out_THV = ssd_step(**inputs, **how)
+    return out_THV, states
 
 
 def _step_cost(case: Case) -> tuple[Cost, Cost]:
@@ -100,16 +101,19 @@ def _step_cost(case: Case) -> tuple[Cost, Cost]:
     rows = sum(seen % CHUNK + number for seen, number in case["sequences"])
     states = 4 * len(case["sequences"]) * H * K * V
     read = states + rows * (2 * (2 * Q * K + H * V) + 8 * H)
-    return Cost(read, 2.0 * rows * H * (2 * CHUNK * K + CHUNK * (K + V) + 2 * K * V)), Cost()
+    products = CHUNK * (K + V) + 2 * K * V + (0 if case.get("ssd") else 2 * CHUNK * K)
+    return Cost(read, 2.0 * rows * H * products), Cost()
 
 
 def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     sequences, C, J = case["sequences"], case["heads"] * case["width"], case["J"]
     T = sum(number for _, number in sequences)
     planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
+    weights = case.get("weights", dtype)
     return {
         "x_TC": normal(generator, T, C).to(dtype),
-        "filters_C1J": normal(generator, C, 1, J).to(case.get("weights", dtype)),
+        "filters_C1J": normal(generator, C, 1, J).to(weights),
+        "bias_C": normal(generator, C).to(weights) if case.get("bias") else None,
         "kept_PJC": normal(generator, len(sequences) + 1, J - 1, C).to(dtype),
         "reads": Reads.of(planned, generator.device),
         "width": case["width"],
@@ -248,6 +252,7 @@ _DELTA_SPECS = (
             {"sequences": ((3, 1), (0, 1)), "heads": 2, "width": 64, "J": 2, "normalised": False},
             {"sequences": ((2, 2),), "heads": 1, "width": 8, "J": 1, "weights": torch.float32},
             {"sequences": ((1, 4), (0, 2)), "heads": 2, "width": 33, "J": 3},
+            {"sequences": ((1, 3),), "heads": 2, "width": 20, "J": 4, "bias": True},
             {"sequences": (), "heads": 2, "width": 8, "J": 4},
         ),
         benches=(Bench({"sequences": ((500, 1),) * 64, "heads": 16, "width": 128, "J": 4}),),
@@ -318,7 +323,40 @@ _SSD_SPECS = (
     ),
 )
 
-SPECS = (*_DELTA_SPECS, *_SSD_SPECS)
+_STEP = {"ssd": True, "in_place": True, **_NANO}
+
+_SSD_STEP_SPECS = (
+    KernelSpec(
+        name="ssd_step",
+        fast=_step,
+        reference=lambda **inputs: _step(**inputs, backend="reference"),
+        make_inputs=_make_step_inputs,
+        cases=tuple(
+            {"ssd": True, **case}
+            for case in (
+                {"sequences": ((70, 60), (3, 1), (0, 65)), "H": 2, "Q": 1, "K": 128, "V": 64},
+                {"sequences": ((63, 1), (64, 1), (10, 1)), "H": 4, "Q": 2, "K": 64, "V": 128},
+                {"sequences": ((127, 2),), "H": 1, "Q": 1, "K": 64, "V": 64},
+                {"sequences": (), "H": 2, "Q": 2, "K": 64, "V": 64},
+            )
+        ),
+        benches=(
+            Bench(
+                {"sequences": ((500, 1),) * 64, **_STEP},
+                check_case={"sequences": ((500, 1), (63, 1), (64, 1)), **_STEP},
+            ),
+            Bench(
+                {"sequences": ((2048, 2048),), **_STEP},
+                check_case={"sequences": ((128, 70), (65, 10)), **_STEP},
+            ),
+        ),
+        # As the recurrence's, from whose kernels it is made.
+        tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
+        cost=_step_cost,
+    ),
+)
+
+SPECS = (*_DELTA_SPECS, *_SSD_SPECS, *_SSD_STEP_SPECS)
 
 
 def recurrence(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, scale):

@@ -8,7 +8,7 @@ A token's channel becomes silu of the sum of its last J inputs times as many fil
 In training these are plain formulas that the compiler fuses; of the inputs it keeps one tensor in
 the compute dtype. Where training must have generation's bits it takes generation's kernel. In
 generation a sequence's last J - 1 inputs are kept in its slot
-(:class:`~moetrain.kernels.linear_attention.gated_delta_step.Reads`): the token at place t of a
+(:class:`~moetrain.kernels.linear_attention.reads.Reads`): the token at place t of a
 sequence is at place t mod J - 1 of the slot. On CUDA a kernel then does all of it, since as many
 small kernels as the formulas would take longer than the step's products.
 
@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import INTERPRETED, Backend, refusal, tl, triton, use_fast
-from moetrain.kernels.linear_attention.gated_delta_step import Reads
+from moetrain.kernels.linear_attention.reads import Reads
 
 _EPS = 1e-6
 
@@ -38,7 +38,7 @@ class Convolution(NamedTuple):
     width: int
     normalised: bool
     bias_C: torch.Tensor | None = None
-    """What is added before silu, in training alone."""
+    """What is added before silu."""
 
 
 def convolved(
@@ -159,9 +159,8 @@ def convolution_step(
     Args:
         kept_PJC: [P, J - 1, C] in the input's dtype; both are contiguous.
     """
-    x_TC, filters_C1J, width, _, bias_C = given
-    assert bias_C is None  # of the families that generate
-    channels, taps = x_TC.shape[1], filters_C1J.shape[-1]
+    x_TC, width = given.x_TC, given.width
+    channels, taps = x_TC.shape[1], given.filters_C1J.shape[-1]
     is_like = kept_PJC.shape[1:] == (taps - 1, channels) and kept_PJC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PJC.is_contiguous()):
         takes = "contiguous [T, C] and [P, J - 1, C] of one dtype, C a multiple of the width"
@@ -187,10 +186,10 @@ def _by_kernel(
     y_Thd = given.x_TC.new_empty(tokens, channels // width, width)
     if tokens:
         _step_kernel[(tokens, channels // width)](
-            given.x_TC, given.filters_C1J.contiguous(), kept_PJC, place_T, before_T, slots_T,
-            y_Thd, C=channels, J=given.filters_C1J.shape[-1], D=width,
+            given.x_TC, given.filters_C1J.contiguous(), given.bias_C, kept_PJC, place_T, before_T,
+            slots_T, y_Thd, C=channels, J=given.filters_C1J.shape[-1], D=width,
             BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=given.normalised,
-            num_warps=1,
+            HAS_BIAS=given.bias_C is not None, num_warps=1,
         )  # fmt: skip
     return y_Thd
 
@@ -210,9 +209,9 @@ def _inputs(
 
 @triton.jit
 def _step_kernel(
-    x_ptr, filters_ptr, kept_ptr, place_ptr, before_ptr, slots_ptr, y_ptr,
+    x_ptr, filters_ptr, bias_ptr, kept_ptr, place_ptr, before_ptr, slots_ptr, y_ptr,
     C: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -232,6 +231,8 @@ def _step_kernel(
         then = tl.load(kept_ptr + at + channel, mask=i < kept, other=0.0)
         filters = tl.load(taps + (J - 1 - back), mask=valid, other=0.0).to(tl.float32)
         y += (now.to(tl.float32) + then.to(tl.float32)) * filters  # of which one is 0
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + channel, mask=valid, other=0.0).to(tl.float32)
     y = y * tl.sigmoid(y)
     if NORMALISED:
         y *= tl.rsqrt(tl.sum(y * y, axis=0) + EPS)

@@ -54,6 +54,7 @@ from moetrain.kernels.linear_attention.delta_kernels import (
 )
 from moetrain.kernels.linear_attention.gated_delta import (
     WIDTHS,
+    Carried,
     Documents,
     Launch,
     chunked,
@@ -76,18 +77,49 @@ def ssd(
         g_TH: fp32, at most 0: the log of what the state keeps.
         documents: of all T tokens.
     """
+    if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
+        return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0)
+    return _ssd(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
+
+
+def ssd_continued(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    documents: Documents,
+    carried: Carried,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return :func:`ssd` of documents that go on from states, without gradients.
+
+    Outputs of tokens outside the chunks are unspecified.
+    """
+    if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
+        return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0, carried)
+    return _launch_forward(q_TQK, k_TQK, u_THV, g_TH.float(), documents, carried)[0]
+
+
+def _is_fast(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    backend: Backend,
+) -> bool:
+    """Return whether the kernels run; refuse inputs that cannot be taken."""
     (T, Q, K), (_, H, V) = k_TQK.shape, u_THV.shape
     fits = q_TQK.shape == k_TQK.shape and u_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H):
         takes = "[T, Q, K] twice, [T, H, V] and [T, H]; Q divides H"
         raise refusal("ssd", takes, q=q_TQK, k=k_TQK, u=u_THV, g=g_TH)
     if not use_fast(backend, u_THV):
-        return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0)
+        return False
     if K not in WIDTHS or V not in WIDTHS or not q_TQK.dtype == k_TQK.dtype == u_THV.dtype:
         takes = f"one dtype, and widths of {', '.join(map(str, WIDTHS))}"
         raise refusal("ssd", takes, q=q_TQK, k=k_TQK, u=u_THV)
     require_contiguous("ssd", q=q_TQK, k=k_TQK, u=u_THV, g=g_TH)
-    return _ssd(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
+    return True
 
 
 # The gated delta rule's own, not tuned again; kernels that walk over chunks need two stages.
@@ -111,7 +143,19 @@ def _ssd(
     firsts_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs, and the running sums of ``g`` in their chunks."""
-    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, u_THV)
+    documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
+    return _launch_forward(q_TQK, k_TQK, u_THV, g_TH, documents)
+
+
+def _launch_forward(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    documents: Documents,
+    carried: Carried | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (_, starts_C, sizes_C, _), sizes = documents, sizes_of(k_TQK, u_THV)
     H, C, V = u_THV.shape[1], starts_C.shape[0], u_THV.shape[2]
     sums_TH, out_THV = torch.empty_like(g_TH), torch.empty_like(u_THV)
     if out_THV.numel() == 0:
@@ -120,7 +164,7 @@ def _ssd(
         g_TH, starts_C, sizes_C, sums_TH, H=H, C=sizes["C"],
         num_warps=_GATES.warps, num_stages=_GATES.stages,
     )  # fmt: skip
-    states_CHKV = _states(k_TQK, u_THV, sums_TH, documents)
+    states_CHKV = _states(k_TQK, u_THV, sums_TH, documents, carried)
     columns = min(_OUTPUTS.columns, V)
     outputs_kernel[(V // columns, H, C)](
         q_TQK, k_TQK, u_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, 1.0,
@@ -138,16 +182,23 @@ worth_saving("attention", torch.ops.moetrain.ssd.default)
 
 
 def _states(
-    k_TQK: torch.Tensor, u_THV: torch.Tensor, sums_TH: torch.Tensor, documents: Documents
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    sums_TH: torch.Tensor,
+    documents: Documents,
+    carried: Carried | None = None,
 ) -> torch.Tensor:
     """Return each chunk's first state, [C, H, K, V] in the inputs' dtype."""
     (_, H, V), K, sizes = u_THV.shape, k_TQK.shape[2], sizes_of(k_TQK, u_THV)
     bounds_N, starts_C, _, firsts_N = documents
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
-    columns = min(_STATES.columns, V)
-    states_kernel[(V // columns, H, len(bounds_N) - 1)](
-        k_TQK, u_THV, None, sums_TH, None, bounds_N, bounds_N[1:], firsts_N, None, states_CHKV,
-        None, None, None, **sizes, CARRIED=False, DELTA=False, BV=columns,
+    columns, states = min(_STATES.columns, V), (None, None, None)
+    begins_N, ends_N = bounds_N, bounds_N[1:]
+    if carried is not None:
+        *states, begins_N, ends_N = carried
+    states_kernel[(V // columns, H, len(ends_N))](
+        k_TQK, u_THV, None, sums_TH, None, begins_N, ends_N, firsts_N, None, states_CHKV,
+        *states, **sizes, CARRIED=carried is not None, DELTA=False, BV=columns,
         num_warps=_STATES.warps, num_stages=_STATES.stages,
     )  # fmt: skip
     return states_CHKV

@@ -2,8 +2,8 @@
 
 The first layers are dense, and shared experts are beside the routed ones. ``kimi_k2`` is
 ``deepseek_v3`` by another name. Layers behind the model's own, which predict further tokens, are
-carried on into an export. :class:`LatentDecoder` and the tables of V3 are those of other families
-with this attention too.
+carried on into an export, or trained (:mod:`moetrain.models.families.multi_token`).
+:class:`LatentDecoder` and the tables of V3 are those of other families with this attention too.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from moetrain.models.families.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.families.latent_attention import LatentAttention
+from moetrain.models.families.multi_token import FurtherTokens, behind_layers
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
@@ -46,7 +47,13 @@ class LatentDecoder(MoEDecoder):
     def _whole_heads(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Set the width of a head, which is that of its two parts together."""
         widths = [given.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        # JSON's arrays are lists here, which a strict model takes for no tuples.
+        given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
         return {**given, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
+
+
+class V3Decoder(FurtherTokens, LatentDecoder):
+    """As LatentDecoder, perhaps with blocks for further tokens."""
 
 
 def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]]) -> None:
@@ -82,8 +89,11 @@ _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 LATENT_FIELDS: Mapping[str, str] = {name: name for name in _WIDTHS}
 # The width of a head follows from others; files hold one that nothing reads.
 _FIXED: Mapping[str, Any] = {**SIGMOID_ROUTER, "head_dim": 0}
+_MAP, _MAP_WITHOUT_COPIES = behind_layers(
+    LATENT_MAP + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
+)
 V3: Mapping[str, Any] = {
-    "architecture": LatentDecoder,
+    "architecture": V3Decoder,
     "hf_class": "DeepseekV3ForCausalLM",
     "defaults": {
         **COMMON_DEFAULTS,
@@ -111,8 +121,8 @@ V3: Mapping[str, Any] = {
         "first_k_dense_replace": 3,
         "norm_topk_prob": True,
     },
-    "weight_map": LATENT_MAP
-    + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts"),
+    "weight_map": _MAP,
+    "other_maps": (_MAP_WITHOUT_COPIES,),
     "fields": {**DEEPSEEK_FIELDS, **LATENT_FIELDS, "rope_interleaved": "rope_interleave"},
     "fixed": _FIXED,
     "aliases": {"num_local_experts": "n_routed_experts"},
@@ -146,7 +156,7 @@ _YARN = RopeScaling(
     kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
 )
 _PRESETS: Mapping[str, Architecture] = {
-    "deepseek-v3": LatentDecoder(
+    "deepseek-v3": V3Decoder(
         **_LARGE,
         vocab_size=129_280,
         num_heads=128,
@@ -159,7 +169,7 @@ _PRESETS: Mapping[str, Architecture] = {
         moe_layers=(False,) * 3 + (True,) * 58,
         routed_scaling_factor=2.5,
     ),
-    "kimi-k2": LatentDecoder(
+    "kimi-k2": V3Decoder(
         **_LARGE,
         vocab_size=163_840,
         num_heads=64,
@@ -171,7 +181,7 @@ _PRESETS: Mapping[str, Architecture] = {
         moe_layers=(False,) + (True,) * 60,
         routed_scaling_factor=2.827,
     ),
-    "moonlight-16b-a3b": LatentDecoder(
+    "moonlight-16b-a3b": V3Decoder(
         **_COMMON,
         vocab_size=163_840,
         hidden_size=2048,

@@ -1,13 +1,14 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and router, in heads as wide as their values.
 
-Layers behind the model's own, which predict further tokens, are carried on into an export.
+Layers behind the model's own, which predict further tokens, are carried on into an export, or
+trained (:mod:`moetrain.models.families.multi_token`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.deepseek import V3, LatentDecoder, read_v3_layers
+from moetrain.models.families.deepseek import V3, V3Decoder, read_v3_layers
 from moetrain.models.families.deepseek_router import write_deepseek_layers
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
@@ -63,7 +64,7 @@ _OWN: Mapping[str, Any] = {
     "write_layers": _write_layers,
     "presets": {
         # The sizes are from memory; the total is the published 30 billion.
-        "glm-4.7-flash": LatentDecoder(
+        "glm-4.7-flash": V3Decoder(
             family="glm4_moe_lite",
             vocab_size=154_880,
             hidden_size=2048,

@@ -6,17 +6,13 @@
 Convolutions are causal and begin anew with each document, as the state does. Queries and keys have
 norm 1. A query or key head serves several heads of values.
 
-In generation a sequence has a slot of :class:`LinearStates` beside its pages of keys and values:
-the state, the inputs of its open chunk (:mod:`moetrain.kernels.linear_attention.gated_delta_step`)
-and the last inputs of the convolutions.
-
 Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
-widths of a key and a value, C channels, J taps of a convolution, P slots.
+widths of a key and a value.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -24,18 +20,13 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
-from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
-from moetrain.kernels.linear_attention.gated_delta import (
-    CHUNK,
-    Documents,
-    RuleInputs,
-    gated_delta,
-)
-from moetrain.kernels.linear_attention.gated_delta_step import DeltaCache, Reads, gated_delta_step
+from moetrain.kernels.linear_attention.convolution import Convolution
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
+from moetrain.kernels.linear_attention.step import gated_delta_step
 from moetrain.kernels.norm.elementwise import exp, sigmoid, softplus
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.families.linear_states import LinearMixer
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
@@ -146,71 +137,11 @@ class GatedDeltaNet(AttentionPart):
         }
 
 
-class LinearStates:
-    """The slots of one layer, of which a running sequence has one; slot 0 is nobody's.
-
-    Nothing is cleared when a slot gets another sequence: its first tokens read no state, and no
-    input of a convolution that is not their own.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.cache: DeltaCache | None = None
-        """None: no memory is allocated, which happens at the first use."""
-        self.inputs: dict[str, torch.Tensor] = {}
-        """The last J - 1 inputs of each convolution, [P, J - 1, C]: a token's place modulo J - 1 is
-        its place there."""
-
-    def free(self) -> None:
-        self.cache, self.inputs = None, {}
-
-    def wipe(self) -> None:
-        for tensor in (*(self.cache or ()), *self.inputs.values()):
-            tensor.zero_()
-
-    def convolved(
-        self, given: Mapping[str, Convolution], reads: Reads, backend: Backend
-    ) -> list[torch.Tensor]:
-        """Go on with the convolutions, as :func:`convolution_step` does with one."""
-        found = []
-        for name, one in given.items():
-            if name not in self.inputs:
-                shape = (self.slots, one.filters_C1J.shape[-1] - 1, one.x_TC.shape[1])
-                self.inputs[name] = one.x_TC.new_zeros(shape)
-            one = one._replace(x_TC=one.x_TC.contiguous())
-            found.append(convolution_step(one, self.inputs[name], reads, backend))
-        return found
-
-    def rule(
-        self, inputs: RuleInputs, reads: Reads, scale: float, backend: Backend
-    ) -> torch.Tensor:
-        """Go on with the rule, as :func:`gated_delta_step` does."""
-        if self.cache is None:
-            self.cache = DeltaCache.empty(self.slots, inputs)
-        return gated_delta_step(*inputs, self.cache, reads, scale, backend)
-
-
-Heads = Callable[..., torch.Tensor]
-"""Calls ``mixed(given, weights, context)``, whose tensors are of heads: [T, heads * width] what
-tokens have, [heads * width, ...] weights. The seam of context parallelism, which calls it with all
-tokens of a part of the heads."""
-
-
-def all_heads(mixed: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-    """Call ``mixed`` where all tokens and heads are here."""
-    return mixed(*given)
-
-
-class LinearAttention(nn.Module):
+class LinearAttention(LinearMixer):
     """The module of :class:`GatedDeltaNet`."""
 
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
-        super().__init__()
-        self.backend: Backend = kernels.backend
-        self.batch_invariant = kernels.batch_invariant
-        self.over_heads: Heads = all_heads
-        self.states: LinearStates | None = None
-        """Of generation, whose contexts then have :class:`Reads` for documents."""
+        super().__init__(kernels)
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         dim, v_dim, heads = sizes.hidden_size, sizes.widths[1], sizes.linear_num_value_heads
         self.wq, self.wk, self.wv, self.wz = (
@@ -223,11 +154,6 @@ class LinearAttention(nn.Module):
         self.a_log, self.dt_bias = (nn.Parameter(torch.empty(heads)) for _ in "ab")
         self.norm = RMSNorm(self.value_dim, sizes.norm_eps, kernels)
         self.wo = Linear(v_dim, dim, kernels)
-
-    def keep_states(self, slots: int) -> LinearStates:
-        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots."""
-        self.states = LinearStates(slots)
-        return self.states
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
@@ -256,20 +182,10 @@ class LinearAttention(nn.Module):
             "k": Convolution(k, filters[1], self.key_dim, True),
             "v": Convolution(v, filters[2], self.value_dim, False),
         }
-        reads, scale = context.documents, self.key_dim**-0.5
+        q_TQK, k_TQK, v_THV = self.convolved(convolving, context)
         fusible = not self.batch_invariant
-        if self.states is not None:
-            assert isinstance(reads, Reads)  # a step of generation
-            heads = self.states.convolved(convolving, reads, self.backend)
-        else:
-            assert context.place_T is not None  # the architecture has this part
-            heads = convolved([*convolving.values()], context.place_T, fusible=fusible)
         rates_H = exp(a_log.to(wide), fusible=fusible)
         g_TH = -rates_H * softplus(a_TH.to(wide) + dt_bias, fusible=fusible)
-        beta_TH = sigmoid(b_TH, fusible=fusible)
-        q_TQK, k_TQK, v_THV = heads
-        inputs = (q_TQK, k_TQK, v_THV, g_TH, beta_TH)
-        if self.states is not None and isinstance(reads, Reads):
-            return self.states.rule(inputs, reads, scale, self.backend).flatten(1)
-        assert isinstance(reads, Documents)
-        return gated_delta(*inputs, reads, scale, self.backend).flatten(1)
+        inputs = (q_TQK, k_TQK, v_THV, g_TH, sigmoid(b_TH, fusible=fusible))
+        how = {"scale": self.key_dim**-0.5}
+        return self.ruled(inputs, context, gated_delta, gated_delta_step, **how).flatten(1)

@@ -6,8 +6,7 @@
 Convolutions are causal and begin anew with each document, as the state does. A group of heads
 shares B and C, and the norm takes the numbers of a group's heads together.
 
-Left out on purpose: generation, for which states would have to be kept beside pages of keys, and
-biases of the projections, which no published model has.
+Left out on purpose: biases of the projections, which no published model has.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups, V width of a head,
 K width of a state, J taps of a convolution.
@@ -23,12 +22,14 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.convolution import Convolution, convolved
-from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.kernels.linear_attention.convolution import Convolution
+from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.linear_attention.ssd import ssd
+from moetrain.kernels.linear_attention.step import ssd_step
+from moetrain.kernels.norm.elementwise import exp, softplus
+from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.families.linear_attention import Heads, all_heads
+from moetrain.models.families.linear_states import LinearMixer
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
@@ -123,6 +124,12 @@ class Mamba2(AttentionPart):
         spread = (v_dim + 2 * k_dim + self.mamba_num_heads + results) / share.tp
         return share.received(spread, spread / share.cp)  # heads travel in both ways
 
+    def state_bytes(self, width: int) -> float:
+        (v_dim, k_dim), heads = self.widths, self.mamba_num_heads
+        places = CHUNK + self.mamba_conv_kernel_dim - 1
+        kept = places * (v_dim + 2 * k_dim) * width + CHUNK * heads * FP32
+        return v_dim * self.mamba_state_dim * FP32 + kept
+
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         (v_dim, k_dim), w = self.widths, share.width
         products = share.tokens * w * (2 * v_dim + 2 * k_dim) / share.tp
@@ -133,7 +140,7 @@ class Mamba2(AttentionPart):
         }
 
 
-class Mamba(nn.Module):
+class Mamba(LinearMixer):
     """The module of :class:`Mamba2`."""
 
     conv_x: nn.Parameter
@@ -145,9 +152,7 @@ class Mamba(nn.Module):
     norm: nn.Parameter
 
     def __init__(self, sizes: Mamba2, kernels: KernelsSection) -> None:
-        super().__init__()
-        self.backend: Backend = kernels.backend
-        self.over_heads: Heads = all_heads
+        super().__init__(kernels)
         self.head_dim, self.state_dim = sizes.mamba_head_dim, sizes.mamba_state_dim
         self.min_step, self.eps = sizes.mamba_min_step, sizes.norm_eps
         self.group_dim = sizes.widths[0] // sizes.mamba_num_groups
@@ -162,8 +167,9 @@ class Mamba(nn.Module):
     def forward(self, h_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
         h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
-        z, *convolving = linears(h_TD, (self.wz, self.wx, self.wb, self.wc))
-        given = (*convolving, *linears(h_TD, (self.wdt,)))
+        # Apart: at most three have one launch where rows are few.
+        z, convolving = self.wz(h_TD), linears(h_TD, (self.wx, self.wb, self.wc))
+        given = (*convolving, self.wdt(h_TD))
         biases = [x for x in map(self._bias, "xbc") if x is not None]
         weights = (self.conv_x, self.conv_b, self.conv_c, self.a_log, self.dt_bias, self.d, *biases)
         y = self.over_heads(self._mixed, given, weights, context)
@@ -173,27 +179,20 @@ class Mamba(nn.Module):
         self, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context
     ) -> torch.Tensor:
         """Return what heads read of their states, and of their input: [T, H * V], in fp32."""
-        assert isinstance(context.documents, Documents)  # the architecture has this part
-        assert context.place_T is not None
         *convolving, dt_TH = given
         *filters, a_log, dt_bias, d = weights[:6]
         dtype = dt_TH.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        wide, fusible = torch.promote_types(dtype, torch.float32), not self.batch_invariant
         widths = (self.head_dim, self.state_dim, self.state_dim)
         biases = weights[6:] or (None, None, None)
-        each = zip(convolving, filters, widths, biases, strict=True)
-        inputs = [Convolution(y, f, width, False, bias) for y, f, width, bias in each]
-        x_THV, b_TGK, c_TGK = convolved(inputs, context.place_T)
+        each = zip("xbc", convolving, filters, widths, biases, strict=True)
+        inputs = {name: Convolution(y, f, width, False, b) for name, y, f, width, b in each}
+        x_THV, b_TGK, c_TGK = self.convolved(inputs, context)
         x_THV = x_THV.to(wide)
-        dt_TH = F.softplus(dt_TH.to(wide) + dt_bias).clamp(min=self.min_step)
-        o_THV = ssd(
-            c_TGK,
-            b_TGK,
-            (x_THV * dt_TH[..., None]).to(dtype),
-            -a_log.to(wide).exp() * dt_TH,
-            context.documents,
-            self.backend,
-        )
+        dt_TH = softplus(dt_TH.to(wide) + dt_bias, fusible=fusible).clamp(min=self.min_step)
+        u_THV = (x_THV * dt_TH[..., None]).to(dtype)
+        g_TH = -exp(a_log.to(wide), fusible=fusible) * dt_TH
+        o_THV = self.ruled((c_TGK, b_TGK, u_THV, g_TH), context, ssd, ssd_step)
         return (o_THV.to(wide) + x_THV * d.to(wide)[:, None]).flatten(1)
 
     def _bias(self, name: str) -> torch.Tensor | None:
@@ -202,5 +201,8 @@ class Mamba(nn.Module):
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
         """Normalise the numbers of each group's heads together."""
         y_TGN = y.unflatten(-1, (-1, self.group_dim))
+        if self.states is not None:  # by an op in which a row's bits do not depend on others
+            y_TGN = rms_norm(y_TGN, y.new_ones(self.group_dim), self.eps, self.backend)
+            return y_TGN.flatten(1) * self.norm.to(y.dtype)
         y_TGN = y_TGN * torch.rsqrt(y_TGN.square().mean(-1, keepdim=True) + self.eps)
         return y_TGN.flatten(1) * self.norm.to(y.dtype)

@@ -1,27 +1,8 @@
-"""The gated delta rule in generation: sequences go on from where earlier steps have left them.
+"""The tokens that a step of generation reads, laid out for linear attention.
 
-A chunk of 64 tokens (:mod:`moetrain.kernels.linear_attention.gated_delta` has the formulas) is
-computed from the state before it and from its own tokens. So a sequence has a slot that holds the
-state before its open chunk, which is carried on when the chunk is full, and the inputs of the
-chunk's tokens so far. A step computes the open chunk anew, with the tokens that it reads at its
-end, by the kernels of training and in their tiles. No token's numbers depend on those after it or
-on other documents: from equal inputs a token has one result, bit for bit, in a packed batch of
-training, in a part of a prompt, and alone. A slot is read and written about as much as a state that
-every token replaces: with K = V = 128 and two value heads a key head, in bf16, a state of a head
-takes 64 KiB and is written once in 64 tokens, the inputs of a full chunk take 32 KiB.
+:mod:`moetrain.kernels.linear_attention.step` says what rows are, and has a worked example.
 
-Worked example, with chunks of 4 tokens. A sequence in slot 2 has 6 tokens: its slot holds the state
-after 4, and the inputs of two tokens. A step that reads 3 more lays out 5 rows::
-
-    rows     kept 4, kept 5, read 6, read 7 | read 8     two chunks, the second one open
-    after    the state after 8 tokens, and the inputs of token 8 in place 0
-
-A step that reads one token of each sequence writes its inputs first, and its rows are the slots.
-
-Left out on purpose: gradients.
-
-Legend: T tokens that a step reads, N sequences, P slots, I places of a chunk, R rows that chunks
-are made of; others as in the rule's file.
+Legend: T tokens that a step reads, N sequences, R rows that chunks are made of.
 """
 
 from __future__ import annotations
@@ -32,8 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.gated_delta import CHUNK, Carried, Documents, continued
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents
 
 
 class Reads(NamedTuple):
@@ -126,72 +106,3 @@ class Reads(NamedTuple):
             slots_N=slots_N.int(),
             is_new_N=(seen_N < CHUNK).int(),
         )
-
-
-class DeltaCache(NamedTuple):
-    """The slots of one layer."""
-
-    states_PHKV: torch.Tensor
-    """The state before each open chunk, fp32 (or wider, as the inputs)."""
-    q_PIQK: torch.Tensor
-    k_PIQK: torch.Tensor
-    v_PIHV: torch.Tensor
-    g_PIH: torch.Tensor
-    beta_PIH: torch.Tensor
-
-    @classmethod
-    def empty(cls, slots: int, inputs: Sequence[torch.Tensor]) -> Self:
-        """Make slots for tokens like ``inputs``, those of :func:`gated_delta_step`."""
-        k_TQK, v_THV = inputs[1:3]
-        wide = torch.promote_types(v_THV.dtype, torch.float32)
-        state = (slots, v_THV.shape[1], k_TQK.shape[2], v_THV.shape[2])
-        kept = (x.new_zeros(slots, CHUNK, *x.shape[1:]) for x in inputs)
-        return cls(v_THV.new_zeros(state, dtype=wide), *kept)
-
-
-def gated_delta_step(
-    q_TQK: torch.Tensor,
-    k_TQK: torch.Tensor,
-    v_THV: torch.Tensor,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-    cache: DeltaCache,
-    reads: Reads,
-    scale: float,
-    backend: Backend = "auto",
-) -> torch.Tensor:
-    """Return ``o_THV`` in ``v``'s dtype, and bring ``cache`` up to date.
-
-    Args:
-        q_TQK, k_TQK, v_THV, g_TH, beta_TH: as :func:`gated_delta` takes them.
-        cache: in the dtypes of these.
-        reads: of these tokens; no two sequences have one slot, but slot 0.
-    """
-    if len(v_THV) == 0:
-        return torch.empty_like(v_THV)
-
-    def rows(x_T: torch.Tensor, kept_PI: torch.Tensor) -> torch.Tensor:
-        """Return the rows of one input, whose open chunks are kept."""
-        kept_P = kept_PI.flatten(0, 1)
-        x_R = kept_P
-        if reads.kept_2R is not None:
-            to_R, from_R = reads.kept_2R
-            x_R = x_T.new_empty(reads.num_rows, *x_T.shape[1:])
-            x_R[to_R] = kept_P[from_R]  # before others are kept there
-            x_R[reads.rows_T] = x_T
-        kept_P[reads.own_T] = x_T
-        return x_R
-
-    states_PHKV, q_PIQK, k_PIQK, v_PIHV, g_PIH, beta_PIH = cache
-    o_RHV = continued(
-        rows(q_TQK, q_PIQK),
-        rows(k_TQK, k_PIQK),
-        rows(v_THV, v_PIHV),
-        rows(g_TH, g_PIH),
-        rows(beta_TH, beta_PIH),
-        reads.documents,
-        Carried(states_PHKV, reads.slots_N, reads.is_new_N, reads.begins_N, reads.ends_N),
-        scale,
-        backend,
-    )
-    return o_RHV[reads.rows_T]
