@@ -48,7 +48,6 @@ NOT_KERNELS = {
     "moetrain.kernels.loss.gumbel",
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.memory",
-    "moetrain.kernels.norm.elementwise",
     "moetrain.kernels.norm.rope_scaling",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",

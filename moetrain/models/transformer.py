@@ -18,17 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.models.architecture import Architecture, AttentionPart, LayerKind
 from moetrain.models.families import FAMILIES
@@ -43,6 +36,7 @@ from moetrain.models.layers import (
     Vocabulary,
 )
 from moetrain.models.lora import add_adapters
+from moetrain.models.recompute import forward_keeping, recomputed
 from moetrain.models.routing import RouterStats, RoutingStats
 from moetrain.models.rules import ADAPTER, Rule
 
@@ -369,9 +363,9 @@ class Transformer(nn.Module):
         # Then the same numbers are to be drawn again.
         draws = any(getattr(module, "lora_dropout", 0) for module in self.modules())
         if activation.policy == "full":
-            self.call_block = partial(_recomputed, draws=draws)
+            self.call_block = partial(recomputed, draws=draws)
         elif activation.policy == "selective":
-            forward = _forward_keeping(activation.save, draws)
+            forward = forward_keeping(activation.save, draws)
             for block in self.layers:
                 block.forward = MethodType(forward, block)
 
@@ -449,60 +443,3 @@ def prepare_compiler() -> None:
     # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
     # With torch's own limit of 8 the ninth shape of a block ends the process's training.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
-
-
-def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
-    """Run the block; the backward runs it again, with the parameters that it holds now."""
-    run = partial(_run_holding, _held(block), block)
-    return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
-
-
-# Routing is always kept: a choice made twice may come out differently, because compiled code that
-# is fused otherwise rounds otherwise, and rows that were sent must fit their indices.
-def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _contexts(names: Sequence[SavedName]) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, saved_ops(names)))
-
-
-def _forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., Any]:
-    """Make a forward for all blocks that recomputes everything but the ops of ``names``."""
-    contexts = partial(_contexts, names)
-    # The compiler's cache must tell this from other choices of names.
-    contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(block: nn.Module, *inputs: Any) -> Any:
-        run = partial(type(block).forward, block)
-        if not torch.compiler.is_compiling():  # there parameters are inputs of the graph
-            run = partial(_run_holding, _held(block), run)
-        return checkpoint(
-            run, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts
-        )
-
-    return forward
-
-
-_Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
-
-
-def _held(block: nn.Module) -> _Held:
-    """List the parameters that modules hold now; sharding takes them away after the forward."""
-    holders = [module._parameters for module in block.modules()]
-    return [(holder, name, value) for holder in holders for name, value in holder.items()]
-
-
-def _run_holding(held: _Held, run: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``run(*inputs)``, run while the modules hold the parameters of ``held``."""
-    before = [(holder, name, holder[name]) for holder, name, _ in held]
-    try:
-        _put(held)
-        return run(*inputs)
-    finally:
-        _put(before)
-
-
-def _put(held: _Held) -> None:
-    for holder, name, value in held:
-        holder[name] = value

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from moetrain.kernels.norm import elementwise
 from moetrain.kernels.norm.rms_norm import (
     _add_rms_norm,
     _norm_gradients,
@@ -53,6 +54,27 @@ _BAD_WEIGHTS: dict[str, Callable[[Inputs], Inputs]] = {
     r"weight .* strides \(0,\)": lambda i: i | {"weight_D": i["weight_D"][:1].expand(40)},
 }
 
+
+def _elementwise(name: str, op: Any) -> KernelSpec:
+    function = getattr(elementwise, name)
+    return KernelSpec(
+        name=name,
+        fast=lambda x: function(x, fusible=False),
+        reference=lambda x: function(x, fusible=True),
+        make_inputs=lambda case, dtype, generator: {"x": normal(generator, case["N"]).to(dtype)},
+        cases=({"N": 999}, {"N": 1}, {"N": 0}),
+        benches=(Bench({"N": 2**24}),),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cost=lambda case: (Cost(bytes=4 * case["N"]), Cost(bytes=6 * case["N"])),
+        differentiable=("x",),
+        ops=(op,),
+        bad_inputs={"a floating dtype": lambda i: {"x": i["x"].detach().long()}},
+    )
+
+
+_ELEMENTWISE_SPECS = tuple(
+    _elementwise(name, getattr(elementwise, f"_{name}")) for name in ("sigmoid", "softplus", "exp")
+)
 _RMS_NORM_SPECS = (
     KernelSpec(
         name="rms_norm",
@@ -162,4 +184,4 @@ _ROTARY_SPECS = (
     _spec("fusible_rotary", True, {}, _rotary_gradients),  # a compiler's forward
 )
 
-SPECS = (*_RMS_NORM_SPECS, *_ROTARY_SPECS)
+SPECS = (*_ELEMENTWISE_SPECS, *_RMS_NORM_SPECS, *_ROTARY_SPECS)

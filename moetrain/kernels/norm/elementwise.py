@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from moetrain.kernels.backend import refusal
+
 
 def sigmoid(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``1 / (1 + exp(-x))`` in ``x``'s dtype."""
+    _check("sigmoid", x)
     return x.sigmoid() if fusible else _sigmoid(x)
 
 
@@ -23,6 +26,7 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def softplus(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``log(1 + exp(x))`` in ``x``'s dtype."""
+    _check("softplus", x)
     return F.softplus(x) if fusible else _softplus(x)
 
 
@@ -33,12 +37,18 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 
 def exp(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``exp(x)`` in ``x``'s dtype."""
+    _check("exp", x)
     return x.exp() if fusible else _exp(x)
 
 
 @torch.library.custom_op("moetrain::exp", mutates_args=())
 def _exp(x: torch.Tensor) -> torch.Tensor:
     return x.exp()
+
+
+def _check(name: str, x: torch.Tensor) -> None:
+    if not x.is_floating_point():
+        raise refusal(name, "a floating dtype", x=x)
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
