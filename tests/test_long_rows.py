@@ -1,20 +1,14 @@
 """Rows beyond what a model was made for: ``model.max_positions`` and ``model.rope``."""
 
-import itertools
 import json
 
 import pytest
 import torch
-from distributed import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.loader import Batch
-from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -132,66 +126,3 @@ def test_a_checkpoint_trains_on_longer_rows_and_is_read_as_trained(tmp_path):
         ours = load_hf(written, dtype=torch.float32)(tokens_BS)
         again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)(tokens_BS).logits
     torch.testing.assert_close(ours, again, rtol=1e-5, atol=1e-5)
-
-
-FILLERS, NEEDLES, QUESTION, SHORT, LONG = 8, 7, 30, 32, 512
-
-
-def needle_rows(rows, seq_len, seed):
-    """Fillers with one needle in their first quarter, and questions behind it."""
-    g = torch.Generator().manual_seed(seed)
-    tokens_BS = torch.randint(FILLERS, (rows, seq_len), generator=g)
-    places_B1 = torch.randint(seq_len // 4, (rows, 1), generator=g)
-    needles_B1 = FILLERS + torch.randint(NEEDLES, (rows, 1), generator=g)
-    tokens_BS.scatter_(1, places_B1, needles_B1)
-    column_S = torch.arange(seq_len)
-    asks_BS = (torch.rand(rows, seq_len, generator=g) < 0.2) & (column_S > places_B1)
-    asks_BS |= column_S == seq_len - 1
-    tokens_BS[asks_BS] = QUESTION
-    return tokens_BS, torch.where(asks_BS, needles_B1, IGNORE_INDEX), needles_B1[:, 0]
-
-
-def fit_needles(words):
-    trainer = Trainer(Config.load(None, words, environ={}))
-    rows, seq_len = trainer.config.train.micro_batch_size, trainer.config.data.seq_len
-    seeds, read = itertools.count(), trainer.loader.next_step
-
-    def next_step():
-        read()
-        tokens_BS, targets_BS, _ = needle_rows(rows, seq_len, next(seeds))
-        ends = torch.arange(rows + 1, dtype=torch.int32) * seq_len
-        return [Batch(tokens_BS, targets_BS, None, ends, None)]
-
-    trainer.loader.next_step = next_step
-    trainer.fit()
-
-
-def share_found(folder, seq_len):
-    """Generate an answer to the last question of some rows."""
-    tokens_BS, _, needles_B = needle_rows(6, seq_len - 1, 10**6)
-    model = load_hf(folder, dtype=torch.float32)
-    generator = Generator(model, num_pages=60, page_size=64, max_tokens=1)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    requests = [Request(f"{i}", tuple(row), params) for i, row in enumerate(tokens_BS.tolist())]
-    answers = [one.tokens[0] for (one,) in generator.generate(requests)]
-    return (torch.tensor(answers) == needles_B).float().mean().item()
-
-
-def test_a_model_of_ranks_that_share_long_rows_finds_a_needle_in_them(tmp_path):
-    """In rows 16 times as long as it was made for; a needle lies on other ranks than questions."""
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    sizes |= {"preset": "qwen3-0.6b", "vocab_size": 264, "intermediate_size": 32}
-    words = ["data.source=synthetic", "train.device=cpu", "compile.enabled=no", "optim.lr=1e-2"]
-    words += ["checkpoint.save_hf=yes", "log.tensorboard=no", "optim.weight_decay=0"]
-    words += ["train.eval_interval=0"]
-    short = [*words, *(f"model.{name}={value}" for name, value in sizes.items())]
-    short += [f"model.max_positions={SHORT}", f"data.seq_len={SHORT}", "train.steps=100"]
-    short += ["train.micro_batch_size=32", "train.global_batch_size=32"]
-    fit_needles([*short, f"output_dir={tmp_path / 'short'}"])
-    made = tmp_path / "short" / "hf"
-    assert share_found(made, SHORT) == 1
-    long = [*words, f"model.path={made}", f"model.max_positions={LONG}", "model.rope=yarn"]
-    long += [f"data.seq_len={LONG}", "train.steps=30", "train.micro_batch_size=4"]
-    long += ["train.global_batch_size=4", "parallel.cp=2", "parallel.cp_method=all_gather"]
-    spawn(2, fit_needles, [*long, f"output_dir={tmp_path / 'long'}"], timeout=150)
-    assert share_found(tmp_path / "long" / "hf", LONG) == 1
