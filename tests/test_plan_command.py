@@ -42,6 +42,13 @@ def test_the_best_layout_is_first_and_its_command_fits(capsys):
     assert config["kernels"]["precision"] == rows[0]["precision"] == "bf16"
 
 
+@pytest.mark.parametrize("preset", ["gemma-4-26b-a4b", "gpt-oss-20b"])
+def test_a_model_whose_experts_have_no_fp8_is_planned_in_bf16(preset, capsys):
+    sizes = ["--model.num_layers", "6", "--optim.state_dtype", "float32"]
+    _, rows, _ = plan(capsys, preset, "--gpus", "2", *sizes)
+    assert {row["precision"] for row in rows} == {"bf16"}
+
+
 def test_what_a_user_sets_stays(capsys):
     given = ["--parallel.ep", "2", "--train.global_batch_size", "12", "--activation.policy", "full"]
     _, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *given, "--parallel.tp", "1")
