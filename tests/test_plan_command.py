@@ -81,6 +81,13 @@ def test_the_dry_run_says_how_ranks_share_rows(words, says, capsys):
     assert f"ulysses {ulysses / 2**30:.3f} GiB, all_gather {gathered / 2**30:.3f} GiB" in said
 
 
+@pytest.mark.parametrize("preset", ["gemma-4-26b-a4b", "gpt-oss-20b"])
+def test_a_model_whose_experts_have_no_fp8_is_planned_in_bf16(preset, capsys):
+    sizes = ["--model.num_layers", "6", "--optim.state_dtype", "float32"]
+    _, rows, _ = plan(capsys, preset, "--gpus", "2", *sizes)
+    assert {row["precision"] for row in rows} == {"bf16"}
+
+
 def test_what_a_user_sets_stays(capsys):
     given = ["--parallel.ep", "2", "--train.global_batch_size", "12", "--activation.policy", "full"]
     _, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *given, "--parallel.tp", "1")

@@ -187,10 +187,12 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
 
 
 def check_widths(config: Config, arch: Architecture) -> None:
-    """Raise ConfigError where a matrix's widths do not suit ``kernels.precision``."""
+    """Raise ConfigError where a part or a matrix's widths do not suit ``kernels.precision``."""
     if config.kernels.precision != "fp8":
         return
     for part in arch.parts():
+        with torch.device("meta"):
+            part.build(config.kernels, config.moe)
         for name, weight in part.weights.items():
             is_product = len(weight.shape) > 1 and weight.rule.gather is None
             if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
