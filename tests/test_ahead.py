@@ -151,8 +151,8 @@ def test_a_fake_step_executes_no_plan_of_a_library():
     def fake_step():
         q, k = (torch.empty(32, heads, 64, device="cuda").bfloat16() for heads in (4, 2))
         ends = torch.empty(3, device="cuda", dtype=torch.int32)
-        out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, 16, None, 0.25, True)
-        saved = (out, q, k, k, out, lse, ends)
+        out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, None, 16, None, 0.25, True)
+        saved = (out, q, k, k, out, lse, ends, None)
         found.extend(torch.ops.moetrain.attention_packed_backward(*saved, 16, None, 0.25, False))
 
     launched = ahead.launches_of(fake_step)
@@ -166,7 +166,7 @@ def test_a_fake_step_launches_the_kernels_of_gpt_oss():
         q, k = (torch.empty(32, heads, 64, **how) for heads in (4, 2))
         ends = torch.empty(3, device="cuda", dtype=torch.int32)
         sinks = torch.empty(4, device="cuda")
-        torch.ops.moetrain.attention_with_sinks(q, k, k, sinks, ends, 16, None, 0.25, True)
+        torch.ops.moetrain.attention_with_sinks(q, k, k, sinks, ends, None, 16, None, 0.25, True)
         x, slots = torch.empty(9, 16, **how), torch.empty(9, 2, device="cuda", dtype=torch.int32)
         shapes = (3, 16, 16), (3, 16), (3, 16, 8), (3, 16)
         matrices = [torch.empty(shape, **how) for shape in shapes]

@@ -205,9 +205,22 @@ def run_compiled(runs, note):
     return run_all(runs, note)
 
 
+LIKE = {
+    "dots1": "glm4_moe",
+    "olmoe": "minimax_m2",
+    "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5_text": "qwen3_next",
+    "deepseek_v2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+}
+"""Families whose blocks run no code but that of another's: the compiler sees the same."""
+
+
 def test_compiled_blocks_on_two_ranks(tmp_path):
     """The norm over all heads has a collective inside the block."""
-    runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(FAMILY_CASES)]
+    cases = [case for case in FAMILY_CASES if case not in LIKE]
+    assert {*LIKE.values()} <= {*cases}
+    runs = [drawn(i, 2, case, {"tp": 2, "ep": 2}, "none") for i, case in enumerate(cases)]
     compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
     answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=600)[0]
     wrong = [x for one in runs for x in differences(one, answers[one.number])]

@@ -55,10 +55,19 @@ from moetrain.parallel.mesh import all_gather_start, chunk_of
 
 _IGNORED = -100  # the target of a token without one
 
-# Functional collectives, which the compiler sees inside blocks. Torch 2.13 renamed the first, and
-# warns on the old name; it gives groups' names a type of their own.
-_all_gather: Any = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_all_to_all: Any = functional.all_to_all_single
+# Functional collectives, which the compiler sees inside blocks: their ops, which both versions of
+# torch have. The functions around them wrap a result in a tensor that waits when it is first used,
+# and then waits twice, as all here wait at once.
+_ops: Any = torch.ops._c10d_functional
+
+
+def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return functional.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
+
+
+def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    sizes = [x.shape[0] // ranks] * ranks
+    return functional.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
 
 
 class TokenParts:
@@ -144,8 +153,8 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
     if kind == "gather":
-        return functional.wait_tensor(_all_gather(x_TD, 0, group))
-    arriving_TD = functional.wait_tensor(_all_to_all(x_TD, None, None, group))
+        return _all_gather(x_TD, ranks, group)
+    arriving_TD = _all_to_all(x_TD, ranks, group)
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
@@ -167,8 +176,7 @@ class _RankSum(torch.autograd.Function):
 
 
 def _sum(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    parts_W = functional.wait_tensor(_all_gather(x.flatten(), 0, group)).view(ranks, -1)
-    return parts_W.sum(0).view(x.shape)
+    return _all_gather(x.flatten(), ranks, group).view(ranks, -1).sum(0).view(x.shape)
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------

@@ -163,11 +163,12 @@ class LinearAttention(LinearMixer):
         given = (q, k, v, self.wa(x_TD), self.wb(x_TD))
         weights = (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)
         o_THV = self.over_heads(self._mixed, given, weights, context)
-        normed = self.norm(o_THV.unflatten(1, (-1, self.value_dim))).flatten(1)
+        normed_THV = self.norm(o_THV.unflatten(1, (-1, self.value_dim)))
         if self.batch_invariant:
-            y = swiglu(torch.cat((z, normed), dim=-1), backend=self.backend)
+            y = swiglu(torch.cat((z, normed_THV.flatten(1)), dim=-1), backend=self.backend)
         else:
-            y = (normed.to(wide) * F.silu(z.to(wide))).to(dtype)
+            z_THV = z.unflatten(-1, (-1, self.value_dim))
+            y = (normed_THV.to(wide) * F.silu(z_THV.to(wide))).to(dtype).flatten(1)
         return self.wo(y).view_as(x_BSD)
 
     def _mixed(
