@@ -224,7 +224,7 @@ _DELTA_SPECS = (
         reference=lambda **inputs: _convolve(**inputs, fusible=True),
         make_inputs=_packed_inputs,
         cases=(
-            {"lengths": (5, 1, 9), "heads": 3, "width": 20, "J": 4},
+            {"lengths": (5, 1, 9), "heads": 3, "width": 20, "J": 4, "bias": True},
             {"lengths": (1, 2), "heads": 1, "width": 8, "J": 1},
             {
                 "lengths": (0, 7),
@@ -238,7 +238,7 @@ _DELTA_SPECS = (
         benches=(Bench({"lengths": (16_384,), "heads": 32, "width": 128, "J": 4}),),
         tolerance={torch.float32: 3e-6, torch.bfloat16: 1e-2},
         cost=_packed_cost,
-        differentiable=("x_TC", "filters_C1J"),
+        differentiable=("x_TC", "filters_C1J", "bias_C"),
         ops=(_convolution,),
         bad_inputs={"multiple of the width": lambda i: i | {"width": 7}},
     ),
