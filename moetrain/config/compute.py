@@ -3,7 +3,7 @@
 They change results by rounding alone, except for how experts are balanced.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -149,6 +149,11 @@ class KernelsSection(Section):
     @property
     def batch_invariant(self) -> bool:
         return self.attention == "exact"
+
+    @property
+    def without_fp8(self) -> Self:
+        """The same for products that are too narrow for fp8."""
+        return self.model_copy(update={"precision": "bf16"})
 
 
 class CompileSection(Section):

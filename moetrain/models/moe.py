@@ -21,7 +21,7 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.mlp import GateActivation, adapted_expert_mlp, expert_mlp
+from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
@@ -296,7 +296,7 @@ class Experts(Adaptable):
     """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
-    activation: ClassVar[GateActivation] = "silu"
+    activation: ClassVar[str] = "silu"
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
@@ -341,8 +341,8 @@ class MoE(nn.Module):
         self.experts = experts(sizes, kernels)
         self.shared_experts = None if sizes.shared is None else sizes.shared.build(kernels, moe)
         has_gate = sizes.shared is not None and sizes.shared_gate
-        narrow = kernels.model_copy(update={"precision": "bf16"})
-        self.shared_expert_gate = Linear(sizes.hidden_size, 1, narrow) if has_gate else None
+        gate = Linear(sizes.hidden_size, 1, kernels.without_fp8) if has_gate else None
+        self.shared_expert_gate = gate
         self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:

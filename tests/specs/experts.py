@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.experts.geglu import _geglu, _geglu_backward, geglu
 from moetrain.kernels.experts.mlp import (
     _adapted_expert_mlp,
     _adapted_expert_mlp_backward,
@@ -264,6 +263,7 @@ _SWIGLU_SPECS = (
             "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
             "float64.*it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
             "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
+            "activation 'tanh'.*it takes 'silu' or 'gelu'": lambda i: i | {"activation": "tanh"},
         },
     ),
 )
@@ -273,10 +273,9 @@ _GEGLU_SPECS = (
     replace(
         _SWIGLU_SPECS[0],
         name="geglu",
-        fast=partial(geglu, backend="triton"),
-        reference=partial(geglu, backend="reference"),
+        fast=partial(swiglu, activation="gelu", backend="triton"),
+        reference=partial(swiglu, activation="gelu", backend="reference"),
         benches=(Bench({"R": 131072, "F": 704}),),
-        ops=(_geglu, _geglu_backward),
     ),
 )
 

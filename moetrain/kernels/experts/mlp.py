@@ -32,21 +32,19 @@ Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)
 SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
 take the usual products too.
 
-With the activation ``gelu`` GeGLU takes SwiGLU's place (:mod:`moetrain.kernels.experts.geglu`), and
-few rows the usual products.
+With the activation ``gelu`` GeGLU takes SwiGLU's place, and few rows the usual products.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, refusal, use_fast, worth_saving
-from moetrain.kernels.experts.geglu import geglu, geglu_gradients
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute,
@@ -58,9 +56,6 @@ from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
 
-GateActivation = Literal["silu", "gelu"]
-"""What is applied to the gate's result: that of SwiGLU, or of GeGLU."""
-
 
 def expert_mlp(
     x_TD: torch.Tensor,
@@ -71,7 +66,7 @@ def expert_mlp(
     backend: Backend = "auto",
     *,
     typical_rows: int | None = None,
-    activation: GateActivation = "silu",
+    activation: str = "silu",
 ) -> torch.Tensor:
     """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
@@ -134,9 +129,9 @@ def _activated(
     backend: Backend,
 ) -> torch.Tensor:
     """Return ``h_RF`` of pre-activations with a gate, or [R, F] without."""
-    gated = geglu if activation == "gelu" else swiglu
-    has_gate = a_R2F.shape[1] != w_down_EDF.shape[2]
-    return (gated if has_gate else relu2)(a_R2F, weights_R, backend)
+    if a_R2F.shape[1] == w_down_EDF.shape[2]:
+        return relu2(a_R2F, weights_R, backend)
+    return swiglu(a_R2F, weights_R, backend, activation)
 
 
 def _activation_gradients(
@@ -147,9 +142,9 @@ def _activation_gradients(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``da_R2F`` and ``d_weights_R``; ``h_RF`` receives :func:`_activated`."""
-    gated = geglu_gradients if activation == "gelu" else swiglu_gradients
-    gradients = relu2_gradients if a_R2F.shape == dh_RF.shape else gated
-    return gradients(dh_RF, a_R2F, weights_R, h_RF)
+    if a_R2F.shape == dh_RF.shape:
+        return relu2_gradients(dh_RF, a_R2F, weights_R, h_RF)
+    return swiglu_gradients(dh_RF, a_R2F, weights_R, activation, h_RF)
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
@@ -261,7 +256,7 @@ def adapted_expert_mlp(
     scale: float,
     backend: Backend = "auto",
     *,
-    activation: GateActivation = "silu",
+    activation: str = "silu",
 ) -> torch.Tensor:
     """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 

@@ -1,9 +1,11 @@
-"""SwiGLU with a routing weight: ``y = silu(gate) * up * w`` (arXiv 2002.05202).
+"""SwiGLU with a routing weight, or GeGLU: ``y = act(gate) * up * w`` (arXiv 2002.05202).
 
-With ``s = sigmoid(gate)`` and ``silu(gate) = gate * s``, the gradients for an upstream ``dy`` are::
+With ``s = sigmoid(u)``, ``act(gate) = gate * s``. For SiLU u is ``gate``; for GELU, the one with
+tanh (arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. The gradients for an
+upstream ``dy`` are::
 
     d_up   = dy * w * gate * s
-    d_gate = dy * w * up * s * (1 + gate * (1 - s))
+    d_gate = dy * w * up * (s + gate * s * (1 - s) * u')
     d_w    = sum over F of dy * gate * s * up
 
 Worked example, one row, F = 1: gate 0, up 3, w 2 and dy 1 give s = 1/2, y = 0, d_up = 0,
@@ -23,7 +25,6 @@ from moetrain.kernels.backend import (
     Backend,
     refusal,
     require_contiguous,
-    save_inputs,
     tl,
     triton,
     use_fast,
@@ -31,25 +32,35 @@ from moetrain.kernels.backend import (
 
 # Measured on one H200: 16 bytes of bf16 a thread.
 _COLS, _WARPS = 1024, 4
+_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_CUBIC = tl.constexpr(0.044715)
 
 
 def swiglu(
-    gate_up_R2F: torch.Tensor, weights_R: torch.Tensor | None = None, backend: Backend = "auto"
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    activation: str = "silu",
 ) -> torch.Tensor:
     """Return ``y_RF`` in ``gate_up``'s dtype, computed in fp32.
 
     Args:
         gate_up_R2F: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
+        activation: silu, or gelu for GeGLU.
     """
     is_paired = gate_up_R2F.dim() == 2 and gate_up_R2F.shape[1] % 2 == 0
     if not is_paired or (weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]):
         takes = "[R, 2F], gate's columns, then up's, and one weight a row"
         raise refusal("swiglu", takes, gate_up=gate_up_R2F, weights=weights_R)
+    if activation not in ("silu", "gelu"):
+        raise refusal("swiglu", "'silu' or 'gelu'", activation=repr(activation))
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
         gate_RF, up_RF = gate_up_R2F.to(wide).chunk(2, dim=-1)
-        y_RF = F.silu(gate_RF) * up_RF
+        is_gelu = activation == "gelu"
+        y_RF = F.gelu(gate_RF, approximate="tanh") if is_gelu else F.silu(gate_RF)
+        y_RF = y_RF * up_RF
         if weights_R is not None:
             y_RF = y_RF * weights_R.to(wide)[:, None]
         return y_RF.to(gate_up_R2F.dtype)
@@ -58,33 +69,34 @@ def swiglu(
     require_contiguous("swiglu", gate_up=gate_up_R2F)
     if weights_R is None:
         weights_R = gate_up_R2F.new_ones(gate_up_R2F.shape[0], dtype=torch.float32)
-    return _swiglu(gate_up_R2F, weights_R.contiguous())
+    return _swiglu(gate_up_R2F, weights_R.contiguous(), activation)
 
 
 @torch.library.custom_op("moetrain::swiglu", mutates_args=())
-def _swiglu(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+def _swiglu(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str) -> torch.Tensor:
     rows = gate_up_R2F.shape[0]
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, _COLS))
-    _forward_kernel[grid](gate_up_R2F, weights_R, y_RF, width, _COLS, num_warps=_WARPS)
+    inputs = gate_up_R2F, weights_R
+    _forward_kernel[grid](*inputs, y_RF, width, _COLS, activation == "gelu", num_warps=_WARPS)
     return y_RF
 
 
 @_swiglu.register_fake
-def _(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+def _(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str) -> torch.Tensor:
     return gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
 
 
 @torch.library.custom_op("moetrain::swiglu_backward", mutates_args=())
 def _swiglu_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return swiglu_gradients(dy_RF, gate_up_R2F, weights_R)
+    return swiglu_gradients(dy_RF, gate_up_R2F, weights_R, activation)
 
 
 @_swiglu_backward.register_fake
-def _(dy_RF, gate_up_R2F, weights_R):
+def _(dy_RF, gate_up_R2F, weights_R, activation):
     return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
 
 
@@ -92,38 +104,54 @@ def swiglu_gradients(
     dy_RF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
+    activation: str,
     y_RF: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``d_gate_up`` and ``d_weights`` within an op; ``y_RF`` receives :func:`swiglu`."""
     rows, width = dy_RF.shape
     grads = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
     inputs = dy_RF, gate_up_R2F, weights_R
-    _backward_kernel[(rows,)](*inputs, *grads, y_RF, width, _COLS, num_warps=_WARPS)
+    how = (width, _COLS, activation == "gelu")
+    _backward_kernel[(rows,)](*inputs, *grads, y_RF, *how, num_warps=_WARPS)
     return grads
 
 
-def _differentiate(ctx, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _swiglu_backward(dy_RF.contiguous(), *ctx.saved_tensors)
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
 
 
-_swiglu.register_autograd(_differentiate, setup_context=save_inputs)
+def _differentiate(ctx, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    return *_swiglu_backward(dy_RF.contiguous(), *ctx.saved_tensors, ctx.activation), None
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit
-def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr):
+def _share(gate, GELU: tl.constexpr):
+    """The sigmoid of which the activation is gate's multiple."""
+    if GELU:
+        gate = gate * (gate * gate * _CUBIC + 1.0) * _SLOPE
+    return tl.sigmoid(gate)
+
+
+@triton.jit
+def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     gate_at = gate_up + row * 2 * width + col
     gate = tl.load(gate_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
     w = tl.load(weights + row).to(tl.float32)
-    tl.store(y + row * width + col, gate * tl.sigmoid(gate) * up * w, col < width)
+    tl.store(y + row * width + col, gate * _share(gate, GELU) * up * w, col < width)
 
 
 @triton.jit
 def _backward_kernel(
-    dy, gate_up, weights, d_gate_up, d_weights, y, width: tl.constexpr, COLS: tl.constexpr
-):
+    dy, gate_up, weights, d_gate_up, d_weights, y, width: tl.constexpr, COLS: tl.constexpr,
+    GELU: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)
     d_w = tl.zeros([COLS], tl.float32)
@@ -134,11 +162,14 @@ def _backward_kernel(
         gate = tl.load(gate_up + gate_at, col < width, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)
         d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
-        s = tl.sigmoid(gate)
-        silu = gate * s
-        d_w += d_y * silu * up
-        tl.store(d_gate_up + gate_at, d_y * w * up * (s + silu * (1 - s)), col < width)
-        tl.store(d_gate_up + gate_at + width, d_y * w * silu, col < width)
+        s = _share(gate, GELU)
+        active = gate * s
+        slope = active * (1 - s)
+        if GELU:
+            slope *= (gate * gate * _CUBIC * 3.0 + 1.0) * _SLOPE
+        d_w += d_y * active * up
+        tl.store(d_gate_up + gate_at, d_y * w * up * (s + slope), col < width)
+        tl.store(d_gate_up + gate_at + width, d_y * w * active, col < width)
         if y is not None:
-            tl.store(y + row * width + col, silu * up * w, col < width)
+            tl.store(y + row * width + col, active * up * w, col < width)
     tl.store(d_weights + row, tl.sum(d_w, axis=0))

@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels.experts.geglu import geglu
-from moetrain.kernels.experts.mlp import GateActivation
+from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.models.layers import DenseMLP, SwiGLU
 from moetrain.models.moe import Experts
 
@@ -27,10 +26,10 @@ class GeGLUMLP(DenseMLP):
     """The module of :class:`GeGLU`: ``w_down(gelu(w_gate x) * w_up x)``."""
 
     activation: ClassVar[Callable[..., torch.Tensor]] = partial(F.gelu, approximate="tanh")
-    gated: ClassVar[Callable[..., torch.Tensor]] = staticmethod(geglu)
+    gated: ClassVar[Callable[..., torch.Tensor]] = partial(swiglu, activation="gelu")
 
 
 class GeGLUExperts(Experts):
     """All experts' GeGLU weights, stacked as SwiGLU's."""
 
-    activation: ClassVar[GateActivation] = "gelu"
+    activation: ClassVar[str] = "gelu"

@@ -147,8 +147,7 @@ class LinearAttention(LinearMixer):
         self.wq, self.wk, self.wv, self.wz = (
             Linear(dim, width, kernels) for _, width in sizes._inputs()
         )
-        narrow = kernels.model_copy(update={"precision": "bf16"})
-        self.wb, self.wa = Linear(dim, heads, narrow), Linear(dim, heads, narrow)
+        self.wb, self.wa = (Linear(dim, heads, kernels.without_fp8) for _ in "ba")
         filters = (sizes.weights[f"conv_{x}"].shape for x in "qkv")
         self.conv_q, self.conv_k, self.conv_v = (nn.Parameter(torch.empty(x)) for x in filters)
         self.a_log, self.dt_bias = (nn.Parameter(torch.empty(heads)) for _ in "ab")

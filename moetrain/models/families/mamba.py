@@ -158,7 +158,7 @@ class Mamba(LinearMixer):
         self.group_dim = sizes.widths[0] // sizes.mamba_num_groups
         dim, widths = sizes.hidden_size, sizes.inputs
         self.wz, self.wx, self.wb, self.wc = (Linear(dim, widths[x], kernels) for x in "zxbc")
-        self.wdt = Linear(dim, widths["dt"])
+        self.wdt = Linear(dim, widths["dt"], kernels.without_fp8)
         self.wo = Linear(sizes.widths[0], dim, kernels)
         for name, weight in sizes.weights.items():
             if "." not in name:
