@@ -1,26 +1,34 @@
 """Time the training steps of transformers with FSDP2, on the model of one of our presets.
 
     python scripts/peer_transformers.py PRESET [--layers N] [--rows 2] [--seq-len 4096] [--steps 8]
-        [--attention sdpa] [--no-compile]
-    torchrun --nproc-per-node 2 scripts/peer_transformers.py ...
+        [--attention sdpa] [--no-compile] [--checkpoint]
+    torchrun --nproc-per-node 2 scripts/peer_transformers.py ... [--context-parallel]
 
 What a user would write with transformers alone: ``fully_shard`` a layer and the whole, parameters
 and AdamW's moments in fp32, products in bf16, experts by ``grouped_mm``, every layer compiled, and
 the loss that the model itself computes. Weights and tokens are random. The last line holds
 ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
+
+With ``--context-parallel`` all ranks share each row by torch's own context parallelism, and the
+loss is computed in pieces, since the logits of long rows would not fit.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import time
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.config.sections import ModelSection
@@ -28,9 +36,27 @@ from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.load import resolve_architecture
 
 WARM_UP = 3
+PIECES = 32  # of the loss, with context parallelism
 
 
-def model_of(preset: str, layers: int | None, attention: str, compiles: bool) -> Any:
+def loss_in_pieces(
+    model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """Compute the mean loss of these tokens, a piece's logits at a time."""
+
+    def piece(hidden_BSD: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        logits = model.lm_head(hidden_BSD).float().flatten(0, 1)
+        return F.cross_entropy(logits, labels_BS.flatten(), reduction="sum")
+
+    hidden_BSD = model.model(input_ids=input_ids, **how).last_hidden_state
+    pairs = zip(hidden_BSD.chunk(PIECES, 1), labels.chunk(PIECES, 1), strict=True)
+    losses = [checkpoint(piece, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(losses).sum() / labels.numel()
+
+
+def model_of(
+    preset: str, layers: int | None, attention: str, compiles: bool, in_pieces: bool
+) -> Any:
     """Build the preset in transformers, sharded over all ranks, with random weights."""
     arch = resolve_architecture(ModelSection(preset=preset, num_layers=layers))
     values = exported_config(arch, None)
@@ -39,6 +65,11 @@ def model_of(preset: str, layers: int | None, attention: str, compiles: bool) ->
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).float()
+    if in_pieces:
+        model.forward = MethodType(loss_in_pieces, model)
+        # Else positions that are not in order are taken for packed rows, which need an S x S mask.
+        module: Any = sys.modules[type(model).__module__]
+        module.create_causal_mask = lambda **_: None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if compiles:
@@ -58,6 +89,21 @@ def model_of(preset: str, layers: int | None, attention: str, compiles: bool) ->
     return model.train()
 
 
+@contextlib.contextmanager
+def row_parts(tokens: torch.Tensor) -> Any:
+    """Give this rank's part of the rows, whose attention is over all parts inside."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    positions = torch.arange(tokens.shape[1], device="cuda").expand(tokens.shape).contiguous()
+    parts = {"input_ids": tokens.clone(), "labels": tokens.roll(-1, 1), "position_ids": positions}
+    buffers = [*parts.values()]
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    with context_parallel(
+        mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+    ):
+        yield parts
+
+
 def main() -> int:
     """Print the time of each step, and tokens a second of each GPU by the median of those timed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -68,6 +114,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute layers")
+    parser.add_argument("--context-parallel", action="store_true")
     args = parser.parse_args()
     rank = int(os.environ.setdefault("RANK", "0"))
     for name, value in {
@@ -78,15 +126,22 @@ def main() -> int:
         os.environ.setdefault(name, value)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl")
-    model = model_of(args.preset, args.layers, args.attention, not args.no_compile)
+    shares = args.context_parallel
+    model = model_of(args.preset, args.layers, args.attention, not args.no_compile, shares)
+    if args.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     vocabulary = model.lm_head.out_features
     tokens = torch.randint(0, vocabulary, (args.rows, args.seq_len), device="cuda")
+    own = tokens.numel() / (dist.get_world_size() if shares else 1)
     seconds = []
     for step in range(args.steps):
         begun = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        with row_parts(tokens) if shares else contextlib.nullcontext() as parts:
+            given = parts or {"input_ids": tokens, "labels": tokens}
+            found = model(**given, use_cache=False)
+            loss = found if shares else found.loss
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,8 +154,9 @@ def main() -> int:
                 flush=True,
             )
     if rank == 0:
-        rate = tokens.numel() / statistics.median(seconds[WARM_UP:])
-        print(f"transformers {transformers.__version__}, FSDP2: {rate:.0f} tok/s/gpu", flush=True)
+        rate = own / statistics.median(seconds[WARM_UP:])
+        how = "FSDP2, context parallel" if shares else "FSDP2"
+        print(f"transformers {transformers.__version__}, {how}: {rate:.0f} tok/s/gpu", flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -67,7 +67,7 @@ def forward(
     sinks_H: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THv`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op.
+    """Return ``o_THv`` and ``lse_HT`` (fp32) of contiguous keys and values, unchecked; not an op.
 
     ``sinks_H`` are logits that join the heads' denominators
     (:mod:`moetrain.kernels.attention.sinks`). With ``cu_seqlens_k`` queries are the last tokens of
@@ -93,7 +93,7 @@ def paged_attention(
     """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THv``.
 
     Args:
-        q_THd: the tokens that each sequence reads now, sequences end to end; contiguous.
+        q_THd: the tokens that each sequence reads now, sequences end to end.
         keys_PZGd, values_PZGv: contiguous and finite; ``Z`` is a multiple of :data:`BLOCK`.
         cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
         seen_N: int32, the number of tokens of each sequence that were read before.
@@ -167,7 +167,7 @@ def _launch(
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
     factor = width**-0.5 if scale is None else scale
     _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](
-        q_THd,
+        q_THd.contiguous(),  # without rotary positions a view of a product's result
         TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
         TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
         o_THv, lse_HT, cu_seqlens, key_ends, seen, pages, sinks,

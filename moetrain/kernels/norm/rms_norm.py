@@ -44,7 +44,9 @@ def rms_norm(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if late:
-        return (weight_D.to(wide.dtype) * wide).to(x.dtype)
+        y = weight_D.to(wide.dtype) * wide
+        # A cast to its own dtype would be an alias: see rotary's _FusibleRotary.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
     return weight_D.to(x.dtype) * wide.to(x.dtype)
 
 
