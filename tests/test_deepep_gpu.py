@@ -39,7 +39,10 @@ GPU_STEPS = 50
 def gpu_setup() -> tuple[DeepEP, Any, list[torch.Tensor]]:
     device = torch.device("cuda", dist.get_rank())
     arch: Any = SimpleNamespace(
-        num_experts=LARGE.experts, num_experts_per_token=LARGE.top_k, hidden_size=LARGE.width
+        num_experts=LARGE.experts,
+        num_experts_per_token=LARGE.top_k,
+        hidden_size=LARGE.width,
+        sent_size=LARGE.width,
     )
     prepare_compiler()
     assert why_not(arch, dist.group.WORLD, device, BF16) is None
