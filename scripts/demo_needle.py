@@ -62,7 +62,7 @@ class Stage(NamedTuple):
     lr: float
 
 
-SHORT = (Stage(64, 6, 64, 250, 2e-3), Stage(512, 24, 8, 60, 2e-3), Stage(4096, 32, 1, 60, 2e-3))
+SHORT = (Stage(64, 6, 64, 250, 2e-3), Stage(512, 24, 8, 60, 2e-3))
 """Where tokens to copy from are near, a model learns soonest to copy at all."""
 LONG = Stage(65_536, 32, 1, 10, 1e-3)
 
@@ -75,7 +75,7 @@ def haystack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``length`` tokens of noise with ``needles`` in it, and the needles in their order.
 
-    All of their tokens are different. They lie anywhere, or ``evenly`` from the first token to the last.
+    All of their tokens are different. They lie anywhere, or ``evenly`` from first to last token.
     """
     found = rng.permutation(np.arange(*SYMBOLS))[: needles * SIZE].reshape(needles, SIZE)
     tokens = rng.integers(*NOISE, length)
@@ -127,13 +127,13 @@ def settings(folder: Path, **sections: dict[str, Any]) -> list[str]:
 
 def train(stage: Stage, folder: Path, model: dict[str, Any], **mesh: Any) -> None:
     """Train ``model`` in this process, or in one of those that share the rows."""
-    rows = stage.rows
+    rows, schedule = stage.rows, "cosine" if mesh else "constant"
     words = settings(
         folder,
         model=model,
         data={"seq_len": stage.seq_len, "tokenizer": "byte"},
         train={"steps": stage.steps, "micro_batch_size": rows, "global_batch_size": rows},
-        optim={"lr": stage.lr, "schedule": "constant", "warmup_steps": min(30, stage.steps // 4)},
+        optim={"lr": stage.lr, "schedule": schedule, "warmup_steps": min(30, stage.steps // 4)},
         parallel=mesh,
     )
     data = Rows(stage.seq_len, stage.needles, stage.steps * rows, stage.seq_len)
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=LONG.seq_len, help="tokens of a row at last")
     parser.add_argument("--steps", type=int, default=LONG.steps, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=LONG.lr, help="of fine-tuning")
-    parser.add_argument("--haystacks", type=int, default=4, help="to measure on, 11 needles each")
+    parser.add_argument("--haystacks", type=int, default=2, help="to measure on, 11 needles each")
     parser.add_argument("--method", default="auto", help="parallel.cp_method")
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -224,6 +224,10 @@ def main() -> None:
     note("train short")
     measure("short rows", short, SHORT[-1].seq_len)
     measure("before", reaching(short, out / "before", words.long), words.long)
+    scaling = {"rope_type": "yarn", "factor": words.long / SHORT[-1].seq_len}
+    scaling["original_max_position_embeddings"] = SHORT[-1].seq_len
+    stretched = reaching(short, out / "stretched", words.long, rope_scaling=scaling)
+    measure("stretched", stretched, words.long)
     yarn = {"path": short, "max_positions": words.long, "rope": "yarn"}
     stage = LONG._replace(seq_len=words.long, steps=words.steps, lr=words.lr)
     share(stage, out / "long", yarn, {"cp": 2, "cp_method": words.method})

@@ -100,7 +100,12 @@ def answers_of(generator, requests):
         for completions in generator.generate(requests)
         for c in completions
     ]
-    return found, generator.scheduler.num_preempted, cache_bytes(generator)
+    sizes, heads = cache_bytes(generator), generator.steps.heads
+    parts = [part for parts in generator.model.arch.layers() for part in parts]
+    estimates = [part.cached_numbers(heads.group.size() if heads else 1) for part in parts]
+    tokens = generator.pages.num_tokens
+    assert sizes == [4 * tokens * numbers for numbers in estimates if numbers]
+    return found, generator.scheduler.num_preempted, sizes
 
 
 def family_answers(kind, heads=None):
