@@ -10,6 +10,7 @@ from family_cases import architecture_of
 from test_rollout import alone, draw_request, make_generator, make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.models.families import PRESETS
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.heads import HeadParallel
@@ -103,8 +104,8 @@ def answers_of(generator, requests):
     sizes, heads = cache_bytes(generator), generator.steps.heads
     parts = [part for parts in generator.model.arch.layers() for part in parts]
     estimates = [part.cached_numbers(heads.group.size() if heads else 1) for part in parts]
-    tokens = generator.pages.num_tokens
-    assert sizes == [4 * tokens * numbers for numbers in estimates if numbers]
+    width = generator.pages.num_tokens * generator.model.embed.weight.element_size()
+    assert sizes == [width * numbers for numbers in estimates if numbers]
     return found, generator.scheduler.num_preempted, sizes
 
 
@@ -146,6 +147,33 @@ def test_ranks_that_share_heads_have_one_ranks_bits_and_half_its_cache():
         assert preempted > 0, kind
         share = 1 if kind == KINDS[-1] else 2
         assert [share * part for part in first[2]] == [share * part for part in second[2]] == size
+
+
+def answers_of_gpus(shares):
+    heads, rng = HeadParallel(dist.group.WORLD) if shares else None, random.Random(0)
+    with torch.device("meta"):
+        model = Transformer(PRESETS["debug"]).to(torch.bfloat16)
+    model.to_empty(device="cuda")
+    model.init_weights(std=0.05, seed=0)
+    requests = [
+        Request(
+            str(i),
+            tuple(rng.randrange(256) for _ in range(rng.randrange(1, 200))),
+            SamplingParams(max_tokens=40, seed=i, temperature=i % 3 / 2),
+        )
+        for i in range(12)
+    ]
+    generator = Generator(model, num_pages=12, max_tokens=150, heads=heads)
+    return answers_of(generator, [] if heads and not heads.leads else requests)
+
+
+@pytest.mark.gpu
+def test_two_gpus_that_share_heads_have_one_gpus_bits():
+    (expected,) = spawn(1, answers_of_gpus, False, device_type="cuda", timeout=200)
+    first, second = spawn(2, answers_of_gpus, True, device_type="cuda", timeout=200)
+    assert expected[1] > 0  # some gave their pages back
+    assert first[:2] == expected[:2]
+    assert [2 * part for part in first[2]] == [2 * part for part in second[2]] == expected[2]
 
 
 def serve_by_pairs(shares_experts):
