@@ -25,6 +25,7 @@ LAYOUTS = {
     "ep": {"parallel.ep": 2},
     "tp": {"parallel.tp": 2},
     "pp": {"parallel.pp": 2, "rl.offload": "true"},
+    "cp": {"parallel.cp": 2},
     "dp": {"rl.routing_replay": "false"},
 }
 

@@ -125,7 +125,7 @@ class RlSection(Section):
     """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
     the router's current scores; for generation whose bits differ from the trainer's."""
     max_sequences: PositiveInt = 64
-    """Trajectories that one rank generates at once."""
+    """Trajectories that one rank, or the ranks of parallel.cp together, generate at once."""
     cache_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one rank's key/value cache; unset: rl.max_sequences rows of data.seq_len."""
     sleep: Literal["auto", "never", "cache", "all"] = "auto"

@@ -174,7 +174,8 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
         extra[name][: len(ids) - 1] = found[1:]
     del extra["input_ids"]
     targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
-    return fill_row(size, [(ids, targets_T)])._replace(extra=extra)
+    # One document, whose attention needs no mask.
+    return fill_row(size, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
 
 
 def _numbers(given: Any, what: str, length: int) -> np.ndarray | None:

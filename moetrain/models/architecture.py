@@ -162,8 +162,8 @@ class Part(ABC):
         """Return the bytes of gradients wider than the residual stream while the backward runs."""
         return 0.0
 
-    def cached_numbers(self) -> int:
-        """Count the numbers that generation caches for every token that was read."""
+    def cached_numbers(self, ranks: int = 1) -> int:
+        """Count the numbers that one of ``ranks`` that generate the same caches for every token."""
         return 0
 
     def state_bytes(self, width: int) -> float:

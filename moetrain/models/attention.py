@@ -128,8 +128,8 @@ class GroupedQueryAttention(AttentionPart):
         others = share.key_tokens - share.tokens
         return min(others, 2 * self.window) if self.window else others
 
-    def cached_numbers(self) -> int:
-        return 2 * self.widths[1]
+    def cached_numbers(self, ranks: int = 1) -> int:
+        return 2 * self.widths[1] // (1 if self.num_kv_heads % ranks else ranks)
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         w, (q_dim, kv_dim) = share.width, self.widths

@@ -28,6 +28,7 @@ from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.heads import HeadParallel
 from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
@@ -145,10 +146,15 @@ class RlTrainer(Run):
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
         model, experts = replica(self.engine)
-        pages, most = setup.num_pages, rl.max_sequences
-        self.generator = Generator(
-            model, self.tokenizer, num_pages=pages, max_sequences=most, experts=experts
-        )
+        sizes = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
+        cp = self.world.meshes.dense.get_group("cp")
+        heads = HeadParallel(cp) if cp.size() > 1 else None
+        if heads and experts:  # which may be shared with other groups' ranks
+            experts.group = self.world.meshes.everyone
+        self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
+        leads = self.world.gather(heads is None or heads.leads)
+        self.leaders = [rank for rank, is_one in enumerate(leads) if is_one]
+        """The ranks that have prompts."""
         self.update_weights = WeightUpdate(self.engine, self.generator)
         ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
         self.collector = Collector(
@@ -319,7 +325,7 @@ class RlTrainer(Run):
         return [next(kls) if t.fault is None else 0.0 for t in trajectories]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if number % self.world.size == self.world.rank]
+        return [n for n in numbers if self.leaders[n % len(self.leaders)] == self.world.rank]
 
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
         """Finish this rank's groups ``mine``, and return the trajectories of all ranks."""

@@ -28,6 +28,7 @@ from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
+from moetrain.rollout.heads import HeadParallel
 from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
 from moetrain.rollout.steps import ExpertParallel, Steps
@@ -43,7 +44,7 @@ class Generator:
     Attributes:
         version: how often the weights have been updated.
         paused: while it is set, :meth:`step` does nothing and requests stay as they are. Ranks that
-            share experts must set it together.
+            share experts or heads must set it together.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Generator:
         max_sequences: int = 64,
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
+        heads: HeadParallel | None = None,
     ) -> None:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
@@ -66,6 +68,7 @@ class Generator:
             max_sequences: sequences that run at once, each with a slot of states; others wait.
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
+            heads: those that share the cache, and so serve the same requests: the first one's.
 
         Raises:
             ConfigError: a layer has no cache here.
@@ -79,11 +82,12 @@ class Generator:
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         self.model, self.tokenizer, self.experts = model, tokenizer, experts
-        num_pages = num_pages or _pages_that_fit(model, page_size, max_sequences)
+        ranks = heads.group.size() if heads else 1
+        num_pages = num_pages or _pages_that_fit(model, page_size, max_sequences, ranks)
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
-        self.steps = Steps(model, self.pages, known, experts, max_sequences)
+        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version, self.paused, self.is_asleep = 0, False, False
@@ -132,7 +136,7 @@ class Generator:
     def step(self) -> list[Completion]:
         """Run the model once, and return the completions that have one more token.
 
-        Collective over the ranks that share experts.
+        Collective over the ranks that share experts or heads.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
@@ -213,7 +217,8 @@ class Generator:
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
     def goes_on(self, is_busy: bool) -> bool:
-        """Whether this rank, or one that shares experts with it, needs another step."""
+        """Whether this rank, or one that it takes steps with, needs another step."""
+        is_busy = self.steps.told(is_busy)
         if self.experts is None:
             return is_busy
         return self.experts.agree(0, is_busy, self.model.embed.weight.device)[1]
@@ -224,7 +229,9 @@ class Generator:
         return min(self.model.arch.max_positions, self.pages.num_tokens)
 
     def _check(self, request: Request) -> None:
-        params, arch = request.params, self.model.arch
+        params, arch, heads = request.params, self.model.arch, self.steps.heads
+        if heads is not None and not heads.leads:
+            raise RequestError(request.id, "of ranks that share heads the first one takes requests")
         if not request.tokens:
             raise RequestError(request.id, "it has no tokens to go on from")
         if not 0 <= min(request.tokens) <= max(request.tokens) < arch.vocab_size:
@@ -464,7 +471,7 @@ def load_model(
     return model, tokenizer
 
 
-def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int) -> int:
+def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int, ranks: int) -> int:
     """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
     weight = model.embed.weight
     if weight.device.type != "cuda":
@@ -472,7 +479,7 @@ def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int) -> i
     free = torch.cuda.mem_get_info(weight.device)[0]
     parts = [part for layer in model.arch.layers() for part in layer]
     states = sum(part.state_bytes(weight.element_size()) for part in parts)
-    numbers = sum(part.cached_numbers() for part in parts)
+    numbers = sum(part.cached_numbers(ranks) for part in parts)
     room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
     fitting = room // (max(1, numbers) * weight.element_size() * page_size)
     if fitting < 1:

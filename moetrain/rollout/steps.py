@@ -40,6 +40,7 @@ from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.mesh import chunk_of
+from moetrain.rollout.heads import HeadParallel, SplitAttention
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.request import Request, SamplingParams
 
@@ -155,8 +156,10 @@ class Steps:
         known: int,
         experts: ExpertParallel | None,
         max_sequences: int,
+        heads: HeadParallel | None,
     ) -> None:
         self.model, self.pages, self.known, self.experts = model, pages, known, experts
+        self.heads = heads
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
@@ -178,7 +181,8 @@ class Steps:
                 )
         for part, mixer in mixers:
             if hasattr(mixer, "core"):
-                mixer.core = PagedAttention(pages.num_pages, pages.page_size, part.window)
+                kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
+                mixer.core = kind(pages.num_pages, pages.page_size, part.window)
                 self.caches.append(mixer.core)
             else:
                 self.caches.append(mixer.keep_states(max_sequences + 1))
@@ -203,7 +207,8 @@ class Steps:
     @property
     def has_graphs(self) -> bool:
         """Whether steps can be captured: the experts' product of fp32 asks the device for sizes."""
-        return self.device.type == "cuda" and self.model.embed.weight.dtype == torch.bfloat16
+        weight = self.model.embed.weight
+        return self.heads is None and weight.is_cuda and weight.dtype == torch.bfloat16
 
     def free(self) -> None:
         self._graphs.clear()
@@ -224,7 +229,7 @@ class Steps:
     @torch.no_grad()
     def run(self, planned: _Planned, *, routes: bool) -> _Step | None:
         """Take a step, collectively; None: no rank that shares experts had anything to read."""
-        size, is_mixed = len(planned), any(number > 1 for _, number in planned)
+        size, is_mixed = self.told((len(planned), any(number > 1 for _, number in planned)))
         if self.experts is not None:
             size, is_mixed = self.experts.agree(size, is_mixed, self.device)
         if size == 0:
@@ -232,7 +237,8 @@ class Steps:
         if is_mixed:
             return self._read_chunks(planned, routes)
         if not self.has_graphs or size > _SIZES[-1]:
-            return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
+            lanes_LC = self.told(self._fill(planned, len(planned)))
+            return self._decode(lanes_LC.to(self.device), routes)
         size = _SIZES[bisect_left(_SIZES, size)]
         if self.experts is not None and not self.experts.can_fix_sizes:
             step = self._decode(self._fill(planned, size).to(self.device), routes)
@@ -241,6 +247,9 @@ class Steps:
         graph.lanes_LC.copy_(self._fill(planned, size))  # synchronous: the next step overwrites it
         graph.graph.replay()
         return graph.step.first(len(planned))
+
+    def told(self, given: Any) -> Any:
+        return given if self.heads is None else self.heads.told(given)
 
     # ---- steps of any shape --------------------------------------------------------------------
 
@@ -266,13 +275,13 @@ class Steps:
             np.array([[s.inverse for s, _ in planned], [s.scale for s, _ in planned]], np.float32),
             np.stack([self._no_pages, *(sequence.table for sequence, _ in planned)])[1:],
         ]
+        integers, seen = self.told((integers, [(s.slot, s.num_read, n) for s, n in planned]))
         tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, how_2N, pages_NM = (
             torch.from_numpy(x).to(self.device) for x in integers
         )
-        num_single = sum(number == 1 for _, number in planned)
+        num_single = sum(number == 1 for *_, number in seen)
         rows, reads = PagedRows(slots_T, ends_N, seen_N, pages_NM, num_single), None
         if self.model.carries_state:
-            seen = [(s.slot, s.num_read, number) for s, number in planned]
             reads = Reads.of(seen, self.device)
         with self._noted(routes) as chosen:
             hidden_TD = self._read(tokens_T, positions_T, rows, None, reads)

@@ -358,7 +358,7 @@ def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generato
         raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
     model, experts = replica(engine)
     try:
-        generator = Generator(model, tokenizer, **sizes, experts=experts)
+        generator = Generator(model, tokenizer, **sizes, experts=experts, heads=None)
     except ValueError as error:
         raise CannotGenerate(str(error)) from None
     WeightUpdate(engine, generator)()

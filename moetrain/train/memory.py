@@ -387,11 +387,11 @@ class RankSizes:
 
     def _cache(self) -> float:
         """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
-        rl = self.config.rl
+        rl, cp = self.config.rl, self.config.parallel.cp
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
-        return width * tokens * sum(part.cached_numbers() for part in parts) + states
+        return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
 
     def _host(self) -> float:
         """Count bytes of all blocks' activations on the host."""

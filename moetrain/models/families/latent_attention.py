@@ -149,8 +149,9 @@ class LatentAttention(AttentionPart):
         width = self.num_heads * (2 * self.head_dim + self.v_head_dim)
         return share.tokens * share.width * width / share.tp
 
-    def cached_numbers(self) -> int:
-        return self.num_heads * (self.head_dim + self.v_head_dim)
+    def cached_numbers(self, ranks: int = 1) -> int:
+        heads = self.num_heads // (1 if self.num_heads % ranks else ranks)
+        return heads * (self.head_dim + self.v_head_dim)
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         w = share.width
