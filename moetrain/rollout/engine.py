@@ -24,17 +24,18 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
+from moetrain.models.families.drafting import check_drafting, most_drafts
 from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
-from moetrain.rollout.steps import ExpertParallel, Steps
+from moetrain.rollout.steps import Chunk, ExpertParallel, Step, Steps
 
-_CPU_TOKENS = 16_384
-_MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
 _T = TypeVar("_T")
+_Chosen = tuple[int, float, list[float], dict[int, float]]
+"""A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""
 
 
 class Generator:
@@ -56,6 +57,7 @@ class Generator:
         max_sequences: int = 64,
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
+        draft: int = 0,
     ) -> None:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
@@ -66,9 +68,10 @@ class Generator:
             max_sequences: sequences that run at once, each with a slot of states; others wait.
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
+            draft: tokens that its block for further tokens guesses at once; on all ranks as many.
 
         Raises:
-            ConfigError: a layer has no cache here.
+            ConfigError: a layer has no cache here, or nothing can draft.
             ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
@@ -78,12 +81,13 @@ class Generator:
                 raise ValueError(f"{name} {size} is not positive")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
+        check_drafting(model, draft)
         self.model, self.tokenizer, self.experts = model, tokenizer, experts
-        num_pages = num_pages or _pages_that_fit(model, page_size, max_sequences)
+        num_pages = num_pages or Pages.number_that_fits(model, page_size, max_sequences)
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
-        self.steps = Steps(model, self.pages, known, experts, max_sequences)
+        self.steps = Steps(model, self.pages, known, experts, max_sequences, draft)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version, self.paused, self.is_asleep = 0, False, False
@@ -96,7 +100,7 @@ class Generator:
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs now (on CUDA), so that the first steps do not wait."""
-        self.steps.warm_up(self.scheduler.max_sequences)
+        self.steps.warm_up(self.scheduler.max_sequences * (1 + self.steps.draft))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -130,9 +134,10 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Run the model once, and return the completions that have one more token.
+        """Run the model once, and return the completions that have grown, by ``num_new`` tokens.
 
-        Collective over the ranks that share experts.
+        That is one, and one more for each draft that was right. Collective over the ranks that
+        share experts.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
@@ -140,52 +145,83 @@ class Generator:
             return []
         # Sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
+        chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
         wants_routes = any(sequence.params.routes for sequence, _ in planned)
-        step = self.steps.run(planned, routes=wants_routes)
+        step = self.steps.run(chunks, routes=wants_routes)
         if step is None:
             return []
-        self._score_prompts(planned, step.read_TD)
+        self._score_prompts(chunks, step.read_TD)
         for sequence, number in planned:
             self.scheduler.was_read(sequence, number)
+        routes: Sequence[torch.Tensor] = ()
         if wants_routes and step.routes:
             routes_TLK = torch.stack(step.routes, 1).cpu()
-            parts = routes_TLK.split([number for _, number in planned])
-            for (sequence, _), part in zip(planned, parts, strict=True):
-                if sequence.params.routes:
-                    sequence.routes.append(part)
-        due = {i: sequence for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0}
+            routes = routes_TLK.split([number for *_, number in chunks])
+        chosen, grown, first = self._chosen(chunks, step), [], 0
+        for sequence, _ in planned:
+            own = slice(first, first := first + 1 + len(sequence.drafts))
+            own_routes = routes[own] if sequence.params.routes else ()
+            sequence.routes += own_routes[:1]
+            if sequence.num_unread == 0:
+                self._extend(sequence, chosen[own], own_routes)
+                grown.append(sequence.completion)
+        return grown
+
+    def _chosen(self, chunks: Sequence[Chunk], step: Step) -> list[_Chosen]:
+        """Return the token that is chosen after each chunk; nothing if all prompts go on."""
+        due = [i for i, (sequence, *_) in enumerate(chunks) if sequence.num_unread == 0]
         if not due:
             return []
         # The host waits here, once a step: the next step reads these tokens.
-        tokens, logprobs = step.chosen_2N.cpu().tolist()
-        special = {i: s for i, s in due.items() if s.params.has_filters or s.params.logprobs}
+        chosen = [(int(t), p, ahead, {}) for t, p, *ahead in step.chosen_RN.T.cpu().tolist()]
+        params = {i: chunks[i][0].params for i in due}
+        special = [i for i, own in params.items() if own.has_filters or own.logprobs]
         if special:
-            found = self.steps.consider([*special.values()], step.hidden_ND[[*special]])
-            for (i, sequence), (token, logprob, top) in zip(special.items(), found, strict=True):
-                if sequence.params.has_filters:  # else the step's own choice stands
-                    tokens[i], logprobs[i] = token, logprob
-                if sequence.params.logprobs:
-                    sequence.completion.top_logprobs.append(top)
-        for i, sequence in due.items():
-            completion, token = sequence.completion, int(tokens[i])
+            found = self.steps.consider([chunks[i] for i in special], step.hidden_ND[special])
+            for i, (*considered, top) in zip(special, found, strict=True):
+                token, logprob, ahead, _ = chosen[i]  # which stands if there are no filters
+                if params[i].has_filters:  # drafts are of what comes after the step's own choice
+                    ahead = ahead if considered[0] == token else []
+                    token, logprob = considered
+                chosen[i] = token, logprob, ahead, top
+        return chosen
+
+    def _extend(
+        self, sequence: Running, chosen: Sequence[_Chosen], routes: Sequence[torch.Tensor]
+    ) -> None:
+        """Append the token after what ``sequence`` knew, and those after its right drafts."""
+        completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
+        completion.num_new = 0
+        for i, (token, logprob, ahead, top) in enumerate(chosen):
+            if i:  # behind a draft
+                if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
+                    break
+                self.scheduler.was_read(sequence, 1)
+                sequence.routes += routes[i : i + 1]
             sequence.tokens.append(token)
             completion.tokens.append(token)
-            completion.logprobs.append(logprobs[i])
+            completion.logprobs.append(logprob)
+            completion.top_logprobs += [top] if params.logprobs else []
             completion.versions.append(self.version)
-            completion.finish_reason = sequence.params.reason(completion.tokens, self.tokenizer)
-            if completion.finish_reason is not None:
-                self._finish(sequence)
-        return [sequence.completion for sequence in due.values()]
+            completion.finish_reason = params.reason(completion.tokens, self.tokenizer)
+            completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
+        completion.num_drafted += len(drafts)
+        completion.num_right += completion.num_new - 1
+        left = params.max_tokens - len(completion.tokens)
+        how = {"carries_state": self.model.carries_state}
+        del sequence.drafts[most_drafts(len(sequence.tokens) - 1, left, **how) :]
+        if completion.finish_reason is not None:
+            self._finish(sequence)
 
-    def _score_prompts(self, planned: Sequence[tuple[Running, int]], read_TD: torch.Tensor) -> None:
+    def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
         """Append the scores of the prompts' tokens that those just read come before."""
         rows: list[int] = []
         tokens: list[int] = []
         parts: list[tuple[Running, int]] = []
         first = 0
-        for sequence, number in planned:
+        for sequence, start, number in chunks:
             if sequence.params.prompt_logprobs:
-                after = sequence.request.tokens[sequence.num_read + 1 :][:number]
+                after = sequence.request.tokens[start + 1 :][:number]
                 rows += range(first, first + len(after))
                 tokens += after
                 parts.append((sequence, len(after)))
@@ -425,8 +461,10 @@ class Serving:
     def _step(self) -> list[Update]:
         updates = []
         for c in self.generator.step():
-            top = c.top_logprobs[-1] if c.top_logprobs else {}
-            updates.append(Update(c, c.tokens[-1], c.logprobs[-1], top, c.finish_reason))
+            for i in range(-c.num_new, 0):
+                top = c.top_logprobs[i] if c.top_logprobs else {}
+                reason = c.finish_reason if i == -1 else None
+                updates.append(Update(c, c.tokens[i], c.logprobs[i], top, reason))
         return updates
 
 
@@ -462,19 +500,3 @@ def load_model(
         except ConfigError as error:
             raise ConfigError("adapter", error.problem) from None
     return model, tokenizer
-
-
-def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int) -> int:
-    """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
-    weight = model.embed.weight
-    if weight.device.type != "cuda":
-        return -(-_CPU_TOKENS // page_size)
-    free = torch.cuda.mem_get_info(weight.device)[0]
-    parts = [part for layer in model.arch.layers() for part in layer]
-    states = sum(part.state_bytes(weight.element_size()) for part in parts)
-    numbers = sum(part.cached_numbers() for part in parts)
-    room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
-    fitting = room // (max(1, numbers) * weight.element_size() * page_size)
-    if fitting < 1:
-        raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
-    return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))
