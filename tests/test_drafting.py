@@ -17,7 +17,7 @@ from moetrain.config import ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.models.families.drafting import Chunks, most_drafts
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.steps import ExpertParallel
@@ -30,8 +30,9 @@ def make_arch(case):
     return with_further(architecture_of(case, **SIZES))
 
 
-def make_model(case, seed=0, dtype=torch.float32):
-    model = Transformer(make_arch(case)).to(dtype)
+def make_model(case, seed=0):
+    """In fp64: a product of other many rows has other bits on a CPU."""
+    model = Transformer(make_arch(case)).double()
     model.init_weights(std=0.3, seed=seed)
     return model
 
@@ -65,8 +66,8 @@ def texts_of(found):
 
 
 def check_same(found, expected):
-    """On a CPU bits depend on how many rows a product has."""
-    close = partial(pytest.approx, rel=1e-4, abs=1e-4)
+    """Compare everything that completions have; a router's logits are fp32."""
+    close = partial(pytest.approx, rel=1e-5, abs=1e-5)
     for mine, theirs in zip(found, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
@@ -83,18 +84,18 @@ def check_same(found, expected):
 
 
 def count_steps(generator):
-    """Count its steps from now on, in the list that is returned."""
+    """Note how many tokens each of its steps reads, in the list that is returned."""
     steps, run = [], generator.steps.run
 
     def counted(chunks, **how):
-        steps.append(len(chunks))
+        steps.append(sum(number for *_, number in chunks))
         return run(chunks, **how)
 
     generator.steps.run = counted
     return steps
 
 
-def requests_like(name, number=12):
+def requests_like(name, number):
     rng = random.Random(name)
     requests = [draw_request(i, rng) for i in range(number)]
     scored = (replace(r.params, prompt_logprobs=i % 4 == 3) for i, r in enumerate(requests))
@@ -111,21 +112,309 @@ DISTURBED = {
 }
 
 
-@pytest.mark.parametrize("share", [None, 0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", DISTURBED)
-@pytest.mark.parametrize("case", CASES)
+RUNS = [
+    *(
+        ("glm4_moe", name, share)
+        for name, share in zip(DISTURBED, [0.0, 0.7, None] * 2, strict=True)
+    ),
+    ("glm4_moe", "hardly any room", 1.0),
+    *((case, "chunks", 0.7) for case in CASES[1:]),
+    *((case, "hardly any room", None) for case in CASES[1:]),
+]
+"""A model, what is in the way, and the share of right drafts; None: the block's own."""
+
+
+@pytest.mark.parametrize(("case", "name", "share"), RUNS)
 def test_completions_are_those_without_drafts(case, name, share):
-    """With the block's own drafts, and with right and wrong ones."""
-    requests = requests_like(name)
+    requests = requests_like(name, 3 if "one token a" in name else 8)
     expected = make_generator(case).generate(requests)
     generator = make_generator(case, 1 + len(name) % 3, **DISTURBED[name])
-    made = share is not None and foreseen(generator, texts_of(expected), share)
+    made = Counter() if share is None else foreseen(generator, texts_of(expected), share)
+    steps = count_steps(generator)
     check_same(generator.generate(requests), expected)
+    assert max(steps) <= generator.scheduler.max_tokens
     assert generator.pages.num_available == generator.pages.num_pages
     if "room" in name:
         assert generator.scheduler.num_preempted > 0
-    elif made and name != "one token a step":
-        assert bool(made[True]) == (share > 0)
-        assert bool(made[False]) == (share < 1)
+    if share is not None:
+        assert (bool(made[True]), bool(made[False])) == (share > 0, share < 1)
+    assert not any(c.num_drafted or c.num_right for own in expected for c in own)
+
+
+# ---- what is drafted ---------------------------------------------------------------------------
+
+
+def parrot(case, seed=0):
+    """A model whose next token follows from the last one alone, and whose block knows how."""
+    model = make_model(case, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("wo.weight", "down.weight", "w_down")):
+                parameter.zero_()  # so that blocks leave the residual stream as it is
+            if name.endswith("join.proj.weight"):
+                parameter.copy_(torch.eye(len(parameter), parameter.shape[1]))
+    return model
+
+
+@pytest.mark.parametrize("draft", [1, 3])
+@pytest.mark.parametrize("case", ["glm4_moe", "deepseek_v3", "qwen3_5_moe_text"])
+def test_a_block_that_foresees_all_takes_as_few_steps_as_can_be(case, draft):
+    greedy = SamplingParams(max_tokens=25, temperature=0)
+    request = Request("a", tuple(range(9)), greedy)
+    ((expected,),) = Generator(parrot(case), ByteTokenizer()).generate([request])
+    assert len(set(expected.tokens)) > 2
+    generator = Generator(parrot(case), ByteTokenizer(), draft=draft, page_size=4)
+    steps = count_steps(generator)
+    check_same(generator.generate([request]), [[expected]])
+    assert len(steps) == 1 + 24 // (1 + draft)
+    ((found,),) = generator.generate([replace(request, id="b")])
+    assert found.num_right == found.num_drafted == 24 - 24 // (1 + draft)
+
+
+def drafts_by_hand(model, text, number):
+    """The drafts behind ``text``, computed over all of it and without a cache."""
+    tokens_BS, found = torch.tensor([text]), []
+    positions_BS = torch.arange(len(text) + number)[None]
+    hidden_BSD, _ = model.backbone(tokens_BS[:, :-1])
+    for i in range(number):
+        rows = model.prepare(Inputs(tokens_BS[:, 1:], positions_BS[:, : len(text) - 1 + i]))
+        embedded_BSD = model.embed(tokens_BS[:, 1:], model.vocabulary)
+        block = model.arch.num_layers
+        pair_BSP = torch.cat((embedded_BSD, hidden_BSD), -1)
+        new_BSD, _ = model.through(block, pair_BSP, rows.contexts[model.kinds[block]])
+        hidden_BSD = torch.cat((hidden_BSD, new_BSD[:, -1:]), 1)
+        logits_V = model.vocabulary.logits(new_BSD[:, -1:], model.head_weight)[0, 0, :257]
+        found.append(int(logits_V.argmax()))
+        tokens_BS = torch.cat((tokens_BS, torch.tensor([found[-1:]])), 1)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_drafts_are_the_blocks_whatever_was_wrong_before(case):
+    """With a prompt in chunks, right and wrong drafts before it, and a page of four tokens."""
+    plain = make_model(case)
+    generator = make_generator(case, 2, page_size=4, max_tokens=7)
+    assert generator.steps.known == 257
+    params = SamplingParams(max_tokens=80, temperature=0.7, seed=1)
+    request = Request("a", tuple(range(40, 59)), params)
+    ((expected,),) = make_generator(case).generate([request])
+    texts, extend, rng = [*request.tokens, *expected.tokens], generator._extend, random.Random(0)
+    seen = []
+
+    def extended(sequence, chosen, routes):
+        extend(sequence, chosen, routes)
+        known, drafts = len(sequence.tokens), sequence.drafts
+        if drafts:  # the second is read at the last token's place, which may have no page yet
+            most = min(len(drafts), 1 + (known <= 4 * len(sequence.pages)))
+            assert drafts[:most] == drafts_by_hand(plain, sequence.tokens, most)[:most], known
+            if rng.random() < 0.6:  # else the block's own
+                drafts[:] = texts[known : known + len(drafts)]
+            seen.append(len(drafts))
+
+    generator._extend = extended
+    ((found,),) = generator.generate([request])
+    assert found.tokens == expected.tokens
+    assert 0 < found.num_right < found.num_drafted
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize(("case", "draft"), [("glm4_moe", 3), ("qwen3_5_moe_text", 2)])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_right_drafts_save_a_step_each_and_wrong_ones_none(case, draft, share):
+    params = SamplingParams(max_tokens=101, seed=3)
+    requests = [Request("a", tuple(range(30)), params)]
+    expected = make_generator(case).generate(requests)
+    generator = make_generator(case, draft)
+    foreseen(generator, texts_of(expected), share)
+    steps = count_steps(generator)
+    found = generator.generate(requests)
+    check_same(found, expected)
+    completion = found[0][0]
+    assert completion.num_drafted == sum(steps) - len(steps) - 29  # of the prompt
+    assert completion.num_right == (completion.num_drafted if share else 0)
+    assert len(steps) == 101 - completion.num_right
+    if case == "glm4_moe":
+        assert len(steps) == (26 if share else 101)
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_5_moe_text"])
+def test_completions_end_within_right_drafts(case):
+    asked = SamplingParams(max_tokens=40, seed=5)
+    request = Request("a", (5, 6, 7), asked)
+    (whole,) = make_generator(case).generate([request])
+    tokens = whole[0].tokens
+    at = next(i for i in range(9, 40) if tokens[i] not in tokens[:i])
+    text = ByteTokenizer().decode(tokens)
+    part = next(text[i : i + 2] for i in range(9, 39) if "\ufffd" not in text[i : i + 2])
+    for how in (
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"max_tokens": 12},
+        {"stop_ids": (tokens[at],)},
+        {"stop_ids": (tokens[at],), "routes": True, "logprobs": 2, "top_k": 100},
+        {"stop": (part,)},
+    ):
+        ended = [replace(request, params=replace(asked, **how))]
+        expected = make_generator(case).generate(ended)
+        reads = []
+        for draft in (1, 3, 5):
+            generator = make_generator(case, draft, page_size=4)
+            foreseen(generator, {("a", 0): tokens})
+            steps = count_steps(generator)
+            check_same(generator.generate(ended), expected)
+            reads.append(len(steps))
+            assert generator.pages.num_available == generator.pages.num_pages
+        assert reads == sorted(reads, reverse=True)
+        assert reads[-1] <= len(expected[0][0].tokens) // 3 + 2
+
+
+def test_the_last_tokens_that_fit_are_drafted_too():
+    """A completion fills the model's positions, and another one all pages."""
+    for case, settings, most in (
+        ("glm4_moe", {"page_size": 8}, 256),
+        ("glm4_moe", {"num_pages": 3, "page_size": 8}, 24),
+    ):
+        prompt = tuple(range(most - 20))
+        request = Request("a", prompt, SamplingParams(max_tokens=20))
+        expected = make_generator(case).generate([request])
+        for draft in (1, 4, 7):
+            generator = make_generator(case, draft, **settings)
+            foreseen(generator, texts_of(expected))
+            check_same(generator.generate([request]), expected)
+            assert generator.longest == most
+
+
+def test_drafts_give_way_to_sequences_when_pages_run_short():
+    """Two sequences fill the cache, so the one that is read has no page for drafts."""
+    params = SamplingParams(max_tokens=8, temperature=0)
+    requests = [Request(name, tuple(range(i, i + 8)), params) for i, name in enumerate("ab")]
+    expected = make_generator("glm4_moe").generate(requests)
+    generator = make_generator("glm4_moe", 4, num_pages=4, page_size=4)
+    foreseen(generator, texts_of(expected))
+    check_same(generator.generate(requests), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_shared_page_is_never_written_again(share):
+    """Keys and values of published pages, which others may read, stay what they are."""
+    prompt = tuple(range(22))
+    params = SamplingParams(max_tokens=30, n=4, seed=2)
+    requests = [Request("a", prompt, params), Request("b", prompt[:17], params)]
+    expected = make_generator("glm4_moe").generate(requests)
+    generator = make_generator("glm4_moe", 3, page_size=4, num_pages=120)
+    foreseen(generator, texts_of(expected), share)
+    own = generator.steps.caches[: generator.model.arch.num_layers]
+    pages, kept = generator.pages, {}
+    generator.submit(*requests)
+    found = {c.index: c for _ in range(2) for c in generator.step()}
+    shared = 0
+    while generator.is_busy:
+        now = {}
+        for page, text in pages._text_of.items():
+            now[page, text.serial] = [
+                x[page].clone() for c in own for x in (c.keys_PZGd, c.values_PZGv)
+            ]
+            before = kept.get((page, text.serial), now[page, text.serial])
+            assert all(map(torch.equal, before, now[page, text.serial]))
+            shared += pages._references[page] > 1
+        kept = now
+        for c in generator.step():
+            found[c.request_id, c.index] = c
+    assert shared > 50
     for completions in expected:
-        assert not any(c.num_drafted or c.num_right for c in completions)
+        for c in completions:
+            check_same([[found[c.request_id, c.index]]], [[c]])
+
+
+# ---- weights, sleep, ranks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_5_moe_text"])
+def test_other_weights_on_the_way(case):
+    """Then sleep, then an abort."""
+    params = SamplingParams(max_tokens=30, seed=4)
+    request = Request("a", tuple(range(20)), params)
+    other = dict(make_model(case, 1).state_dict())
+    ((before,),) = make_generator(case).generate([request])
+    generator = make_generator(case, 2, page_size=4)
+    made = foreseen(generator, {("a", 0): before.tokens})
+    generator.submit(request)
+    (completion,) = [generator.step()[0] for _ in range(4)][-1:]
+    assert len(completion.tokens) == 10
+    generator.update_weights(other.items())
+    assert generator.scheduler.waiting[0].drafts == []
+    made.clear()
+    del generator._extend  # drafts by the block from here on
+    for _ in range(5):
+        generator.step()
+    generator.sleep()
+    generator.wake()
+    while generator.is_busy:
+        generator.step()
+    assert completion.versions == [0] * 10 + [1] * 20
+    plain = make_generator(case, seed=1)
+    begun = plain.steps.begin(request, 0)
+    begun.tokens += before.tokens[:10]
+    begun.completion.tokens += before.tokens[:10]
+    plain._live["a"] = [begun]
+    plain.scheduler.waiting.append(begun)
+    while plain.is_busy:
+        plain.step()
+    assert completion.tokens == begun.completion.tokens
+    generator.submit(request)
+    generator.step()
+    generator.step()
+    (cut,) = generator.abort("a")
+    assert cut.finish_reason == "abort"
+    assert generator.pages.num_available == generator.pages.num_pages
+
+
+def serve_on_ranks(case, draft):
+    """More for one rank than for another."""
+    model = make_model(case)
+    experts = ExpertParallel(model, dist.group.WORLD, "auto")
+    settings = {"page_size": 4, "num_pages": 60, "max_tokens": 16}
+    generator = Generator(model, ByteTokenizer(), experts=experts, draft=draft, **settings)
+    requests = requests_like("ranks", 4)[: 4 if dist.get_rank() == 0 else 1]
+    return generator.generate(requests)
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_5_moe_text"])
+def test_ranks_that_share_experts_draft_together(case):
+    expected = make_generator(case).generate(requests_like("ranks", 4))
+    many, one = spawn(2, serve_on_ranks, case, 2, timeout=200)
+    check_same(many, expected)
+    check_same(one, expected[:1])
+    assert any(c.num_drafted for own in many for c in own)
+
+
+# ---- parts -------------------------------------------------------------------------------------
+
+
+def test_the_last_right_chunks_are_found():
+    """Of three sequences: with three drafts, of which two are right; with a wrong one; without."""
+    chosen = torch.tensor([5, 6, 7, 8, 1, 2, 3])
+    ends = torch.tensor([4, 5, 6, 9, 0, 3, 8])
+    depths = torch.tensor([0, 1, 2, 3, 0, 1, 0])
+    chunks = Chunks(slice(None), ends, depths, depths, depths, depths, chosen)
+    assert chunks.last_right(3).int().tolist() == [0, 0, 1, 0, 1, 0, 1]
+    right_again = chunks._replace(ends_N=torch.tensor([4, 9, 6, 7, 0, 1, 8]))
+    assert right_again.last_right(3).int().tolist() == [1, 0, 0, 0, 0, 1, 1]
+    none = torch.zeros(0, dtype=torch.int64)
+    assert Chunks(slice(None), *[none] * 6).last_right(2).tolist() == []
+
+
+def test_with_states_a_step_ends_before_its_chunk_does():
+    found = [
+        most_drafts(place, 5, True) for place in (0, CHUNK - 4, CHUNK - 3, CHUNK - 2, CHUNK - 1)
+    ]
+    assert found == [4, 2, 1, 0, 0]
+    assert [most_drafts(CHUNK - 1, left, False) for left in (0, 1, 2, 9)] == [0, 0, 1, 8]
+
+
+def test_a_model_without_a_block_is_refused():
+    with pytest.raises(ConfigError, match=r"^draft: 2, but .* without blocks .*; load it with"):
+        Generator(Transformer(architecture_of("glm4_moe", **SIZES)), draft=2)
+    with pytest.raises(ValueError, match="draft -1 is negative"):
+        Generator(make_model("glm4_moe"), draft=-1)

@@ -14,7 +14,6 @@ parallelism.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -136,8 +135,7 @@ class Generator:
     def step(self) -> list[Completion]:
         """Run the model once, and return the completions that have grown, by ``num_new`` tokens.
 
-        That is one, and one more for each draft that was right. Collective over the ranks that
-        share experts.
+        Collective over the ranks that share experts.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
@@ -159,16 +157,17 @@ class Generator:
             routes = routes_TLK.split([number for *_, number in chunks])
         chosen, grown, first = self._chosen(chunks, step), [], 0
         for sequence, _ in planned:
-            own = slice(first, first := first + 1 + len(sequence.drafts))
+            own = slice(first, first + 1 + len(sequence.drafts))
             own_routes = routes[own] if sequence.params.routes else ()
             sequence.routes += own_routes[:1]
             if sequence.num_unread == 0:
                 self._extend(sequence, chosen[own], own_routes)
                 grown.append(sequence.completion)
+            first = own.stop
         return grown
 
     def _chosen(self, chunks: Sequence[Chunk], step: Step) -> list[_Chosen]:
-        """Return the token that is chosen after each chunk; nothing if all prompts go on."""
+        """Return what is chosen after each chunk; nothing if all prompts go on."""
         due = [i for i, (sequence, *_) in enumerate(chunks) if sequence.num_unread == 0]
         if not due:
             return []
@@ -178,12 +177,11 @@ class Generator:
         special = [i for i, own in params.items() if own.has_filters or own.logprobs]
         if special:
             found = self.steps.consider([chunks[i] for i in special], step.hidden_ND[special])
-            for i, (*considered, top) in zip(special, found, strict=True):
-                token, logprob, ahead, _ = chosen[i]  # which stands if there are no filters
-                if params[i].has_filters:  # drafts are of what comes after the step's own choice
-                    ahead = ahead if considered[0] == token else []
-                    token, logprob = considered
-                chosen[i] = token, logprob, ahead, top
+            for i, (token, logprob, top) in zip(special, found, strict=True):
+                plain, plain_logprob, ahead, _ = chosen[i]
+                if not params[i].has_filters:  # then the step's own choice stands
+                    token, logprob = plain, plain_logprob
+                chosen[i] = token, logprob, ahead if token == plain else [], top
         return chosen
 
     def _extend(
@@ -207,9 +205,8 @@ class Generator:
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
         completion.num_drafted += len(drafts)
         completion.num_right += completion.num_new - 1
-        left = params.max_tokens - len(completion.tokens)
-        how = {"carries_state": self.model.carries_state}
-        del sequence.drafts[most_drafts(len(sequence.tokens) - 1, left, **how) :]
+        place, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)
+        del sequence.drafts[most_drafts(place, left, self.model.carries_state) :]
         if completion.finish_reason is not None:
             self._finish(sequence)
 
@@ -217,19 +214,18 @@ class Generator:
         """Append the scores of the prompts' tokens that those just read come before."""
         rows: list[int] = []
         tokens: list[int] = []
-        parts: list[tuple[Running, int]] = []
+        owners: list[Running] = []
         first = 0
         for sequence, start, number in chunks:
             if sequence.params.prompt_logprobs:
                 after = sequence.request.tokens[start + 1 :][:number]
                 rows += range(first, first + len(after))
                 tokens += after
-                parts.append((sequence, len(after)))
+                owners += [sequence] * len(after)
             first += number
-        if rows:
-            scores = iter(self.steps.score(read_TD[rows], tokens))
-            for sequence, count in parts:
-                sequence.scores += islice(scores, count)
+        scores = self.steps.score(read_TD[rows], tokens) if rows else ()
+        for sequence, score in zip(owners, scores, strict=True):
+            sequence.scores.append(score)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
@@ -469,12 +465,13 @@ class Serving:
 
 
 def load_model(
-    path: str, device: str, dtype: str, adapter: str | None = None
+    path: str, device: str, dtype: str, adapter: str | None = None, draft: int = 0
 ) -> tuple[Transformer, Tokenizer]:
     """Load the model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
 
     Args:
         adapter: folder of adapters in PEFT's format, used beside the weights.
+        draft: not 0: with the block that a :class:`Generator` drafts with.
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
@@ -493,6 +490,7 @@ def load_model(
         folder,
         dtype=auto if dtype == "auto" else getattr(torch, dtype),
         device="cuda" if on_gpu else "cpu",
+        further="draft" if draft else None,
     )
     if adapter is not None:
         try:

@@ -254,22 +254,21 @@ class Steps:
 
     def _read_chunks(self, planned: Sequence[Chunk], routes: bool) -> Step:
         tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[np.ndarray] = []
+        positions = [np.zeros(0, np.int64)]
+        slots = [np.zeros(0, np.int32)]
         seen: dict[int, tuple[int, int, int]] = {}
         ends, size = [0], self.pages.page_size
         for sequence, start, number in planned:
             tokens += sequence.text(start, number)
-            positions += range(start, start + number)
-            at = np.arange(start, start + number, dtype=np.int32)
-            slots.append(sequence.table[at // size] * size + at % size)
+            positions.append(np.arange(start, start + number))
+            slots.append(sequence.table[positions[-1] // size] * size + positions[-1] % size)
             ends.append(ends[-1] + number)
             first = seen.get(sequence.slot, (sequence.slot, start))[1]
             seen[sequence.slot] = (sequence.slot, first, start + number - first)
         integers = [
             np.array(tokens, np.int64),
-            np.array(positions, np.int64),
-            np.concatenate([np.zeros(0, np.int32), *slots]),
+            np.concatenate(positions),
+            np.concatenate(slots).astype(np.int32),
             np.array(ends, np.int32),
             np.array([start for _, start, _ in planned], np.int32),
         ]
@@ -335,8 +334,9 @@ class Steps:
         tokens_N, logprobs_N = sample_tokens(hidden_ND, model.head_weight, *words)
         chosen_RN = torch.stack((tokens_N.double(), logprobs_N.double()))
         if self.draft:
-            own = chunks_NC[:, _DEPTH:_PAGES].unbind(1)
-            chunks = Chunks(last_N, last_tokens_N, positions_N, *own, tokens_N)
+            depths_N, next_N, limits_N = chunks_NC[:, _DEPTH:_PAGES].unbind(1)
+            places = last_tokens_N, positions_N, depths_N, next_N, limits_N
+            chunks = Chunks(last_N, *places, tokens_N)
             lay_out = partial(self._lay_out_singles, pages_LM=chunks_NC[:, _PAGES:])
             how = self.draft, self.known, read, lay_out
             drafts_KN = draft_tokens(model, read_TD, tokens_T, chunks, *how)

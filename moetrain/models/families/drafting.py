@@ -45,7 +45,7 @@ def check_drafting(model: Any, draft: int) -> None:
         raise ConfigError("draft", f"{draft}, {problem}; {remedy}")
 
 
-def most_drafts(place: int, left: int, *, carries_state: bool) -> int:
+def most_drafts(place: int, left: int, carries_state: bool) -> int:
     """Return how many drafts a step may read behind the token at ``place``.
 
     A state is carried on where a chunk is full, and could not be brought back: with drafts a step
@@ -54,7 +54,10 @@ def most_drafts(place: int, left: int, *, carries_state: bool) -> int:
     Args:
         left: how many tokens are still to be generated.
     """
-    return max(0, min(left - 1, CHUNK - 2 - place % CHUNK if carries_state else left))
+    most = left - 1
+    if carries_state:
+        most = min(most, CHUNK - 2 - place % CHUNK)
+    return max(0, most)
 
 
 class Chunks(NamedTuple):
@@ -106,21 +109,36 @@ def draft_tokens(
             is left out.
     """
     arch, found = model.arch, []
-    block, is_last_N = arch.num_layers, chunks.last_right(number)
+    block = arch.num_layers
+    kind = model.kinds[block]
+    is_last_N = chunks.last_right(number)
+    is_known_N = chunks.next_N >= 0
+    next_N = chunks.next_N.long()
+    next_N = next_N.where(is_known_N, chunks.chosen_N)
     next_T = tokens_T.roll(-1)
-    next_T[chunks.last_N] = torch.where(chunks.next_N < 0, chunks.chosen_N, chunks.next_N.long())
+    next_T[chunks.last_N] = next_N
     for ahead in range(number):
         if ahead:
             places_N = chunks.places_N + ahead
             is_out_N = ~is_last_N | (places_N >= chunks.limits_N)
             rows = lay_out(places_N.masked_fill(is_out_N, 0), is_out_N)
         embedded_TD = model.embed(next_T, model.vocabulary).to(hidden_TD.dtype)
-        pair_BSP = torch.cat((embedded_TD, hidden_TD), dim=-1)[None]
-        hidden_BSD, _ = model.through(block, pair_BSP, rows.contexts[model.kinds[block]])
-        hidden_TD = hidden_BSD[0] if ahead else hidden_BSD[0, chunks.last_N]
+        pair_TP = torch.cat((embedded_TD, hidden_TD), dim=-1)
+        context = rows.contexts[kind]
+        hidden_BSD, _ = model.through(block, pair_TP[None], context)
+        hidden_TD = hidden_BSD[0]
+        if not ahead:
+            hidden_TD = hidden_TD[chunks.last_N]
         zeros_N = hidden_TD.new_zeros(len(hidden_TD), dtype=torch.float32)
-        greedy = zeros_N.int(), zeros_N, torch.ones_like(zeros_N)
-        how = known, model.kernels.backend, arch.logit_softcap
-        next_T, _ = sample_tokens(hidden_TD, model.head_weight, *greedy, *how)
+        next_T, _ = sample_tokens(
+            hidden_TD,
+            model.head_weight,
+            zeros_N.int(),
+            zeros_N,  # the likeliest one
+            torch.ones_like(zeros_N),
+            known,
+            model.kernels.backend,
+            arch.logit_softcap,
+        )
         found.append(next_T)
     return torch.stack(found)
