@@ -1,6 +1,10 @@
 """Drafting: the same completions as without it, whatever the drafts are, in fewer steps."""
 
+import asyncio
+import json
 import random
+import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -10,16 +14,25 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 from family_cases import architecture_of
+from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
+from test_families import save_adapters
 from test_multi_token import with_further
 from test_rollout import draw_request
+from test_rollout import make_model as make_plain_model
 
-from moetrain.config import ConfigError
+from moetrain.cli.generate import main
+from moetrain.config import ConfigError, ModelSection
+from moetrain.config.sections import LoraSection
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.models.families.drafting import Chunks, most_drafts
+from moetrain.models.hf.load import load_hf, resolve_architecture
+from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.rollout.engine import Generator
+from moetrain.rollout.engine import Generator, Serving, load_model
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.server import CompletionServer
 from moetrain.rollout.steps import ExpertParallel
 
 SIZES = {"vocab_size": 264, "max_positions": 256}
@@ -422,3 +435,138 @@ def test_a_model_without_a_block_is_refused():
         Generator(Transformer(architecture_of("glm4_moe", **SIZES)), draft=2)
     with pytest.raises(ValueError, match="draft -1 is negative"):
         Generator(make_model("glm4_moe"), draft=-1)
+
+
+# ---- commands, servers, files ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("further")
+    save_hf(parrot("glm4_moe").float(), folder, tokenizer=ByteTokenizer().export())
+    return folder
+
+
+def test_the_command_prints_the_same_text_and_how_much_was_right(folder, capsys):
+    words = [str(folder), "--device", "cpu", "--max_tokens", "25", "--prompt", "AB"]
+    for more in (["--temperature", "0"], ["--seed", "3", "--stop", "e"]):
+        assert main([*words, *more]) == 0
+        printed = capsys.readouterr()
+        assert main([*words, *more, "--draft", "2"]) == 0
+        drafted = capsys.readouterr()
+        assert drafted.out == printed.out
+        assert re.search(r"^drafted tokens that were right: \d+ of \d+$", drafted.err, re.M)
+        if "0" in more:
+            assert "right: 16 of 16\n" in drafted.err
+
+
+def test_the_server_counts_drafts_and_streams_every_token(folder):
+    model, tokenizer = load_model(str(folder), "cpu", "float32", None, 2)
+    server = CompletionServer(Generator(model, tokenizer, draft=2, page_size=4), "tiny")
+    how = {"prompt": "AB", "max_tokens": 25, "temperature": 0, "n": 2}
+    with TestClient(server.app, base_url="http://127.0.0.1") as client:
+        reply = client.post("/v1/completions", json=how).json()
+        events = client.post("/v1/completions", json={**how, "n": 1, "stream": True}).text
+    details = {"accepted_prediction_tokens": 32, "rejected_prediction_tokens": 0}
+    assert reply["usage"]["completion_tokens_details"] == details
+    assert reply["usage"]["completion_tokens"] == 50
+    parts = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    choices = [part["choices"][0] for part in parts]
+    assert [len(choice["token_ids"]) for choice in choices] == [1] * 25
+    assert [choice["finish_reason"] for choice in choices] == [None] * 24 + ["length"]
+    ids = [choice["token_ids"][0] for choice in choices]
+    assert ids == reply["choices"][0]["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == reply["choices"][0]["text"]
+
+
+def test_updates_have_their_own_numbers(folder):
+    """Of a step that adds several tokens each has its log-probability and its likeliest tokens."""
+    params = SamplingParams(max_tokens=20, temperature=0, logprobs=2)
+    request = Request("a", (1, 2, 3), params)
+    ((expected,),) = Generator(parrot("glm4_moe")).generate([request])
+
+    async def work():
+        serving = Serving(Generator(parrot("glm4_moe"), draft=3))
+        found = [update async for update in serving.stream(request)]
+        await serving.close()
+        return found
+
+    found = asyncio.run(work())
+    assert [u.token for u in found] == expected.tokens
+    assert [u.logprob for u in found] == pytest.approx(expected.logprobs, rel=1e-5)
+    assert [list(u.top_logprobs) for u in found] == [list(x) for x in expected.top_logprobs]
+    assert [u.finish_reason for u in found] == [None] * 19 + ["length"]
+
+
+def test_what_has_no_block_is_refused_in_one_line(folder, tmp_path, capsys):
+    save_hf(make_plain_model(), tmp_path / "none", tokenizer=ByteTokenizer().export())
+    stored = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path / "part")
+    kept = {name: x for name, x in stored.items() if "eh_proj" not in name}
+    save_file(kept, tmp_path / "part" / "model.safetensors", {"format": "pt"})
+    for name, says in {
+        "none": "draft: this qwen3_moe model has no blocks for further tokens; unset it",
+        "part": "draft: .*do not load, so unset it: .*missing: .*eh_proj",
+    }.items():
+        words = [str(tmp_path / name), "--device", "cpu", "--prompt", "x", "--draft", "1"]
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(f"^error: {says}", line), line
+        assert main(words[:-2]) == 0
+        capsys.readouterr()
+    assert main([*words[:-1], "-1"]) == 2
+    assert "--draft" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_adapters_are_of_the_models_own_blocks(folder, tmp_path):
+    plain, lora = load_hf(folder), LoraSection(rank=8, alpha=64)
+    save_adapters(plain, lora, tmp_path, torch.arange(9)[None])
+    params = SamplingParams(max_tokens=20, seed=1)
+    texts = []
+    for draft in (0, 2):
+        model, tokenizer = load_model(str(folder), "cpu", "float32", str(tmp_path), draft)
+        generator = Generator(model, tokenizer, draft=draft)
+        texts.append(generator.generate([Request("a", (1, 2, 3), params)])[0][0].tokens)
+    assert texts[0] == texts[1]
+
+
+PRESETS = ["glm-4.5-air", "deepseek-v3", "glm-4.7-flash", "qwen3.6-35b-a3b"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@torch.no_grad()
+def test_on_a_gpu_bits_are_those_without_drafts(preset):
+    """With graphs, chunks, preemption and filters; the block's drafts, and half right ones."""
+    sizes = {"num_layers": 4 if "qwen" in preset else 3, "hidden_size": 256, "num_experts": 16}
+    sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000, "max_positions": 512}
+    plain = resolve_architecture(ModelSection(preset=preset, num_layers=sizes["num_layers"]))
+    arch = with_further(plain.model_copy(update=sizes))
+    models = [Transformer(arch).to("cuda", torch.bfloat16) for _ in range(3)]
+    models[0].init_weights(std=0.05, seed=0)
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    rng = random.Random(0)
+    requests = []
+    for i in range(24):
+        prompt = tuple(rng.randrange(3000) for _ in range(rng.randint(1, 150)))
+        how = {"top_p": 0.9} if i % 5 == 4 else {"logprobs": 2} if i % 5 == 3 else {}
+        params = SamplingParams(max_tokens=90, temperature=i % 3 / 2, seed=i, **how)
+        requests.append(Request(str(i), prompt, params))
+    settings = {"num_pages": 30, "max_sequences": 12, "max_tokens": 150}
+    expected = Generator(models[0], **settings).generate(requests)
+    for model, share in zip(models[1:], (None, 0.5), strict=True):
+        generator = Generator(model, **settings, draft=2)
+        generator.warm_up()
+        assert max(generator.steps._graphs) >= 36
+        if share is not None:
+            foreseen(generator, texts_of(expected), share)
+        found = generator.generate(requests)
+        assert generator.scheduler.num_preempted
+        for mine, theirs in zip(found, expected, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)
+                assert (a.top_logprobs, a.finish_reason) == (b.top_logprobs, b.finish_reason)
+        if share is not None:
+            assert sum(c.num_right for own in found for c in own) > 300

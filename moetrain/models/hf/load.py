@@ -208,7 +208,7 @@ def load_hf(
         try:
             check_checkpoint(folder, arch)
         except ConfigError as error:
-            problem = f"its blocks for further tokens do not load, so unset it: {error}"
+            problem = f"its blocks for further tokens do not load, so unset it: {error.problem}"
             raise ConfigError(further, problem) from None
     with torch.device("meta"):
         model = Transformer(arch)
