@@ -283,7 +283,8 @@ def test_completions_end_within_right_drafts(case):
             reads.append(len(steps))
             assert generator.pages.num_available == generator.pages.num_pages
         assert reads == sorted(reads, reverse=True)
-        assert reads[-1] <= len(expected[0][0].tokens) // 3 + 2
+        if "top_k" not in how:  # what it rules out is no draft
+            assert reads[-1] <= len(expected[0][0].tokens) // 3 + 2
 
 
 def test_the_last_tokens_that_fit_are_drafted_too():
@@ -428,6 +429,17 @@ def test_with_states_a_step_ends_before_its_chunk_does():
     ]
     assert found == [4, 2, 1, 0, 0]
     assert [most_drafts(CHUNK - 1, left, False) for left in (0, 1, 2, 9)] == [0, 0, 1, 8]
+
+
+def test_of_several_blocks_the_first_drafts():
+    request = Request("a", (1, 2, 3), SamplingParams(max_tokens=25, temperature=0))
+    ((expected,),) = Generator(parrot("glm4_moe")).generate([request])
+    model = Transformer(with_further(architecture_of("glm4_moe", **SIZES), 2)).double()
+    model.init_weights(std=0.3, seed=1)
+    model.load_state_dict(parrot("glm4_moe").state_dict(), strict=False)
+    ((found,),) = Generator(model, draft=2).generate([request])
+    assert found.tokens == expected.tokens
+    assert found.num_right == found.num_drafted == 16
 
 
 def test_a_model_without_a_block_is_refused():

@@ -47,8 +47,8 @@ from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.request import Request, SamplingParams
 
 Chunk = tuple[Running, int, int]
-"""Chunks of one step: sequence, first token, and how many it reads; those of one token first, and a
-sequence's drafts behind its token."""
+"""What a step reads at once of a sequence, from which token on, and how many. In a step those of
+one token come first, and a sequence's drafts behind its token."""
 
 
 class _Cache(Protocol):
