@@ -1,11 +1,16 @@
 """Time generation: decoding at given batch sizes, reading prompts, sleeping; a peer beside it.
 
     python scripts/bench_generate.py [--preset qwen3-30b-a3b] [--layers N] [--batches 64,256]
-        [--context 1024] [--peer COMMAND] [--results FILE.jsonl]
+        [--context 1024] [--draft N] [--peer COMMAND] [--results FILE.jsonl]
+    python scripts/bench_generate.py --path MODEL --batches 1 --draft 2   (a checkpoint's own text)
     torchrun --nproc-per-node 4 scripts/bench_generate.py ...      (expert parallel over all ranks)
 
-Weights are random, in bf16; batch sizes are a rank's. A decoding step is timed from the host, with
-all that a step takes: it plans, runs, waits for the tokens and keeps them; the median of 30 counts.
+With ``--path`` a checkpoint in bf16 continues its own text greedily, without drafts and with one to
+N of them, and tells how many were right; nothing else is timed. Random weights guess nothing right.
+
+Otherwise weights are random, in bf16; batch sizes are a rank's. A decoding step is timed from the
+host, with all that a step takes: it plans, runs, waits for the tokens and keeps them; the median of
+30 counts.
 The floor is what memory gives: every weight but the embedding's once (of experts those that some
 token may be expected to choose) and every key and value once, at the rate of a device's own copy.
 Reading prompts is set beside the trainer's compiled forward of as many packed tokens (one rank).
@@ -28,15 +33,16 @@ import torch
 import torch.distributed as dist
 from bench_train import commit, device_name
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
+from moetrain.models.families.multi_token import with_further
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.world import World, join_world
-from moetrain.rollout.engine import Generator
+from moetrain.rollout.engine import Generator, load_model
 from moetrain.rollout.pages import PagedAttention
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.request import Request, SamplingParams, chat_ids
 from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.setup import resolve_run
 
@@ -51,9 +57,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="default: the preset's")
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--draft", type=int, default=0, help="guess so many tokens at once")
+    parser.add_argument("--path", help="a checkpoint to time with and without drafts")
     parser.add_argument("--peer", help="a shell command to run afterwards on the same device")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
+    if args.path:
+        drafting(args.path, [int(word) for word in args.batches.split(",")], args.draft)
+        return 0
     place = launched_place()
     ranks = 1 if place is None else place.world_size
     words = [f"model.preset={args.preset}", f"parallel.ep={ranks}", "kernels.attention=exact"]
@@ -61,13 +72,25 @@ def main() -> int:
     words += [f"train.global_batch_size={ranks}", "train.micro_batch_size=1"]
     words += [f"model.num_layers={args.layers}"] if args.layers else []
     config, arch = resolve_run(Config.load(None, words))
+    arch = with_further(arch, {}, "draft") if args.draft else arch
     world = join_world(config, arch)
     batches = [int(word) for word in args.batches.split(",")]
     model, experts = make_model(config, arch, world)
-    generator = Generator(model, max_sequences=max(batches), max_tokens=CHUNK, experts=experts)
+    generator = Generator(
+        model,
+        max_sequences=max(batches),
+        max_tokens=CHUNK,
+        experts=experts,
+        draft=args.draft,
+    )
     generator.warm_up()
     row: dict[str, Any] = {"preset": args.preset, "layers": arch.num_layers, "ranks": ranks}
-    row |= {"context": args.context, "commit": commit(), "device": device_name(world.device)}
+    row |= {
+        "context": args.context,
+        "draft": args.draft,
+        "commit": commit(),
+        "device": device_name(world.device),
+    }
     bandwidth = copy_bandwidth(world.device)
     for batch in batches:
         say(world, row, f"decode_{batch}", decode(generator, world, batch, args.context, bandwidth))
@@ -85,6 +108,43 @@ def main() -> int:
         torch.cuda.empty_cache()
         return subprocess.run(args.peer, shell=True).returncode
     return 0
+
+
+PROMPT = "Explain in detail, with examples, how a hash table works and where it is used."
+
+
+def drafting(path: str, batches: list[int], most: int) -> None:
+    """Print tokens a second and the share of right drafts, by batch size and number of drafts."""
+    model, tokenizer = load_model(path, "auto", "auto", None, most)
+    device, expected = model.embed.weight.device, {}
+    try:
+        ids = chat_ids(tokenizer, [{"role": "user", "content": PROMPT}])
+    except ConfigError:  # it has no template
+        ids = tuple(tokenizer.encode_prompt(PROMPT))
+    for draft in range(most + 1):
+        generator = Generator(
+            model,
+            tokenizer,
+            num_pages=8 * max(batches) + 8,
+            max_sequences=max(batches),
+            draft=draft,
+        )
+        generator.warm_up()
+        for batch in batches:
+            params = SamplingParams(max_tokens=300, temperature=0.0)
+            requests = [Request(str(i), (*ids, *ids[: i % 9]), params) for i in range(batch)]
+            generator.generate(requests)  # loads what is left
+            begun = now(device)
+            found = [completions[0] for completions in generator.generate(requests)]
+            seconds = now(device) - begun
+            texts = [completion.tokens for completion in found]
+            same = expected.setdefault(batch, texts) == texts
+            drafted = sum(completion.num_drafted for completion in found)
+            right = sum(completion.num_right for completion in found)
+            rate = sum(map(len, texts)) / seconds
+            print(f"draft {draft}  batch {batch}  tokens_per_second {rate:.1f}", end="  ")
+            print(f"right {right}/{drafted}  same_tokens {same}", flush=True)
+        generator.sleep()
 
 
 def say(world: World, row: dict[str, Any], name: str, found: dict[str, Any]) -> None:
@@ -130,7 +190,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def now(device: torch.device) -> float:
     """Once everything is done."""
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 

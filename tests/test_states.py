@@ -29,6 +29,7 @@ from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
 from moetrain.models.architecture import AttentionPart
+from moetrain.models.families.drafting import most_drafts
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
@@ -147,6 +148,80 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
         assert torch.equal(got_THV, want_THV)
     else:  # the library's products have other bits for other shapes
         torch.testing.assert_close(got_THV, want_THV, rtol=1e-5, atol=1e-6)
+
+
+@devices
+@pytest.mark.parametrize("kernels", ["fast", "reference"])
+def test_tokens_that_do_not_stay_leave_no_trace(kernels, device):
+    """Two sequences, each with drafts behind a token in lanes of one slot, of which some are right.
+
+    Other steps read a few tokens at once, with drafts behind them.
+    """
+    rng, draw = random.Random(0), torch.Generator(device).manual_seed(0)
+    is_fast, most, taps = kernels == "fast", 3, 4
+    dtype = torch.bfloat16 if is_fast else torch.float32
+    H, Q, K, V = (2, 1, 64, 64) if is_fast else (4, 2, 6, 10)
+    lengths, backend = (CHUNK + 6, 20), "triton" if is_fast else "reference"
+    inputs = draw_inputs(draw, sum(lengths), H, Q, K, V, dtype)
+    wrong = draw_inputs(draw, sum(lengths), H, Q, K, V, dtype)
+    bounds = [0, lengths[0], sum(lengths)]
+    how = {"scale": 0.125, "backend": backend}
+    bounds_N = torch.tensor(bounds, dtype=torch.int32, device=device)
+    want_THV = gated_delta(*inputs, Documents.of(bounds_N, sum(lengths)), **how)
+    x_TC, wrong_TC = torch.randn(2, sum(lengths), 12, generator=draw, device=device)
+    filters_C1J = torch.randn(12, 1, taps, generator=draw, device=device)
+    place_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+    given = Convolution(x_TC, filters_C1J, 4, True)
+    (want_Thd,) = convolved([given], place_T, fusible=not is_fast)
+    cache = StateCache.empty(3, inputs)
+    for tensor in (cache.states_PHKV, *cache.open_PI):
+        tensor[1:] = torch.nan
+    kept_PRC = x_TC.new_full((3, taps - 1 + most, 12), torch.nan)
+    seen = [CHUNK - 14, 0]
+    for i, start in enumerate(bounds[:2]):  # what is read before
+        part = slice(start, start + seen[i])
+        if seen[i]:
+            reads = Reads.of([(i + 1, 0, seen[i])], device)
+            gated_delta_step(*(x[part] for x in inputs), cache, reads, **how)
+            convolution_step(given._replace(x_TC=x_TC[part]), kept_PRC, reads, backend)
+    accepted = 0
+    while any(n < length for n, length in zip(seen, lengths, strict=True)):
+        lanes, planned, new, is_wrong = [], [], [0, 0], []
+        for i in range(2):
+            left = lengths[i] - seen[i]
+            if left:
+                drafts = rng.randint(0, min(most, max(0, left - 1)))
+                drafts = most_drafts(seen[i], drafts + 1, True)
+                right = rng.randint(0, drafts)
+                new[i] = 1 + right
+                accepted += right
+                planned.append((i + 1, seen[i], 1 + drafts))
+                lanes += [
+                    (i + 1, seen[i] + j, j, bounds[i] + seen[i] + j) for j in range(drafts + 1)
+                ]
+                is_wrong += [j > right for j in range(drafts + 1)]
+        slots, places, before, rows = torch.tensor(lanes, device=device).T
+        reads = Reads.of_singles(slots.int(), places.int(), before.int())
+        if rng.random() < 0.3:
+            reads = Reads.of(planned, device)
+        is_wrong = torch.tensor(is_wrong, device=device)
+
+        def read(right, other):
+            mask = is_wrong.view(-1, *[1] * (right.dim() - 1))  # noqa: B023
+            return torch.where(mask, other[rows], right[rows])  # noqa: B023
+
+        o_THV = gated_delta_step(*map(read, inputs, wrong), cache, reads, **how)
+        one = given._replace(x_TC=read(x_TC, wrong_TC))
+        y_Thd = convolution_step(one, kept_PRC, reads, backend)
+        right = rows[~is_wrong]
+        if is_fast:
+            assert torch.equal(o_THV[~is_wrong], want_THV[right])
+            assert torch.equal(y_Thd[~is_wrong], want_Thd[right])
+        else:
+            torch.testing.assert_close(o_THV[~is_wrong], want_THV[right], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(y_Thd[~is_wrong], want_Thd[right], rtol=1e-5, atol=1e-6)
+        seen = [n + more for n, more in zip(seen, new, strict=True)]
+    assert accepted > 5
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.engine import Generator, load_model
     from moetrain.rollout.pages import Pages
     from moetrain.rollout.request import (
+        Completion,
         Request,
         RequestError,
         SamplingParams,
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None) -> None:
         end_ids,
     )
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, args.draft)
     if args.chat:
         ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:
@@ -72,15 +73,21 @@ def main(argv: Sequence[str] | None) -> None:
         name, _, problem = str(error).partition(" ")
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
-    generator = Generator(model, tokenizer, num_pages=pages)
+    generator = Generator(model, tokenizer, num_pages=pages, draft=args.draft)
     text = TextStream(tokenizer, params.stop, params.stop_ids)
+    completion = Completion("prompt", 0)
     try:
         for completion in generator.stream([Request("prompt", ids, params)]):
-            new = text.push(completion.tokens[-1], completion.finish_reason is not None)
+            *tokens, last = completion.tokens[-completion.num_new :]
+            new = "".join(map(text.push, tokens))
+            new += text.push(last, completion.finish_reason is not None)
             print(new, end="", flush=True)
     except RequestError as error:
         raise ConfigError("max_tokens", str(error)) from None
     print()
+    if args.draft:
+        share = f"{completion.num_right} of {completion.num_drafted}"
+        print(f"drafted tokens that were right: {share}", file=sys.stderr)
 
 
 if __name__ == "__main__":

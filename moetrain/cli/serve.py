@@ -62,13 +62,14 @@ def main(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.pages import Pages
     from moetrain.rollout.server import CompletionServer
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, args.draft)
     generator = Generator(
         model,
         tokenizer,
         num_pages=-(-args.cache_tokens // Pages.SIZE),
         max_sequences=args.max_sequences,
         max_tokens=args.max_step_tokens,
+        draft=args.draft,
     )
     generator.warm_up()
     name = args.name or args.path

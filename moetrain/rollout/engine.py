@@ -11,12 +11,8 @@ projections have biases or layers carry states, they agree to rounding. Not ther
 parallelism.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +20,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
+from moetrain.models.families.drafting import check_drafting, most_drafts
 from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
@@ -31,11 +28,10 @@ from moetrain.models.transformer import Transformer
 from moetrain.rollout.heads import HeadParallel
 from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
-from moetrain.rollout.steps import ExpertParallel, Steps
+from moetrain.rollout.steps import Chunk, ExpertParallel, Step, Steps
 
-_CPU_TOKENS = 16_384
-_MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
-_T = TypeVar("_T")
+_Chosen = tuple[int, float, list[float], dict[int, float]]
+"""A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""
 
 
 class Generator:
@@ -58,6 +54,7 @@ class Generator:
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
         heads: HeadParallel | None = None,
+        draft: int = 0,
     ) -> None:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
@@ -69,9 +66,11 @@ class Generator:
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
             heads: those that share the cache, and so serve the same requests: the first one's.
+            draft: tokens that its block for further tokens guesses at once; on all ranks as many,
+                and 0 where they share heads.
 
         Raises:
-            ConfigError: a layer has no cache here.
+            ConfigError: a layer has no cache here, or nothing can draft.
             ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
@@ -81,13 +80,16 @@ class Generator:
                 raise ValueError(f"{name} {size} is not positive")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
+        check_drafting(model, draft)
         self.model, self.tokenizer, self.experts = model, tokenizer, experts
-        ranks = heads.group.size() if heads else 1
-        num_pages = num_pages or _pages_that_fit(model, page_size, max_sequences, ranks)
+        if heads is not None and draft:
+            raise ConfigError("draft", f"{draft}, and ranks share heads; use 0")
+        ranks = 1 if heads is None else heads.group.size()
+        num_pages = num_pages or Pages.number_that_fits(model, page_size, max_sequences, ranks)
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
-        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads)
+        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, draft)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version, self.paused, self.is_asleep = 0, False, False
@@ -100,7 +102,7 @@ class Generator:
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs now (on CUDA), so that the first steps do not wait."""
-        self.steps.warm_up(self.scheduler.max_sequences)
+        self.steps.warm_up(self.scheduler.max_sequences * (1 + self.steps.draft))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Run the model once, and return the completions that have one more token.
+        """Run the model once, and return the completions that have grown, by ``num_new`` tokens.
 
         Collective over the ranks that share experts or heads.
         """
@@ -144,60 +146,89 @@ class Generator:
             return []
         # Sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
+        chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
         wants_routes = any(sequence.params.routes for sequence, _ in planned)
-        step = self.steps.run(planned, routes=wants_routes)
+        step = self.steps.run(chunks, routes=wants_routes)
         if step is None:
             return []
-        self._score_prompts(planned, step.read_TD)
+        self._score_prompts(chunks, step.read_TD)
         for sequence, number in planned:
             self.scheduler.was_read(sequence, number)
+        routes: Sequence[torch.Tensor] = ()
         if wants_routes and step.routes:
             routes_TLK = torch.stack(step.routes, 1).cpu()
-            parts = routes_TLK.split([number for _, number in planned])
-            for (sequence, _), part in zip(planned, parts, strict=True):
-                if sequence.params.routes:
-                    sequence.routes.append(part)
-        due = {i: sequence for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0}
+            routes = routes_TLK.split([number for *_, number in chunks])
+        chosen, grown, first = self._chosen(chunks, step), [], 0
+        for sequence, _ in planned:
+            own = slice(first, first + 1 + len(sequence.drafts))
+            own_routes = routes[own] if sequence.params.routes else ()
+            sequence.routes += own_routes[:1]
+            if sequence.num_unread == 0:
+                self._extend(sequence, chosen[own], own_routes)
+                grown.append(sequence.completion)
+            first = own.stop
+        return grown
+
+    def _chosen(self, chunks: Sequence[Chunk], step: Step) -> list[_Chosen]:
+        """Return what is chosen after each chunk; nothing if all prompts go on."""
+        due = [i for i, (sequence, *_) in enumerate(chunks) if sequence.num_unread == 0]
         if not due:
             return []
         # The host waits here, once a step: the next step reads these tokens.
-        tokens, logprobs = step.chosen_2N.cpu().tolist()
-        special = {i: s for i, s in due.items() if s.params.has_filters or s.params.logprobs}
+        chosen = [(int(t), p, ahead, {}) for t, p, *ahead in step.chosen_RN.T.cpu().tolist()]
+        params = {i: chunks[i][0].params for i in due}
+        special = [i for i, own in params.items() if own.has_filters or own.logprobs]
         if special:
-            found = self.steps.consider([*special.values()], step.hidden_ND[[*special]])
-            for (i, sequence), (token, logprob, top) in zip(special.items(), found, strict=True):
-                if sequence.params.has_filters:  # else the step's own choice stands
-                    tokens[i], logprobs[i] = token, logprob
-                if sequence.params.logprobs:
-                    sequence.completion.top_logprobs.append(top)
-        for i, sequence in due.items():
-            completion, token = sequence.completion, int(tokens[i])
+            found = self.steps.consider([chunks[i] for i in special], step.hidden_ND[special])
+            for i, (token, logprob, top) in zip(special, found, strict=True):
+                plain, plain_logprob, ahead, _ = chosen[i]
+                if not params[i].has_filters:  # then the step's own choice stands
+                    token, logprob = plain, plain_logprob
+                chosen[i] = token, logprob, ahead if token == plain else [], top
+        return chosen
+
+    def _extend(
+        self, sequence: Running, chosen: Sequence[_Chosen], routes: Sequence[torch.Tensor]
+    ) -> None:
+        """Append the token after what ``sequence`` knew, and those after its right drafts."""
+        completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
+        completion.num_new = 0
+        for i, (token, logprob, ahead, top) in enumerate(chosen):
+            if i:  # behind a draft
+                if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
+                    break
+                self.scheduler.was_read(sequence, 1)
+                sequence.routes += routes[i : i + 1]
             sequence.tokens.append(token)
             completion.tokens.append(token)
-            completion.logprobs.append(logprobs[i])
+            completion.logprobs.append(logprob)
+            completion.top_logprobs += [top] if params.logprobs else []
             completion.versions.append(self.version)
-            completion.finish_reason = sequence.params.reason(completion.tokens, self.tokenizer)
-            if completion.finish_reason is not None:
-                self._finish(sequence)
-        return [sequence.completion for sequence in due.values()]
+            completion.finish_reason = params.reason(completion.tokens, self.tokenizer)
+            completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
+        completion.num_drafted += len(drafts)
+        completion.num_right += completion.num_new - 1
+        place, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)
+        del sequence.drafts[most_drafts(place, left, self.model.carries_state) :]
+        if completion.finish_reason is not None:
+            self._finish(sequence)
 
-    def _score_prompts(self, planned: Sequence[tuple[Running, int]], read_TD: torch.Tensor) -> None:
+    def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
         """Append the scores of the prompts' tokens that those just read come before."""
         rows: list[int] = []
         tokens: list[int] = []
-        parts: list[tuple[Running, int]] = []
+        owners: list[Running] = []
         first = 0
-        for sequence, number in planned:
+        for sequence, start, number in chunks:
             if sequence.params.prompt_logprobs:
-                after = sequence.request.tokens[sequence.num_read + 1 :][:number]
+                after = sequence.request.tokens[start + 1 :][:number]
                 rows += range(first, first + len(after))
                 tokens += after
-                parts.append((sequence, len(after)))
+                owners += [sequence] * len(after)
             first += number
-        if rows:
-            scores = iter(self.steps.score(read_TD[rows], tokens))
-            for sequence, count in parts:
-                sequence.scores += islice(scores, count)
+        scores = self.steps.score(read_TD[rows], tokens) if rows else ()
+        for sequence, score in zip(owners, scores, strict=True):
+            sequence.scores.append(score)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
@@ -323,127 +354,14 @@ class Generator:
             del self._live[completion.request_id]
 
 
-class Update(NamedTuple):
-    """One more token of a completion."""
-
-    completion: Completion
-    """Which grows; with its last token it is whole."""
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float]
-    """The likeliest tokens, as many as were asked for."""
-    finish_reason: str | None
-    """None: more tokens will come."""
-
-
-class _Listener:
-    """Who waits for the tokens of some requests."""
-
-    def __init__(self, num_open: int) -> None:
-        self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self.num_open = num_open
-        """Completions that are not finished."""
-
-
-class Serving:
-    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
-
-    def __init__(self, generator: Generator) -> None:
-        self.generator = generator
-        self._thread = ThreadPoolExecutor(1, "generator")
-        self._streams: list[_Listener] = []
-        self._listeners: dict[str, _Listener] = {}
-        """By the ids of requests that the generator has taken up."""
-        self._driver: asyncio.Task[None] | None = None
-        self._is_closed = False
-
-    @property
-    def num_open(self) -> int:
-        """Completions that run or wait, whether or not their tokens were read."""
-        return sum(listener.num_open for listener in self._streams)
-
-    async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
-        """Yield the tokens of all completions of ``requests`` as they come.
-
-        Raises:
-            RequestError: one can never be served, or another of its id is being served.
-            RuntimeError: :meth:`close` came first.
-        """
-        left = sum(request.params.n for request in requests)
-        submitted = self._thread.submit(self.generator.submit, *requests)
-        listener = _Listener(left)
-        self._streams.append(listener)
-        try:
-            await asyncio.wrap_future(submitted)
-            self._listeners |= {request.id: listener for request in requests}
-            if self._driver is None or self._driver.done():
-                self._driver = asyncio.create_task(self._drive())
-            while left:
-                update = await listener.queue.get()
-                if isinstance(update, Exception):
-                    raise update
-                left -= update.finish_reason is not None
-                yield update
-        finally:
-            self._streams.remove(listener)
-            for request in requests:
-                if self._listeners.get(request.id) is listener:
-                    del self._listeners[request.id]
-            if left and not self._is_closed:
-                # Not awaited: a task that is being cancelled must not await.
-                self._thread.submit(self._abort, requests, submitted)
-
-    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call ``function(*args)`` on the generator's thread, between two steps."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    async def close(self) -> None:
-        """Abort all requests, which raises an error in their listeners, and end the thread."""
-        self._is_closed = True
-        if self._driver is not None:
-            self._driver.cancel()
-        for name, listener in list(self._listeners.items()):
-            await self.call(self.generator.abort, name)
-            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
-        self._thread.shutdown()
-
-    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
-        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            for request in requests:
-                self.generator.abort(request.id)
-
-    async def _drive(self) -> None:
-        """Take steps as long as anybody listens."""
-        try:
-            while self._listeners:
-                updates = await self.call(self._step)
-                if not updates:  # it is paused, or reads a long prompt
-                    await asyncio.sleep(0.001)
-                for update in updates:
-                    if listener := self._listeners.get(update.completion.request_id):
-                        listener.num_open -= update.finish_reason is not None
-                        listener.queue.put_nowait(update)
-        except Exception as error:  # noqa: BLE001 - every listener raises it
-            for listener in self._listeners.values():
-                listener.num_open = 0
-                listener.queue.put_nowait(error)
-
-    def _step(self) -> list[Update]:
-        updates = []
-        for c in self.generator.step():
-            top = c.top_logprobs[-1] if c.top_logprobs else {}
-            updates.append(Update(c, c.tokens[-1], c.logprobs[-1], top, c.finish_reason))
-        return updates
-
-
 def load_model(
-    path: str, device: str, dtype: str, adapter: str | None = None
+    path: str, device: str, dtype: str, adapter: str | None = None, draft: int = 0
 ) -> tuple[Transformer, Tokenizer]:
     """Load the model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
 
     Args:
         adapter: folder of adapters in PEFT's format, used beside the weights.
+        draft: not 0: with the block that a :class:`Generator` drafts with.
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
@@ -462,6 +380,7 @@ def load_model(
         folder,
         dtype=auto if dtype == "auto" else getattr(torch, dtype),
         device="cuda" if on_gpu else "cpu",
+        further="draft" if draft else None,
     )
     if adapter is not None:
         try:
@@ -469,19 +388,3 @@ def load_model(
         except ConfigError as error:
             raise ConfigError("adapter", error.problem) from None
     return model, tokenizer
-
-
-def _pages_that_fit(model: Transformer, page_size: int, max_sequences: int, ranks: int) -> int:
-    """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
-    weight = model.embed.weight
-    if weight.device.type != "cuda":
-        return -(-_CPU_TOKENS // page_size)
-    free = torch.cuda.mem_get_info(weight.device)[0]
-    parts = [part for layer in model.arch.layers() for part in layer]
-    states = sum(part.state_bytes(weight.element_size()) for part in parts)
-    numbers = sum(part.cached_numbers(ranks) for part in parts)
-    room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
-    fitting = room // (max(1, numbers) * weight.element_size() * page_size)
-    if fitting < 1:
-        raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
-    return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))

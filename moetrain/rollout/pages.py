@@ -30,8 +30,11 @@ from moetrain.config import Config, ConfigError
 from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
 from moetrain.models.layers import Context
+from moetrain.models.transformer import Transformer
 from moetrain.rollout.request import Completion, Request
 
+_CPU_TOKENS = 16_384
+_MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
 _Key = tuple[int, tuple[int, ...]]
 """The serial number of the text before (0: none), and a page's tokens."""
 
@@ -76,6 +79,24 @@ class Pages:
             problem = f"{rl.cache_tokens}, in pages of {cls.SIZE}, do not hold {row}; raise it"
             raise ConfigError("rl.cache_tokens", problem)
         return number
+
+    @staticmethod
+    def number_that_fits(
+        model: Transformer, page_size: int, max_sequences: int, ranks: int = 1
+    ) -> int:
+        """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
+        weight = model.embed.weight
+        if weight.device.type != "cuda":
+            return -(-_CPU_TOKENS // page_size)
+        free = torch.cuda.mem_get_info(weight.device)[0]
+        parts = [part for layer in model.arch.layers() for part in layer]
+        states = sum(part.state_bytes(weight.element_size()) for part in parts)
+        numbers = sum(part.cached_numbers(ranks) for part in parts)
+        room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
+        fitting = room // (max(1, numbers) * weight.element_size() * page_size)
+        if fitting < 1:
+            raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
+        return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))
 
     @property
     def num_tokens(self) -> int:
@@ -180,6 +201,8 @@ class Running:
         """Where layers that carry a state keep it; 0: it does not run."""
         self.num_read = 0
         """Tokens whose keys and values lie in ``pages``."""
+        self.drafts: list[int] = []
+        """What its next tokens may be, if it was read to its end."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
         self.scores: list[tuple[float, int]] = []
@@ -190,6 +213,18 @@ class Running:
     def num_unread(self) -> int:
         """Number of tokens that the model has yet to read; the last one predicts the next."""
         return len(self.tokens) - self.num_read
+
+    def chunks(self, number: int) -> list[tuple["Running", int, int]]:
+        """Return the chunks of a step that reads ``number`` tokens and the drafts: its sequence,
+        first token and size; a draft is a chunk of its own."""
+        known = len(self.tokens)
+        drafts = range(known, known + len(self.drafts))
+        return [(self, self.num_read, number), *((self, i, 1) for i in drafts)]
+
+    def text(self, start: int, number: int) -> list[int]:
+        """Return ``number`` tokens from ``start`` on, or drafts behind the tokens."""
+        known = self.tokens[start : start + number]
+        return known or self.drafts[start - len(self.tokens) :][:number]
 
     def take(self, pages: list[int]) -> None:
         """Append ``pages`` to its own."""
@@ -218,7 +253,8 @@ class Scheduler:
         self.num_preempted = 0
 
     def plan(self) -> list[tuple[Running, int]]:
-        """Return the next step's sequences and the tokens it reads of each; they have pages."""
+        """Return the next step's sequences and the tokens it reads of each, then its drafts; they
+        have pages."""
         planned: list[tuple[Running, int]] = []
         left = self.max_tokens
         for sequence in self.running:
@@ -230,6 +266,11 @@ class Scheduler:
             if number:
                 planned.append((sequence, number))
                 left -= number
+        for sequence, _ in planned:  # drafts push nobody aside
+            most = min(len(sequence.drafts), left)
+            fit = sequence.drafts and self._grow(sequence, 1 + most)
+            sequence.drafts = sequence.drafts[: most if fit else 0]
+            left -= len(sequence.drafts)
         return planned + self._begin_some(left)
 
     def _begin_some(self, left: int) -> list[tuple[Running, int]]:
@@ -304,6 +345,7 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
             sequence.slot = 0
         sequence.pages, sequence.num_read, sequence.routes, sequence.scores = [], 0, [], []
+        sequence.drafts = []
 
 
 _Cache = tuple[torch.Tensor, torch.Tensor]

@@ -161,6 +161,12 @@ class Completion:
     """int32 [tokens that were read, MoE layers, K]: the experts of every token of prompt and
     completion except the last, which was never read; None: not asked for, or not finished. Tokens
     that were read again (after preemption or an update) have the experts of the last time."""
+    num_new: int = 0
+    """How many tokens the last step has added that added any."""
+    num_drafted: int = 0
+    """Drafts that were read."""
+    num_right: int = 0
+    """How many of them became tokens."""
     finish_reason: _FinishReason | None = None
     """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""
 

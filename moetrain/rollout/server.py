@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rollout.engine import Generator, Serving, Update
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.request import (
     JsonBody,
@@ -40,6 +40,7 @@ from moetrain.rollout.request import (
     chat_ids,
     end_ids,
 )
+from moetrain.rollout.serving import Serving, Update
 
 _logger = logging.getLogger("moetrain")
 
@@ -346,7 +347,17 @@ class _Answer:
             texts[number] += new
             updates[number].append(update)
         read, made = sum(len(request.tokens) for request in self.requests), len(items)
-        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        usage: dict[str, Any] = {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+        }
+        if self.server.generator.steps.draft:
+            whole = [of[-1].completion for of in updates]
+            right, drafted = sum(c.num_right for c in whole), sum(c.num_drafted for c in whole)
+            found = {"accepted_prediction_tokens": right}
+            found["rejected_prediction_tokens"] = drafted - right
+            usage["completion_tokens_details"] = found
         choices = [self._choice(i, texts[i], of, False) for i, of in enumerate(updates)]
         return self.server.reply(self._reply(self.asked.kind, choices) | {"usage": usage})
 

@@ -1,15 +1,17 @@
 """Runs the model over pages: a step reads tokens of some sequences and samples each one's next.
 
-When every sequence reads one token (most steps, once prompts are read), shapes are fixed: on CUDA
-such a step is a graph, captured at the first use of its size, with the sequences in lanes, some of
-which may be empty. One row of numbers describes a lane. Other steps run eagerly.
+A step reads chunks of prompts, one token of each sequence that is continued, and drafts behind it
+(:mod:`moetrain.models.families.drafting`), each as a chunk of one token. When all chunks have one
+token (most steps, once prompts are read), shapes are fixed: on CUDA such a step is a graph,
+captured at the first use of its size, with the tokens in lanes, some of which may be empty. One row
+of numbers describes a chunk or a lane. Other steps run eagerly.
 
 The noise is a hash of seed, completion, position and token id, and of nothing else, so that neither
 the batch, nor preemption, nor earlier requests change a request's tokens. With several ranks
 (:class:`ExpertParallel`) all take a step of the same form.
 
-Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 6 + M numbers
-of a lane, D model width, K experts a token, V vocabulary.
+Legend: T tokens of a step, N chunks, L lanes, M pages of a sequence at most, C = 9 + M numbers of a
+lane, D model width, K experts a token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from moetrain.kernels.loss.gumbel import MASK, gumbel_argmax, mix
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
+from moetrain.models.families.drafting import Chunks, draft_tokens
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
@@ -44,8 +47,9 @@ from moetrain.rollout.heads import HeadParallel, SplitAttention
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.request import Request, SamplingParams
 
-_Planned = Sequence[tuple[Running, int]]
-"""Sequences of one step and how many tokens of each it reads, those that read one first."""
+Chunk = tuple[Running, int, int]
+"""What a step reads at once of a sequence, from which token on, and how many. In a step those of
+one token come first, and a sequence's drafts behind its token."""
 
 
 class _Cache(Protocol):
@@ -59,32 +63,35 @@ class _Cache(Protocol):
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 _SALT = 0x9E3779B9
-_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _PAGES = range(7)  # columns of a lane
+_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAGES = range(10)
+"""Columns of a lane, or of a chunk's last token: how many drafts there are up to it, the token
+behind it or -1, and how many tokens its sequence has pages for."""
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """The result of one step; on the device, and valid until the next."""
 
     read_TD: torch.Tensor
     """Hidden states of every token that was read, after the final norm."""
     hidden_ND: torch.Tensor
-    """Those of each sequence's last token."""
-    chosen_2N: torch.Tensor
-    """fp64: the next token of each and its log-probability. Filters have not been applied."""
+    """Those of each chunk's last token."""
+    chosen_RN: torch.Tensor
+    """fp64: the next token of each, its log-probability, and drafts of the tokens behind that if
+    the chunk is the last right one of its sequence. Filters have not been applied."""
     routes: list[torch.Tensor]
     """The experts of every token [T, K], one tensor a MoE layer; empty if not asked for."""
 
-    def first(self, number: int) -> _Step:
+    def first(self, number: int) -> Step:
         """Return what concerns the first ``number`` lanes; the others are empty."""
         routes = [ids_TK[:number] for ids_TK in self.routes]
         hidden_ND = self.hidden_ND[:number]
-        return _Step(hidden_ND, hidden_ND, self.chosen_2N[:, :number], routes)
+        return Step(hidden_ND, hidden_ND, self.chosen_RN[:, :number], routes)
 
 
 class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     lanes_LC: torch.Tensor
-    step: _Step
+    step: Step
 
 
 class ExpertParallel:
@@ -157,9 +164,11 @@ class Steps:
         experts: ExpertParallel | None,
         max_sequences: int,
         heads: HeadParallel | None,
+        draft: int,
     ) -> None:
         self.model, self.pages, self.known, self.experts = model, pages, known, experts
-        self.heads = heads
+        self.heads, self.draft = heads, draft
+        self.told: Any = heads.told if heads else lambda given: given
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
@@ -167,7 +176,7 @@ class Steps:
         self.caches: list[_Cache] = []
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
-            for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers])
+            for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers + bool(draft)])
             for part in parts
             if isinstance(part, AttentionPart)
         ]
@@ -185,7 +194,7 @@ class Steps:
                 mixer.core = kind(pages.num_pages, pages.page_size, part.window)
                 self.caches.append(mixer.core)
             else:
-                self.caches.append(mixer.keep_states(max_sequences + 1))
+                self.caches.append(mixer.keep_states(max_sequences + 1, draft))
         for module in model.modules():
             if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010
@@ -193,7 +202,6 @@ class Steps:
                 setattr(module, "batch_invariant", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
-        self._no_pages = np.zeros(self._pages_per_sequence, np.int32)
         self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
 
     def begin(self, request: Request, index: int) -> Running:
@@ -220,16 +228,16 @@ class Steps:
 
     @torch.no_grad()
     def warm_up(self, most: int) -> None:
-        """Capture the graphs for up to ``most`` sequences. Collective over ranks of experts."""
+        """Capture the graphs for up to ``most`` lanes. Collective over ranks of experts."""
         if self.has_graphs and (self.experts is None or self.experts.can_fix_sizes):
             for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):  # later ones fit into it
                 if size not in self._graphs:
                     self._capture(size)
 
     @torch.no_grad()
-    def run(self, planned: _Planned, *, routes: bool) -> _Step | None:
+    def run(self, planned: Sequence[Chunk], *, routes: bool) -> Step | None:
         """Take a step, collectively; None: no rank that shares experts had anything to read."""
-        size, is_mixed = self.told((len(planned), any(number > 1 for _, number in planned)))
+        size, is_mixed = self.told((len(planned), any(number > 1 for *_, number in planned)))
         if self.experts is not None:
             size, is_mixed = self.experts.agree(size, is_mixed, self.device)
         if size == 0:
@@ -248,79 +256,96 @@ class Steps:
         graph.graph.replay()
         return graph.step.first(len(planned))
 
-    def told(self, given: Any) -> Any:
-        return given if self.heads is None else self.heads.told(given)
-
     # ---- steps of any shape --------------------------------------------------------------------
 
-    def _read_chunks(self, planned: _Planned, routes: bool) -> _Step:
+    def _read_chunks(self, planned: Sequence[Chunk], routes: bool) -> Step:
         tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[np.ndarray] = []
+        positions, slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        seen: dict[int, tuple[int, int, int]] = {}
         ends, size = [0], self.pages.page_size
-        for sequence, number in planned:
-            read = range(sequence.num_read, sequence.num_read + number)
-            tokens += sequence.tokens[read.start : read.stop]
-            positions += read
-            at = np.arange(read.start, read.stop, dtype=np.int32)
-            slots.append(sequence.table[at // size] * size + at % size)
+        for sequence, start, number in planned:
+            tokens += sequence.text(start, number)
+            positions.append(np.arange(start, start + number))
+            slots.append(sequence.table[positions[-1] // size] * size + positions[-1] % size)
             ends.append(ends[-1] + number)
+            first = seen.get(sequence.slot, (sequence.slot, start))[1]
+            seen[sequence.slot] = (sequence.slot, first, start + number - first)
         integers = [
             np.array(tokens, np.int64),
-            np.array(positions, np.int64),
-            np.concatenate([np.zeros(0, np.int32), *slots]),
+            np.concatenate(positions),
+            np.concatenate(slots).astype(np.int32),
             np.array(ends, np.int32),
-            np.array([sequence.num_read for sequence, _ in planned], np.int32),
-            np.array([sequence.stream for sequence, _ in planned], np.int32),
-            np.array([[s.inverse for s, _ in planned], [s.scale for s, _ in planned]], np.float32),
-            np.stack([self._no_pages, *(sequence.table for sequence, _ in planned)])[1:],
+            np.array([start for _, start, _ in planned], np.int32),
+            self._fill(planned, len(planned)).numpy(),
         ]
-        integers, seen = self.told((integers, [(s.slot, s.num_read, n) for s, n in planned]))
-        tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, how_2N, pages_NM = (
+        num_single = sum(number == 1 for *_, number in planned)
+        integers, num_single, read_now = self.told((integers, num_single, [*seen.values()]))
+        tokens_T, positions_T, slots_T, ends_N, seen_N, chunks_NC = (
             torch.from_numpy(x).to(self.device) for x in integers
         )
-        num_single = sum(number == 1 for *_, number in seen)
-        rows, reads = PagedRows(slots_T, ends_N, seen_N, pages_NM, num_single), None
-        if self.model.carries_state:
-            reads = Reads.of(seen, self.device)
-        with self._noted(routes) as chosen:
-            hidden_TD = self._read(tokens_T, positions_T, rows, None, reads)
+        rows = PagedRows(slots_T, ends_N, seen_N, chunks_NC[:, _PAGES:], num_single)
+        reads = Reads.of(read_now, self.device) if self.model.carries_state else None
+        read = self._lay_out(positions_T, rows, None, reads)
         last_N = ends_N[1:].long() - 1
-        how = (streams_N, positions_T[last_N], how_2N)
-        return self._choose(hidden_TD, hidden_TD[last_N], *how, chosen)
+        return self._read(tokens_T, read, last_N, chunks_NC, routes)
+
+    def _lay_out(
+        self,
+        positions_T: torch.Tensor,
+        rows: PagedRows,
+        is_pad_T: torch.Tensor | None,
+        reads: Reads | None = None,
+    ) -> Rows:
+        is_pad_BS = None if is_pad_T is None else is_pad_T[None]
+        how: Any = {"mask": rows, "is_pad_BS": is_pad_BS, "documents": reads}
+        angles = self.model.rotate(positions_T[None])
+        contexts = {kind: Context(own, **how) for kind, own in angles.items()}
+        return Rows(1, positions_T.shape[0], contexts)
+
+    def _lay_out_singles(
+        self,
+        positions_L: torch.Tensor,
+        is_empty_L: torch.Tensor,
+        pages_LM: torch.Tensor,
+        reads: Reads | None = None,
+    ) -> Rows:
+        """Lay out one token a lane; empty ones are at position 0."""
+        page_L = pages_LM.gather(1, (positions_L // self.pages.page_size).long()[:, None])[:, 0]
+        slots_L = page_L * self.pages.page_size + positions_L % self.pages.page_size
+        slots_L = torch.where(is_empty_L, -1, slots_L)
+        lanes = positions_L.shape[0]
+        ends = torch.arange(lanes + 1, dtype=torch.int32, device=positions_L.device)
+        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
+        return self._lay_out(positions_L.long(), rows, is_empty_L, reads)
 
     def _read(
         self,
         tokens_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        rows: PagedRows,
-        is_pad_T: torch.Tensor | None,
-        reads: Reads | None,
-    ) -> torch.Tensor:
-        """Return hidden states [T, D]; stores keys, values and states of the tokens."""
-        model, is_pad_BS = self.model, None if is_pad_T is None else is_pad_T[None]
-        how: Any = {"mask": rows, "is_pad_BS": is_pad_BS, "documents": reads}
-        angles = model.rotate(positions_T[None])
-        contexts = {kind: Context(own, **how) for kind, own in angles.items()}
-        read = Rows(1, tokens_T.shape[0], contexts)
-        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), read)
-        return model.head(x_BSD, read)[0]
-
-    def _choose(
-        self,
-        read_TD: torch.Tensor,
-        hidden_ND: torch.Tensor,
-        streams_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        how_2N: torch.Tensor,
-        routes: list[torch.Tensor],
-    ) -> _Step:
-        keys_N, model = _keys_of(streams_N, positions_N + 1), self.model
-        backend, head_VD = model.kernels.backend, model.head_weight
-        inverse_N, scales_N = how_2N
-        words = (keys_N, inverse_N, scales_N, self.known, backend, model.arch.logit_softcap)
-        chosen = sample_tokens(hidden_ND, head_VD, *words)
-        return _Step(read_TD, hidden_ND, torch.stack([x.double() for x in chosen]), routes)
+        read: Rows,
+        last_N: torch.Tensor | slice,
+        chunks_NC: torch.Tensor,
+        routes: bool,
+    ) -> Step:
+        """Read tokens, of which ``last_N`` end chunks, and choose the next token of each chunk."""
+        model, softcap = self.model, self.model.arch.logit_softcap
+        with self._noted(routes) as experts:
+            x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), read)
+            read_TD = model.head(x_BSD, read)[0]
+        last_tokens_N, positions_N, streams_N = chunks_NC[:, :_INVERSE].unbind(1)
+        inverse_N, scales_N = chunks_NC[:, _INVERSE:_SLOT].T.contiguous().view(torch.float32)
+        keys_N, hidden_ND = _keys_of(streams_N, positions_N + 1), read_TD[last_N]
+        words = keys_N, inverse_N, scales_N, self.known, model.kernels.backend, softcap
+        tokens_N, logprobs_N = sample_tokens(hidden_ND, model.head_weight, *words)
+        chosen_RN = torch.stack((tokens_N.double(), logprobs_N.double()))
+        if self.draft:
+            depths_N, next_N, limits_N = chunks_NC[:, _DEPTH:_PAGES].unbind(1)
+            places = last_tokens_N, positions_N, depths_N, next_N, limits_N
+            chunks = Chunks(last_N, *places, tokens_N)
+            lay_out = partial(self._lay_out_singles, pages_LM=chunks_NC[:, _PAGES:])
+            how = self.draft, self.known, read, lay_out
+            drafts_KN = draft_tokens(model, read_TD, tokens_T, chunks, *how)
+            chosen_RN = torch.cat((chosen_RN, drafts_KN.double()))
+        return Step(read_TD, hidden_ND, chosen_RN, experts)
 
     @contextmanager
     def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
@@ -335,46 +360,39 @@ class Steps:
             for hook in hooks:
                 hook.remove()
 
-    # ---- one token of each sequence ------------------------------------------------------------
+    # ---- one token of each chunk ---------------------------------------------------------------
 
-    def _fill(self, planned: _Planned, size: int) -> torch.Tensor:
-        """Write ``planned`` to lanes [size, C] in host memory; lanes behind it are empty."""
+    def _fill(self, planned: Sequence[Chunk], size: int) -> torch.Tensor:
+        """Write the ends of ``planned`` to [size, C] in host memory; lanes behind are empty."""
         if self._lanes_LC.shape[0] < size:
             shape = (size, self._lanes_LC.shape[1])
             pinned = self.device.type == "cuda"
             self._lanes_LC = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         rows, used = self._lanes_LC.numpy(), len(planned)
-        sequences = [sequence for sequence, _ in planned]
-        rows[:used, _TOKEN] = [sequence.tokens[sequence.num_read] for sequence in sequences]
-        rows[:used, _POSITION] = [sequence.num_read for sequence in sequences]
-        rows[:used, _STREAM] = [sequence.stream for sequence in sequences]
-        how = np.array([[s.inverse for s in sequences], [s.scale for s in sequences]], np.float32)
-        rows[:used, _INVERSE:_SLOT] = how.view(np.int32).T
-        rows[:used, _SLOT] = [sequence.slot for sequence in sequences]
-        for row, sequence in zip(rows, sequences, strict=False):
-            row[_PAGES:] = sequence.table
+        numbers, how = np.zeros((used, 7), np.int32), np.zeros((used, 2), np.float32)
+        for i, (sequence, start, number) in enumerate(planned):
+            end, known = start + number, len(sequence.tokens)
+            (token,), after = sequence.text(end - 1, 1), sequence.tokens[end : end + 1] or [-1]
+            pages = len(sequence.pages) * self.pages.page_size
+            place = token, end - 1, sequence.stream, sequence.slot
+            numbers[i] = *place, max(0, end - known), *after, pages
+            how[i] = sequence.inverse, sequence.scale
+            rows[i, _PAGES:] = sequence.table
+        rows[:used, _TOKEN:_INVERSE], rows[:used, _SLOT:_PAGES] = numbers[:, :3], numbers[:, 3:]
+        rows[:used, _INVERSE:_SLOT] = how.view(np.int32)
         rows[used:size] = 0
         rows[used:size, _POSITION] = -1
         return self._lanes_LC[:size]
 
-    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> _Step:
+    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
         """Read one token a lane. Shapes do not depend on the content of ``lanes_LC``."""
-        tokens_L, positions_L, streams_L = lanes_LC[:, :_INVERSE].unbind(1)
-        how_2L = lanes_LC[:, _INVERSE:_SLOT].T.contiguous().view(torch.float32)
-        is_empty_L, size = positions_L < 0, self.pages.page_size
-        positions_L = positions_L.clamp(min=0)
-        pages_LM = lanes_LC[:, _PAGES:]
-        page_L = pages_LM.gather(1, (positions_L // size).long()[:, None])[:, 0]
-        slots_L = torch.where(is_empty_L, -1, page_L * size + positions_L % size)
-        lanes = lanes_LC.shape[0]
-        ends = torch.arange(lanes + 1, dtype=torch.int32, device=lanes_LC.device)
-        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
+        tokens_L, positions_L = lanes_LC[:, :_STREAM].unbind(1)
+        is_empty_L, positions_L = positions_L < 0, positions_L.clamp(min=0)
         reads = None
         if self.model.carries_state:  # those of empty lanes go to slot 0
-            reads = Reads.of_singles(lanes_LC[:, _SLOT], positions_L)
-        with self._noted(routes) as chosen:
-            hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L, reads)
-        return self._choose(hidden_LD, hidden_LD, streams_L, positions_L, how_2L, chosen)
+            reads = Reads.of_singles(lanes_LC[:, _SLOT], positions_L, lanes_LC[:, _DEPTH])
+        read = self._lay_out_singles(positions_L, is_empty_L, lanes_LC[:, _PAGES:], reads)
+        return self._read(tokens_L.long(), read, slice(None), lanes_LC, routes)
 
     def _capture(self, size: int) -> _CapturedStep:
         """Capture the graph of ``size`` lanes. Collective: the warm-up sends tokens as steps do."""
@@ -413,15 +431,16 @@ class Steps:
         return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
 
     def consider(
-        self, sequences: Sequence[Running], hidden_ND: torch.Tensor
+        self, planned: Sequence[Chunk], hidden_ND: torch.Tensor
     ) -> list[tuple[int, float, dict[int, float]]]:
-        """Choose from all logits: token, log-probability and likeliest tokens of each sequence."""
-        model, params = self.model, [sequence.params for sequence in sequences]
+        """Choose from all logits: token, log-probability and likeliest tokens of each chunk."""
+        sequences, model = [sequence for sequence, *_ in planned], self.model
+        params = [sequence.params for sequence in sequences]
         logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
         device, known = logits_NV.device, self.known
         keys_N = _keys_of(
             torch.tensor([sequence.stream for sequence in sequences], device=device),
-            torch.tensor([sequence.num_read for sequence in sequences], device=device),
+            torch.tensor([start + number for _, start, number in planned], device=device),
         )
         chosen_N = _choose_filtered(logits_NV[:, :known], params, keys_N)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)

@@ -114,17 +114,17 @@ def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Ge
         "x_TC": normal(generator, T, C).to(dtype),
         "filters_C1J": normal(generator, C, 1, J).to(weights),
         "bias_C": normal(generator, C).to(weights) if case.get("bias") else None,
-        "kept_PJC": normal(generator, len(sequences) + 1, J - 1, C).to(dtype),
+        "kept_PRC": normal(generator, len(sequences) + 1, J - 1 + case.get("more", 0), C).to(dtype),
         "reads": Reads.of(planned, generator.device),
         "width": case["width"],
         "normalised": case.get("normalised", True),
     }
 
 
-def _convolve_step(*, kept_PJC, reads, backend="triton", **given):
+def _convolve_step(*, kept_PRC, reads, backend="triton", **given):
     """The heads, and the inputs that are kept in the slots that have an owner."""
-    kept_PJC = kept_PJC.clone()
-    return convolution_step(Convolution(**given), kept_PJC, reads, backend), kept_PJC[1:]
+    kept_PRC = kept_PRC.clone()
+    return convolution_step(Convolution(**given), kept_PRC, reads, backend), kept_PRC[1:]
 
 
 def _convolution_cost(case: Case) -> tuple[Cost, Cost]:
@@ -253,6 +253,8 @@ _DELTA_SPECS = (
             {"sequences": ((2, 2),), "heads": 1, "width": 8, "J": 1, "weights": torch.float32},
             {"sequences": ((1, 4), (0, 2)), "heads": 2, "width": 33, "J": 3},
             {"sequences": ((1, 3),), "heads": 2, "width": 20, "J": 4, "bias": True},
+            {"sequences": ((1, 8), (9, 1), (2, 2)), "heads": 2, "width": 20, "J": 4, "more": 2},
+            {"sequences": ((4, 1),), "heads": 1, "width": 8, "J": 1, "more": 1},
             {"sequences": (), "heads": 2, "width": 8, "J": 4},
         ),
         benches=(Bench({"sequences": ((500, 1),) * 64, "heads": 16, "width": 128, "J": 4}),),

@@ -7,12 +7,13 @@ A token's channel becomes silu of the sum of its last J inputs times as many fil
 
 In training these are plain formulas that the compiler fuses; of the inputs it keeps one tensor in
 the compute dtype. Where training must have generation's bits it takes generation's kernel. In
-generation a sequence's last J - 1 inputs are kept in its slot
-(:class:`~moetrain.kernels.linear_attention.reads.Reads`): the token at place t of a
-sequence is at place t mod J - 1 of the slot. On CUDA a kernel then does all of it, since as many
-small kernels as the formulas would take longer than the step's products.
+generation a sequence's last R inputs are kept in its slot, R = J - 1 or more
+(:class:`~moetrain.kernels.linear_attention.reads.Reads`): the token at place t of a sequence is at
+place t mod R of the slot. A sequence may go back by R - J + 1 tokens, which are then read again. On
+CUDA a kernel then does all of it, since as many small kernels as the formulas would take longer
+than the step's products.
 
-Legend: T tokens, C channels, J taps, P slots, h heads of width d.
+Legend: T tokens, C channels, J taps, P slots of R inputs, h heads of width d.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -99,7 +100,7 @@ def _convolution(
     if not use_fast("triton" if INTERPRETED else "auto", x_TC):
         return _heads(_summed(_earlier(given, place_T), given), given)
     # All tokens are of this step, and none is kept.
-    return _by_kernel(given, x_TC, place_T, place_T, torch.zeros_like(place_T))
+    return _by_kernel(given, x_TC[:, None], place_T, place_T, torch.zeros_like(place_T))
 
 
 @_convolution.register_fake
@@ -152,42 +153,42 @@ def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
 
 
 def convolution_step(
-    given: Convolution, kept_PJC: torch.Tensor, reads: Reads, backend: Backend = "auto"
+    given: Convolution, kept_PRC: torch.Tensor, reads: Reads, backend: Backend = "auto"
 ) -> torch.Tensor:
     """Return one of :func:`convolved` of the tokens that a step reads, and keep their inputs.
 
     Args:
-        kept_PJC: [P, J - 1, C] in the input's dtype; both are contiguous.
+        kept_PRC: [P, J - 1 or more, C] in the input's dtype; both are contiguous.
     """
     x_TC, width = given.x_TC, given.width
-    channels, taps = x_TC.shape[1], given.filters_C1J.shape[-1]
-    is_like = kept_PJC.shape[1:] == (taps - 1, channels) and kept_PJC.dtype == x_TC.dtype
-    if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PJC.is_contiguous()):
-        takes = "contiguous [T, C] and [P, J - 1, C] of one dtype, C a multiple of the width"
-        raise refusal("convolution_step", takes, x=x_TC, kept=kept_PJC, width=width)
+    channels, taps, kept = x_TC.shape[1], given.filters_C1J.shape[-1], kept_PRC.shape[1]
+    is_like = kept >= taps - 1 and kept_PRC.shape[2] == channels and kept_PRC.dtype == x_TC.dtype
+    if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PRC.is_contiguous()):
+        takes = "contiguous [T, C] and [P, >= J - 1, C] of one dtype, C a multiple of the width"
+        raise refusal("convolution_step", takes, x=x_TC, kept=kept_PRC, width=width)
     if use_fast(backend, x_TC):
-        y_Thd = _by_kernel(given, kept_PJC, reads.place_T, reads.before_T, reads.slots_T)
+        y_Thd = _by_kernel(given, kept_PRC, reads.place_T, reads.before_T, reads.slots_T)
     else:
-        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PJC, reads), given), given)
-    if taps > 1:
-        slots_T = torch.where(reads.after_T < taps - 1, reads.slots_T, 0)
-        kept_PJC[slots_T, reads.place_T % (taps - 1)] = x_TC
+        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PRC, reads), given), given)
+    if kept:
+        slots_T = torch.where(reads.after_T < kept, reads.slots_T, 0)
+        kept_PRC[slots_T, reads.place_T % kept] = x_TC
     return y_Thd
 
 
 def _by_kernel(
     given: Convolution,
-    kept_PJC: torch.Tensor,
+    kept_PRC: torch.Tensor,
     place_T: torch.Tensor,
     before_T: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    (tokens, channels), width = given.x_TC.shape, given.width
+    (tokens, channels), width, kept = given.x_TC.shape, given.width, kept_PRC.shape[1]
     y_Thd = given.x_TC.new_empty(tokens, channels // width, width)
     if tokens:
         _step_kernel[(tokens, channels // width)](
-            given.x_TC, given.filters_C1J.contiguous(), given.bias_C, kept_PJC, place_T, before_T,
-            slots_T, y_Thd, C=channels, J=given.filters_C1J.shape[-1], D=width,
+            given.x_TC, given.filters_C1J.contiguous(), given.bias_C, kept_PRC, place_T, before_T,
+            slots_T, y_Thd, C=channels, J=given.filters_C1J.shape[-1], R=kept, D=width,
             BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=given.normalised,
             HAS_BIAS=given.bias_C is not None, num_warps=1,
         )  # fmt: skip
@@ -195,13 +196,13 @@ def _by_kernel(
 
 
 def _inputs(
-    x_TC: torch.Tensor, taps: int, kept_PJC: torch.Tensor, reads: Reads
+    x_TC: torch.Tensor, taps: int, kept_PRC: torch.Tensor, reads: Reads
 ) -> list[torch.Tensor]:
     """Return the inputs 0, 1, ... places before each token, from this step or kept."""
     found = [x_TC]
     for back in range(1, taps):
         now_TC = F.pad(x_TC, (0, 0, back, 0))[: len(x_TC)]
-        then_TC = kept_PJC[reads.slots_T, (reads.place_T - back) % (taps - 1)]
+        then_TC = kept_PRC[reads.slots_T, (reads.place_T - back) % kept_PRC.shape[1]]
         both_TC = torch.where((reads.before_T >= back)[:, None], now_TC, then_TC)
         found.append(both_TC.where((reads.place_T >= back)[:, None], 0.0))
     return found
@@ -210,8 +211,8 @@ def _inputs(
 @triton.jit
 def _step_kernel(
     x_ptr, filters_ptr, bias_ptr, kept_ptr, place_ptr, before_ptr, slots_ptr, y_ptr,
-    C: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
-    NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    C: tl.constexpr, J: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -227,7 +228,7 @@ def _step_kernel(
         ours = tl.where(before >= back, D, 0)  # channels to load from this step's inputs
         kept = tl.where(place >= back, D, 0) - tl.where(before >= back, D, 0)
         now = tl.load(x_ptr + (token - back) * C + channel, mask=i < ours, other=0.0)
-        at = (slot * (J - 1) + (place + (J - 1) - back) % (J - 1)) * C
+        at = (slot * R + (place + R - back) % R) * C
         then = tl.load(kept_ptr + at + channel, mask=i < kept, other=0.0)
         filters = tl.load(taps + (J - 1 - back), mask=valid, other=0.0).to(tl.float32)
         y += (now.to(tl.float32) + then.to(tl.float32)) * filters  # of which one is 0

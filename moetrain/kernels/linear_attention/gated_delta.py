@@ -279,8 +279,10 @@ def chunked(
         carried.states_PHKV[carried.slots_N.long()] = last_N.to(carried.states_PHKV.dtype)
     out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
     rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
-    o_THV = rows.new_zeros(T, *rows.shape[1:]).index_add(0, token_CI.flatten(), rows)
-    return o_THV.to(v_THV.dtype)
+    o_THV, token, valid = rows.new_zeros(T, *rows.shape[1:]), token_CI.flatten(), valid_CI.flatten()
+    if carried is not None:  # chunks may share tokens, which have one result
+        return o_THV.index_copy(0, token[valid], rows[valid]).to(v_THV.dtype)
+    return o_THV.index_add(0, token, rows).to(v_THV.dtype)
 
 
 class Launch(NamedTuple):

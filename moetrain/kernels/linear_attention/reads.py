@@ -84,16 +84,23 @@ class Reads(NamedTuple):
         )
 
     @classmethod
-    def of_singles(cls, slots_N: torch.Tensor, seen_N: torch.Tensor) -> Self:
-        """Lay out one more token of each sequence, without waiting for the device."""
+    def of_singles(
+        cls, slots_N: torch.Tensor, seen_N: torch.Tensor, before_N: torch.Tensor | None = None
+    ) -> Self:
+        """Lay out one more token of each sequence, without waiting for the device.
+
+        With ``before_N`` there may be several of a sequence, behind each other, and as many before
+        each in this step. They lie in one chunk, and none is its last: then a state is only read.
+        """
         slots_N, seen_N = slots_N.long(), seen_N.long()
         zeros_N, at_N = torch.zeros_like(slots_N), seen_N % CHUNK
+        before_N = zeros_N if before_N is None else before_N.long()
         begins_N, sizes_N = (slots_N * CHUNK).int(), (at_N + 1).int()
         firsts_N = torch.arange(len(slots_N) + 1, dtype=torch.int32, device=slots_N.device)
         places_N = slots_N * CHUNK + at_N
         return cls(
             place_T=seen_N,
-            before_T=zeros_N,
+            before_T=before_N,
             after_T=zeros_N,
             slots_T=slots_N,
             rows_T=places_N,

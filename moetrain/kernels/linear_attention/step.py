@@ -19,6 +19,8 @@ after 4, and the inputs of two tokens. A step that reads 3 more lays out 5 rows:
     after    the state after 8 tokens, and the inputs of token 8 in place 0
 
 A step that reads one token of each sequence writes its inputs first, and its rows are the slots.
+So it may read several tokens of a sequence, each as if it were alone, in lanes of one slot: a lane
+computes the chunk up to its own token. Of tokens that do not stay the inputs are written again.
 
 Left out on purpose: gradients.
 

@@ -30,13 +30,13 @@ class LinearStates:
     input of a convolution that is not their own.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, drafts: int = 0) -> None:
+        self.slots, self.drafts = slots, drafts
         self.cache: StateCache | None = None
         """None: no memory is allocated, which happens at the first use."""
         self.inputs: dict[str, torch.Tensor] = {}
-        """The last J - 1 inputs of each convolution, [P, J - 1, C]: a token's place modulo J - 1 is
-        its place there."""
+        """The last R = J - 1 inputs of each convolution, and as many as there may be drafts behind
+        them, [P, R, C]: a token's place modulo R is its place there."""
 
     def free(self) -> None:
         self.cache, self.inputs = None, {}
@@ -57,7 +57,8 @@ class LinearStates:
         found = []
         for name, one in given.items():
             if name not in self.inputs:
-                shape = (self.slots, one.filters_C1J.shape[-1] - 1, one.x_TC.shape[1])
+                kept = one.filters_C1J.shape[-1] - 1 + self.drafts
+                shape = (self.slots, kept, one.x_TC.shape[1])
                 self.inputs[name] = one.x_TC.new_zeros(shape)
             one = one._replace(x_TC=one.x_TC.contiguous())
             found.append(convolution_step(one, self.inputs[name], reads, backend))
@@ -86,9 +87,12 @@ class LinearMixer(nn.Module):
         self.states: LinearStates | None = None
         """Of generation, whose contexts then have :class:`Reads` for documents."""
 
-    def keep_states(self, slots: int) -> LinearStates:
-        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots."""
-        self.states = LinearStates(slots)
+    def keep_states(self, slots: int, drafts: int = 0) -> LinearStates:
+        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots.
+
+        Steps may read ``drafts`` tokens more of a sequence that do not stay, in its open chunk.
+        """
+        self.states = LinearStates(slots, drafts)
         return self.states
 
     def convolved(self, given: Mapping[str, Convolution], context: Context) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ Files hold them in two ways, which a family says by its maps: as layers behind t
 copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen:
 :func:`under_mtp`).
 
-Left out on purpose: drafting with them (servers do that), and pipelines, of whose stages the last
-one would need the embedding too.
+Generation drafts with the first of them (:mod:`moetrain.models.families.drafting`). Left out on
+purpose: pipelines, of whose stages the last one would need the embedding too.
 
 Legend: B batch, S sequence, D model width, P = 2 * D.
 """
@@ -122,18 +122,21 @@ def num_further_layers(config: Mapping[str, Any]) -> int:
     return value or 0
 
 
-def with_further(arch: Architecture, config: Mapping[str, Any]) -> Architecture:
+def with_further(
+    arch: Architecture, config: Mapping[str, Any], setting: str = "train.mtp_weight"
+) -> Architecture:
     """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names.
 
     One that names no number (Qwen's, and the empty one of a preset) stands for one block.
 
     Raises:
-        ConfigError: there are none, or the family has none.
+        ConfigError: there are none, or the family has none. It names ``setting``, which asks for
+            them.
     """
     count = num_further_layers(config) if _COUNT in config else 1
     if not count or not isinstance(arch, FurtherTokens):
         problem = f"this {arch.family} model has no blocks for further tokens; unset it"
-        raise ConfigError("train.mtp_weight", problem)
+        raise ConfigError(setting, problem)
     return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
 
 

@@ -187,19 +187,29 @@ def load_hf(
     path_or_hub_id: str | os.PathLike[str],
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    *,
+    further: str | None = None,
 ) -> Transformer:
     """Load the model of a checkpoint, its weights in ``dtype`` on ``device``.
 
     ``model(tokens_BS)`` gives logits ``[B, S, V]``. fp32, the default, holds bf16 and fp16
     checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` notes what else the
-    checkpoint holds, for :func:`save_hf`.
+    checkpoint holds, for :func:`save_hf`. ``further``: the setting that asks for blocks for further
+    tokens; None: there are none.
 
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
     """
     folder = resolve(path_or_hub_id)
-    arch = architecture_from_hf(read_json(folder / CONFIG))
+    arch = architecture_from_hf(config := read_json(folder / CONFIG))
     check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
+    if further is not None:
+        arch = with_further(arch, config, further)
+        try:
+            check_checkpoint(folder, arch)
+        except ConfigError as error:
+            problem = f"its blocks for further tokens do not load, so unset it: {error.problem}"
+            raise ConfigError(further, problem) from None
     with torch.device("meta"):
         model = Transformer(arch)
     model.to(dtype).to_empty(device=device)

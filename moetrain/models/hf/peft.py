@@ -227,7 +227,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
     files = _AdapterFiles(folder, model.arch)
-    modules = dict(adaptable(model.layers))
+    modules = dict(adaptable(model.layers[: model.arch.num_layers]))  # PEFT knows no others
     shapes = {
         f"{name}.{leaf}": module.get_parameter(leaf).shape
         for name, module in modules.items()

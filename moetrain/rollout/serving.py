@@ -1,0 +1,127 @@
+"""A generator for one event loop: its steps run on a thread, and tokens arrive as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Completion, Request
+
+_T = TypeVar("_T")
+
+
+class Update(NamedTuple):
+    """One more token of a completion."""
+
+    completion: Completion
+    """Which grows; with its last token it is whole."""
+    token: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    """The likeliest tokens, as many as were asked for."""
+    finish_reason: str | None
+    """None: more tokens will come."""
+
+
+class _Listener:
+    """Who waits for the tokens of some requests."""
+
+    def __init__(self, num_open: int) -> None:
+        self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        self.num_open = num_open
+        """Completions that are not finished."""
+
+
+class Serving:
+    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._thread = ThreadPoolExecutor(1, "generator")
+        self._streams: list[_Listener] = []
+        self._listeners: dict[str, _Listener] = {}
+        """By the ids of requests that the generator has taken up."""
+        self._driver: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Completions that run or wait, whether or not their tokens were read."""
+        return sum(listener.num_open for listener in self._streams)
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
+        """Yield the tokens of all completions of ``requests`` as they come.
+
+        Raises:
+            RequestError: one can never be served, or another of its id is being served.
+            RuntimeError: :meth:`close` came first.
+        """
+        left = sum(request.params.n for request in requests)
+        submitted = self._thread.submit(self.generator.submit, *requests)
+        listener = _Listener(left)
+        self._streams.append(listener)
+        try:
+            await asyncio.wrap_future(submitted)
+            self._listeners |= {request.id: listener for request in requests}
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            while left:
+                update = await listener.queue.get()
+                if isinstance(update, Exception):
+                    raise update
+                left -= update.finish_reason is not None
+                yield update
+        finally:
+            self._streams.remove(listener)
+            for request in requests:
+                if self._listeners.get(request.id) is listener:
+                    del self._listeners[request.id]
+            if left and not self._is_closed:
+                # Not awaited: a task that is being cancelled must not await.
+                self._thread.submit(self._abort, requests, submitted)
+
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call ``function(*args)`` on the generator's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def close(self) -> None:
+        """Abort all requests, which raises an error in their listeners, and end the thread."""
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        for name, listener in list(self._listeners.items()):
+            await self.call(self.generator.abort, name)
+            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+        self._thread.shutdown()
+
+    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
+        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            for request in requests:
+                self.generator.abort(request.id)
+
+    async def _drive(self) -> None:
+        """Take steps as long as anybody listens."""
+        try:
+            while self._listeners:
+                updates = await self.call(self._step)
+                if not updates:  # it is paused, or reads a long prompt
+                    await asyncio.sleep(0.001)
+                for update in updates:
+                    if listener := self._listeners.get(update.completion.request_id):
+                        listener.num_open -= update.finish_reason is not None
+                        listener.queue.put_nowait(update)
+        except Exception as error:  # noqa: BLE001 - every listener raises it
+            for listener in self._listeners.values():
+                listener.num_open = 0
+                listener.queue.put_nowait(error)
+
+    def _step(self) -> list[Update]:
+        updates = []
+        for c in self.generator.step():
+            for i in range(-c.num_new, 0):
+                top = c.top_logprobs[i] if c.top_logprobs else {}
+                reason = c.finish_reason if i == -1 else None
+                updates.append(Update(c, c.tokens[i], c.logprobs[i], top, reason))
+        return updates
