@@ -432,6 +432,16 @@ def test_with_states_a_step_ends_before_its_chunk_does():
     assert [most_drafts(CHUNK - 1, left, False) for left in (0, 1, 2, 9)] == [0, 0, 1, 8]
 
 
+@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_5_moe_text"])
+def test_in_bf16_a_block_drafts_too(case):
+    request = Request("a", tuple(range(30)), SamplingParams(max_tokens=40, temperature=0))
+    ((expected,),) = Generator(parrot(case).bfloat16()).generate([request])
+    ((found,),) = Generator(parrot(case).bfloat16(), draft=2, page_size=4).generate([request])
+    assert found.tokens == expected.tokens
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=0.05)
+    assert found.num_right == found.num_drafted > 20
+
+
 def test_of_several_blocks_the_first_drafts():
     request = Request("a", (1, 2, 3), SamplingParams(max_tokens=25, temperature=0))
     ((expected,),) = Generator(parrot("glm4_moe")).generate([request])

@@ -369,17 +369,20 @@ class Steps:
             pinned = self.device.type == "cuda"
             self._lanes_LC = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         rows, used = self._lanes_LC.numpy(), len(planned)
-        numbers, how = np.zeros((used, 7), np.int32), np.zeros((used, 2), np.float32)
-        for i, (sequence, start, number) in enumerate(planned):
-            end, known = start + number, len(sequence.tokens)
-            (token,), after = sequence.text(end - 1, 1), sequence.tokens[end : end + 1] or [-1]
-            pages = len(sequence.pages) * self.pages.page_size
-            place = token, end - 1, sequence.stream, sequence.slot
-            numbers[i] = *place, max(0, end - known), *after, pages
-            how[i] = sequence.inverse, sequence.scale
-            rows[i, _PAGES:] = sequence.table
-        rows[:used, _TOKEN:_INVERSE], rows[:used, _SLOT:_PAGES] = numbers[:, :3], numbers[:, 3:]
-        rows[:used, _INVERSE:_SLOT] = how.view(np.int32)
+        numbers, how = [], []
+        for row, (sequence, start, number) in zip(rows, planned, strict=False):
+            end, tokens = start + number, sequence.tokens
+            depth, after = max(0, end - len(tokens)), tokens[end : end + 1] or (-1,)
+            token = sequence.drafts[depth - 1] if depth else tokens[end - 1]
+            numbers += token, end - 1, sequence.stream
+            numbers += sequence.slot, depth, *after, len(sequence.pages)
+            how += sequence.inverse, sequence.scale
+            row[_PAGES:] = sequence.table
+        numbers_U7 = np.array(numbers, np.int32).reshape(used, 7)
+        rows[:used, _TOKEN:_INVERSE] = numbers_U7[:, :3]
+        rows[:used, _INVERSE:_SLOT] = np.array(how, np.float32).view(np.int32).reshape(used, 2)
+        rows[:used, _SLOT:_PAGES] = numbers_U7[:, 3:]
+        rows[:used, _LIMIT] *= self.pages.page_size
         rows[used:size] = 0
         rows[used:size, _POSITION] = -1
         return self._lanes_LC[:size]
