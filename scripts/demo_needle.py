@@ -1,7 +1,7 @@
 """A tiny model learns to find needles in short rows, then in rows of 64k tokens that ranks share.
 
     pip install -e .
-    python scripts/demo_needle.py outputs/needle        # two processes on a CPU, some ten minutes
+    python scripts/demo_needle.py outputs/needle        # two processes on a CPU, half an hour
 
 A needle is a key and a value of three tokens that no other needle has; a question is a key at the
 end of the row, and the answer its value. A model of two layers with random weights learns this in
