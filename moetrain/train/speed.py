@@ -21,6 +21,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.config.environment import GPUS, GPUS_OF_MACHINE, NETWORK_RATE, Gpu, GpuName
+from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.schedules import Action
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -123,10 +124,23 @@ class _Clock:
         state, gradient = (
             getattr(torch, name).itemsize for name in (optim.state_dtype, optim.gradient_dtype)
         )
-        # Master and moments are read and written, the gradient read, the copy written.
+        # Master and moments are read and written, the gradient read, the copy written. Muon has
+        # one moment less, and a gradient becomes a direction, and that an orthogonal matrix.
         moved = numbers * (2 * FP32 + 4 * state + gradient + self.share.width)
-        replicas, world = self.dims.dp_replicate, self.dims.world_size
-        return moved / self.memory + self.travel(2 * FP32 * numbers, replicas, world)
+        moved += self.rank.orthogonal * (4 * gradient - 2 * state)
+        replicas, world, ranks = (
+            self.dims.dp_replicate,
+            self.dims.world_size,
+            self.dims.sharding_ranks,
+        )
+        seconds = moved / self.memory + self.travel(2 * FP32 * numbers, replicas, world)
+        if self.rank.orthogonal:
+            shapes, iterations = self.rank.matrices, optim.muon_iterations
+            flops = sum(n * newton_schulz_flops(*x, iterations) for x, n in shapes.items())
+            seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
+            # Matrices that are cut travel to where they are whole, and back.
+            seconds += self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
+        return seconds
 
     # ---- of one micro-batch --------------------------------------------------------------------
 
