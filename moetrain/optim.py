@@ -33,7 +33,7 @@ from torch.distributed import _functional_collectives as functional
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
-from moetrain.kernels.optim.muon import CutMatrices, muon_momentum, muon_update, orthogonalise
+from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
@@ -41,8 +41,6 @@ from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
-
-_Moments = tuple[torch.Tensor, ...]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -65,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
         self.arena = Arena("moments", fsdp.device)
-        self._flat: dict[int, _Moments] = {}
+        self._flat: dict[int, Any] = {}
         """Each bucket's moments, which stay the same tensors as long as the optimizer lives."""
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """The content of :attr:`state` from the first step on."""
@@ -95,15 +93,12 @@ class AdamW(torch.optim.Optimizer):
             keys = self.moments_of(bucket.members[0].rule)
             flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
             self._flat[id(bucket)] = flat
-            # Whether each block is of a parameter with weight decay, or how far a matrix moves.
-            each = [m.rule.decay for m in bucket.members], torch.uint8
-            if bucket.is_of_matrices:
-                sides = [max(_matrix_shape(member)) for member in bucket.members]
-                each = [self.config.muon_scale * side**0.5 for side in sides], torch.float32
+            # Whether each block is of a parameter with weight decay.
+            decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
             counts = torch.tensor([_blocks(member) for member in bucket.members])
-            each_B = torch.tensor(each[0], dtype=each[1]).repeat_interleave(counts).to(device)
+            decays_B = decays.repeat_interleave(counts).to(device)
             origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
-            self._tables[id(bucket)] = (each_B, origins_B)
+            self._tables[id(bucket)] = (decays_B, origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
                 moments = dict(zip(keys, pieces, strict=True))
@@ -137,14 +132,14 @@ class AdamW(torch.optim.Optimizer):
         self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
             assert bucket.gradient_N is not None  # the norm is of all of them
-            each_B, origins_B = self._tables[id(bucket)]
-            tensors = (bucket.shard_N, bucket.gradient_N)
-            if bucket.is_of_matrices:
-                muon_update(*tensors, rates_S, each_B, group["lr"], out_N)
+            decays_B, origins_B = self._tables[id(bucket)]
+            if bucket.members[0].rule.is_orthogonal:
+                how = (rates_S, decays_B, group["lr"], out_N)
+                muon_update(bucket.shard_N, bucket.gradient_N, *how)
                 continue
             avg_N, avg_sq_N = self._flat[id(bucket)]
-            tensors += (avg_N, avg_sq_N, rates_S, each_B)
-            adamw(*tensors, self.settings, origins_B, out_N)
+            tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
+            adamw(*tensors, decays_B, self.settings, origins_B, out_N)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Do what comes before the updates of single buckets."""
@@ -190,10 +185,9 @@ class AdamW(torch.optim.Optimizer):
             return
         members, keys = self.fsdp.members.items(), self.moments_of
         trained = {name: member for name, member in members if member.rule.trainable}
-        rules = {name: stages.rules[name] for name in stages.trained}
-        wanted = {f"{name}.{key}" for name in rules for key in ("step", *keys(rules[name]))}
+        wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            problem = f"of another model, or optim.name was not {self.config.name!r}"
+            problem = f"of another model, or not of optim.name {self.config.name!r}"
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is {problem}: {sorted(odd)[:3]}"
             )
@@ -217,46 +211,37 @@ class AdamW(torch.optim.Optimizer):
 class Muon(AdamW):
     """Muon (:mod:`moetrain.kernels.optim.muon`) for blocks' matrices, and AdamW for the rest.
 
-    A rank has matrices of experts whole. All others are dealt to the ranks of ``group``, which hold
-    a replica's parameters together: an all-to-all brings the parts of a matrix to one of them, and
-    another brings those of its orthogonal matrix back.
+    Matrices that FSDP or tensor parallelism cuts are put together over ``group``, the ranks that
+    hold a replica's parameters together. A rank has matrices of experts whole.
     """
 
     def __init__(
         self, fsdp: FSDP, config: OptimSection, seed: int, group: dist.ProcessGroup
     ) -> None:
         super().__init__(fsdp, config, seed)
-        ranks = dist.get_process_group_ranks(group)
-        matrices = [m for m in fsdp.members.values() if m.rule.is_orthogonal]
-        self._cut = [m for m in matrices if m.rule.style != "expert" and len(ranks) > 1]
-        self._whole = [m for m in matrices if m.rule.style == "expert" or len(ranks) == 1]
-        boxes = [[member.layout.box_of(rank) for member in self._cut] for rank in ranks]
-        shapes = [member.layout.shape for member in self._cut]
 
         def exchange(x_N: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
             return functional.all_to_all_single(x_N, received, sent, group)
 
-        self._dealt = CutMatrices(shapes, boxes, group.rank(), exchange)
+        members = [m for m in fsdp.members.values() if m.rule.is_orthogonal]
+        boxes = [
+            [None if m.rule.style == "expert" else m.layout.box_of(rank) for m in members]
+            for rank in dist.get_process_group_ranks(group)
+        ]
+        shapes: Any = [(*m.layout.shape[-2:], m.rule.stacked) for m in members]
+        self._members, self._matrices = members, Matrices(shapes, boxes, group.rank(), exchange)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Update the momentum of matrices, and replace their gradients by orthogonal matrices."""
         for bucket in self.fsdp.buckets:
-            if bucket.is_of_matrices:
+            if bucket.members[0].rule.is_orthogonal:
                 assert bucket.gradient_N is not None
                 (momentum_N,), (_, origins_B) = self._flat[id(bucket)], self._tables[id(bucket)]
                 how = (self.config.muon_momentum, self.settings.seed, origins_B)
                 muon_momentum(bucket.gradient_N, momentum_N, rates_S, *how)
-        how = (self.config.muon_iterations, self.config.eps)
-        both: Any = [[m.local.grad for m in members] for members in (self._whole, self._cut)]
-        whole, cut = both
-        pairs = zip(whole, self._whole, strict=True)
-        orthogonalise([x.view(-1, *_matrix_shape(m)) for x, m in pairs], *how)
-        self._dealt.orthogonalise(cut, *how)
-
-
-def _matrix_shape(member: Member) -> tuple[int, int]:
-    *_, rows, columns = member.layout.shape
-    return rows // member.rule.stacked, columns
+        pieces: Any = [member.local.grad for member in self._members]
+        how = (self.config.muon_iterations, self.config.eps, self.config.muon_scale)
+        self._matrices.orthogonalise(pieces, *how)
 
 
 def _blocks(member: Member) -> int:
@@ -296,6 +281,8 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
 
 
 # ---- on the host --------------------------------------------------------------------------------
+
+_Moments = tuple[torch.Tensor, torch.Tensor]
 
 
 class _HostUpdates:

@@ -82,9 +82,8 @@ class OptimSection(Section):
     """The optimizer, and the schedule of its learning rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw: AdamW (arXiv 1711.05101) for all parameters; muon: Muon for the matrices of blocks,
-    each expert's by itself, and AdamW for the embedding, the head, norms, biases and routers. Both
-    take the same learning rates."""
+    """adamw: AdamW for all parameters; muon: Muon for matrices of blocks, each expert's by itself,
+    and AdamW for embedding, head, norms, biases and routers. Both take the same learning rates."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -109,8 +108,7 @@ class OptimSection(Section):
     muon_iterations: int = Field(default=5, ge=1, le=20)
     """Newton-Schulz iterations that orthogonalise a matrix."""
     muon_scale: float = Field(default=0.2, gt=0)
-    """Root mean square of Muon's updates at learning rate 1; 0.2 is near AdamW's
-    (arXiv 2502.16982)."""
+    """Root mean square of Muon's updates at learning rate 1; 0.2 is near that of AdamW's."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -51,9 +51,8 @@ class FakeStep:
             config = config.model_copy(update={"kernels": kernels})
         model, rules = plan_model(config, self.arch, self.dtype)
         self._run_micro_batch(model, rules)
-        trained = [rule for rule in rules.values() if rule.trainable]
-        for is_orthogonal, dtype in {(x.is_orthogonal, x.gather or self.dtype) for x in trained}:
-            self._run_update(dtype, is_orthogonal=is_orthogonal)
+        for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.trainable}:
+            self._run_update(dtype)
         for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.is_narrow}:
             codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=self.device)
             scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=self.device)
@@ -92,8 +91,8 @@ class FakeStep:
         )
         torch.autograd.backward(losses)
 
-    def _run_update(self, dtype: torch.dtype, *, is_orthogonal: bool) -> None:
-        """Run the cast, the sums of gradients and the update of a shard gathered in ``dtype``."""
+    def _run_update(self, dtype: torch.dtype) -> None:
+        """Run the cast, the sums of gradients and updates, for a shard gathered in ``dtype``."""
         optim = self.config.optim
         size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
@@ -108,17 +107,16 @@ class FakeStep:
         decays_B = empty(size // BLOCK, dtype=torch.uint8)
         is_narrow = optim.state_dtype == "bfloat16"
         origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
-        seed, rates_S = self.config.train.seed, empty(6)
-        settings = Settings(optim.beta1, optim.beta2, optim.eps, seed)
-        if is_orthogonal:
-            muon_momentum(gradient_N, avg_N, rates_S, optim.muon_momentum, seed, origins_B)
-        for out_N in (cast_N, None)[: 1 + (cast_N is not None and self.takes_turns)]:
-            if is_orthogonal:
-                sizes_B = empty(size // BLOCK)
-                muon_update(master_N, gradient_N, rates_S, sizes_B, optim.lr, out_N)
-            else:
-                tensors = (master_N, gradient_N, avg_N, avg_sq_N, rates_S)
-                adamw(*tensors, decays_B, settings, origins_B, out_N)
+        settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
+        tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
+        outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
+        for out_N in outs:
+            adamw(*tensors, decays_B, settings, origins_B, out_N)
+        if optim.name == "muon" and dtype == self.dtype:  # that of blocks' matrices
+            how = (tensors[-1], optim.muon_momentum, settings.seed, origins_B)
+            muon_momentum(gradient_N, avg_N, *how)
+            for out_N in outs:
+                muon_update(master_N, gradient_N, tensors[-1], decays_B, optim.lr, out_N)
 
     def _run_sums(
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int

@@ -233,13 +233,6 @@ class RankSizes:
         orthogonal = sum(n for name, n in mine.items() if rules[name].is_orthogonal)
         self.orthogonal = orthogonal / dims.sharding_ranks
         """How many of them Muon updates."""
-        self.matrices = Counter[tuple[int, int]]()
-        """How many matrices its blocks have of rows and columns, over all ranks of a replica."""
-        for layer, count in self.layers.items():
-            for shape, rule in (w for part in layer for w in part.weights.values()):
-                if rule.is_matrix:
-                    numbers = count * math.prod(shape[:-2]) * rule.stacked
-                    self.matrices[shape[-2] // rule.stacked, shape[-1]] += numbers
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
         self._generator = sum(
             _copied_bytes(numels[name], rule, dims, dtype, is_here=name in mine)
@@ -300,8 +293,10 @@ class RankSizes:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
             training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
         moments = [self._start_of_backward(training), self._end_of_backward(training)]
-        if self.orthogonal:
-            moments.append(self._update(training))
+        if self.orthogonal:  # by then there are all gradients
+            late = {"gradients": self._gradients(self._updated), "activations": 0.0}
+            late["working_set"] = self._orthogonalising()
+            moments.append(replace(moments[1], **late))
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:
                 kept = replace(kept, moments=0.0, peers=0.0)
@@ -362,18 +357,6 @@ class RankSizes:
             working_set=first.backward,
         )
 
-    def _update(self, kept: MemoryEstimate) -> MemoryEstimate:
-        """Estimate the orthogonalisation of matrices, with all gradients."""
-        largest = max(rows * columns for rows, columns in self.matrices)
-        how = (self.orthogonal, largest, self.share.width, not self.is_alone)
-        gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
-        return replace(
-            kept,
-            gradients=getattr(torch, self.config.optim.gradient_dtype).itemsize * self._updated,
-            gathered=0.0 if self.is_alone else gathered,
-            working_set=orthogonalising_bytes(*how),
-        )
-
     def received(self) -> Counter[str]:
         """Return the bytes that context parallelism brings here in a micro-batch's forward, by the
         values of ``parallel.cp_method``."""
@@ -391,6 +374,12 @@ class RankSizes:
     def _moments(self) -> float:
         numbers = 2 * self._updated - self.orthogonal
         return numbers * getattr(torch, self.config.optim.state_dtype).itemsize
+
+    def _orthogonalising(self) -> float:
+        weights = (w for layer in self.layers for part in layer for w in part.weights.values())
+        largest = max(math.prod(weight.shape[-2:]) for weight in weights)
+        width, is_dealt = self.share.width, not self.is_alone
+        return orthogonalising_bytes(self.orthogonal, largest, width, is_dealt=is_dealt)
 
     def _gradients(self, updated: float) -> float:
         """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""

@@ -128,19 +128,17 @@ class _Clock:
         # one moment less, and a gradient becomes a direction, and that an orthogonal matrix.
         moved = numbers * (2 * FP32 + 4 * state + gradient + self.share.width)
         moved += self.rank.orthogonal * (4 * gradient - 2 * state)
-        replicas, world, ranks = (
-            self.dims.dp_replicate,
-            self.dims.world_size,
-            self.dims.sharding_ranks,
-        )
-        seconds = moved / self.memory + self.travel(2 * FP32 * numbers, replicas, world)
-        if self.rank.orthogonal:
-            shapes, iterations = self.rank.matrices, optim.muon_iterations
-            flops = sum(n * newton_schulz_flops(*x, iterations) for x, n in shapes.items())
-            seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
-            # Matrices that are cut travel to where they are whole, and back.
-            seconds += self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
-        return seconds
+        seconds, ranks = moved / self.memory, self.dims.sharding_ranks
+        seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
+        if not self.rank.orthogonal:
+            return seconds
+        layers, how = self.rank.layers.items(), optim.muon_iterations
+        weights = ((n, w) for layer, n in layers for part in layer for w in part.weights.values())
+        found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
+        flops = sum(n * newton_schulz_flops(shape, how, stacked) for n, shape, stacked in found)
+        seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
+        # Matrices that are cut travel to where they are whole, and back.
+        return seconds + self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
 
     # ---- of one micro-batch --------------------------------------------------------------------
 

@@ -108,9 +108,8 @@ class ModelState:
             if not member.rule.trainable:
                 continue
             part, dtype = member.layout.part(member.local), self.optimizer.dtype
-            sizes = {
-                f"{name}.{key}": dtype.itemsize for key in self.optimizer.moments_of(member.rule)
-            }
+            keys = self.optimizer.moments_of(member.rule)
+            sizes = {f"{name}.{key}": dtype.itemsize for key in keys}
             for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
                 if part.is_written_here(key):
                     total += aligned(itemsize * part.tensor.numel())

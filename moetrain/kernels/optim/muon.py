@@ -102,11 +102,19 @@ def _matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 def orthogonalise(
-    stacks: Sequence[torch.Tensor], iterations: int, eps: float, limit: int = _BATCH_NUMBERS
+    stacks: Sequence[torch.Tensor],
+    iterations: int,
+    eps: float,
+    scale: float,
+    limit: int = _BATCH_NUMBERS,
 ) -> None:
-    """Replace every matrix of ``stacks``, each [B, R, C] of any float dtype, by its orthogonal one.
+    """Replace every matrix by ``scale sqrt(max(R, C))`` times its orthogonal one.
 
     Matrices of one shape form batches of at most ``limit`` numbers, or of a single matrix.
+
+    Args:
+        stacks: each [B, R, C] of any float dtype.
+        iterations, eps: as :func:`newton_schulz` takes them.
     """
     waiting: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for stack_BRC in stacks:
@@ -116,14 +124,16 @@ def orthogonalise(
         for part_BRC in stack_BRC.split(most):
             batch = waiting[part_BRC.shape[1:]]
             if sum(map(len, batch)) + len(part_BRC) > most:
-                _orthogonalise(batch, iterations, eps)
+                _orthogonalise(batch, iterations, eps, scale)
                 batch.clear()
             batch.append(part_BRC)
     for batch in waiting.values():
-        _orthogonalise(batch, iterations, eps)
+        _orthogonalise(batch, iterations, eps, scale)
 
 
-def _orthogonalise(parts: Sequence[torch.Tensor], iterations: int, eps: float) -> None:
+def _orthogonalise(
+    parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+) -> None:
     sizes, first_BRC = [len(part_BRC) for part_BRC in parts], parts[0]
     dtype = _matrix_dtype(first_BRC.device)
     x_BRC = first_BRC.new_empty((sum(sizes), *first_BRC.shape[1:]), dtype=dtype)
@@ -131,13 +141,14 @@ def _orthogonalise(parts: Sequence[torch.Tensor], iterations: int, eps: float) -
         copy_BRC.copy_(part_BRC)
     done_BRC = newton_schulz(x_BRC, iterations, eps)
     for part_BRC, new_BRC in zip(parts, done_BRC.split(sizes), strict=True):
-        part_BRC.copy_(new_BRC)
+        torch.mul(new_BRC, scale * max(new_BRC.shape[1:]) ** 0.5, out=part_BRC)
 
 
-def newton_schulz_flops(rows: int, columns: int, iterations: int) -> int:
-    """Count the FLOPs of one matrix."""
-    short, long = sorted((rows, columns))
-    return 2 * iterations * short * short * (2 * long + short)
+def newton_schulz_flops(shape: Sequence[int], iterations: int, stacked: int = 1) -> int:
+    """Count the FLOPs of a parameter [..., K * R, C] with K matrices ``stacked``."""
+    *rest, rows, columns = shape
+    short, long = sorted((rows // stacked, columns))
+    return math.prod(rest) * stacked * 2 * iterations * short * short * (2 * long + short)
 
 
 def orthogonalising_bytes(numbers: float, largest: float, width: int, is_dealt: bool) -> float:
@@ -164,7 +175,7 @@ class _Round(NamedTuple):
 
     order: list[int]
     """The places of all of them, rank by rank that they are dealt to."""
-    shapes: list[tuple[int, int]]
+    own: list[int]
     """Of those that are dealt to this rank."""
     boxes: list[list[_Box]]
     """For each rank, what it holds of these."""
@@ -174,53 +185,67 @@ class _Round(NamedTuple):
     """How many numbers each rank holds of what is dealt to this one."""
 
 
-class CutMatrices:
-    """Matrices of which every rank holds a part, and which are orthogonalised on one rank each."""
+class Matrices:
+    """Parameters whose matrices are orthogonalised, over the ranks that hold them.
+
+    A parameter is [..., K * R, C], with K matrices one above the other. Some are whole on the rank
+    that holds them. Others are cut: these are dealt to the ranks by their work, put together there,
+    and the parts of their orthogonal matrices go back.
+    """
 
     def __init__(
         self,
-        shapes: Sequence[Sequence[int]],
-        boxes: Sequence[Sequence[_Box]],
+        shapes: Sequence[tuple[int, int, int]],
+        boxes: Sequence[Sequence[_Box | None]],
         rank: int,
         exchange: _Exchange,
         limit: int = _BATCH_NUMBERS,
     ) -> None:
-        """Deal matrices of ``shapes``, the same on every rank, by their work.
+        """Deal matrices, the same way on every rank.
 
         Args:
-            boxes: for each rank, its part of each matrix, which may be empty.
+            shapes: (K * R, C, K) of each parameter.
+            boxes: for each rank, its part of each parameter, which may be empty; None: ranks have
+                whole matrices of it.
             rank: this rank.
-            limit: as :func:`_deal` takes it.
+            limit: numbers that a rank orthogonalises at a time, unless a matrix has more.
         """
-        self._exchange, self._rounds = exchange, list[_Round]()
-        for dealt in _deal(shapes, len(boxes), limit):
-            own = dealt[rank]
-            mine = [sum(_numel(boxes[rank][i]) for i in places) for places in dealt]
-            held = [[part[i] for i in own] for part in boxes]
-            self._rounds.append(
-                _Round(
-                    [i for places in dealt for i in places],
-                    [(shapes[i][0], shapes[i][1]) for i in own],
-                    held,
-                    mine,
-                    [sum(map(_numel, part)) for part in held],
-                )
-            )
+        self._shapes = [(rows // stacked, columns) for rows, columns, stacked in shapes]
+        self._exchange, self._limit = exchange, limit
+        first = [None if len(boxes) == 1 else box for box in boxes[0]]
+        self._whole = [i for i, box in enumerate(first) if box is None]
+        cut = [i for i, box in enumerate(first) if box is not None]
+        self._wholes = {i: shapes[i][:2] for i in cut}
+        held = [[part[i] or () for i in cut] for part in boxes]
+        self._rounds: list[_Round] = []
+        for dealt in _deal(list(self._wholes.values()), len(boxes), limit):
+            theirs = [[part[k] for k in dealt[rank]] for part in held]
+            mine = [sum(_numel(held[rank][k]) for k in places) for places in dealt]
+            order = [cut[k] for places in dealt for k in places]
+            received = [sum(map(_numel, part)) for part in theirs]
+            own = [cut[k] for k in dealt[rank]]
+            self._rounds.append(_Round(order, own, theirs, mine, received))
 
-    def orthogonalise(self, pieces: Sequence[torch.Tensor], iterations: int, eps: float) -> None:
-        """Replace this rank's ``pieces`` of all matrices by those of the orthogonal ones.
+    def orthogonalise(
+        self, pieces: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+    ) -> None:
+        """Do what :func:`orthogonalise` does to this rank's ``pieces`` of all parameters.
 
-        Collective, in as many rounds as the matrices take.
+        Collective, in as many rounds as cut matrices take.
         """
+        how = (iterations, eps, scale, self._limit)
+        stacks = [pieces[i].view(-1, *self._shapes[i]) for i in self._whole]
+        orthogonalise(stacks, *how)
         for one in self._rounds:
             mine = [pieces[i] for i in one.order]
             dtype = _matrix_dtype(mine[0].device)
             sent_N = torch.cat([piece.flatten().to(dtype) for piece in mine])
             received_N = self._exchange(sent_N, one.sent, one.received)
-            wholes = [sent_N.new_empty(shape) for shape in one.shapes]
+            wholes = [sent_N.new_empty(self._wholes[i]) for i in one.own]
             parts = [x[box] for held in one.boxes for x, box in zip(wholes, held, strict=True)]
             _fill(parts, received_N)
-            orthogonalise([x_RC[None] for x_RC in wholes], iterations, eps)
+            stacks = [x.view(-1, *self._shapes[i]) for i, x in zip(one.own, wholes, strict=True)]
+            orthogonalise(stacks, *how)
             back_N = torch.cat([received_N[:0], *(part.flatten() for part in parts)])
             _fill(mine, self._exchange(back_N, one.received, one.sent))
 
@@ -248,7 +273,7 @@ def _deal(
         For each round the matrices of each rank, as places in ``shapes``. Worked example: three
         squares of 8 and one of 4 over two ranks are [[[0, 2], [1, 3]]].
     """
-    work = [newton_schulz_flops(shape[0], shape[1], 1) for shape in shapes]
+    work = [newton_schulz_flops(shape, 1) for shape in shapes]
     rounds: list[list[list[int]]] = []
     loads: list[int] = []
     numbers = 0
@@ -313,18 +338,18 @@ def muon_update(
     param_N: torch.Tensor,
     update_N: torch.Tensor,
     rates_S: torch.Tensor,
-    sizes_B: torch.Tensor,
+    decays_B: torch.Tensor,
     lr: float,
     out_N: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Move ``param_N`` against orthogonal matrices, and write ``out_N`` if it is given.
+    """Move ``param_N`` against ``update_N``, and write ``out_N`` if it is given.
 
     Args:
         param_N: fp32; as all of N numbers, contiguous.
-        update_N: fp32 or bf16, X of the formula.
+        update_N: fp32 or bf16, what :func:`orthogonalise` leaves.
         rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
-        sizes_B: fp32, each block's ``scale sqrt(max(R, C))``.
+        decays_B: uint8, 1 where weight decay applies.
         lr: the learning rate.
         out_N: of any float dtype: the new parameters, rounded to nearest.
     """
@@ -332,17 +357,17 @@ def muon_update(
     dtypes = {"param": (torch.float32,), "update": _STATE_DTYPES, "out": _OUT_DTYPES}
     _check("muon_update", flat, dtypes)
     blocks = -(-param_N.numel() // BLOCK)
-    if sizes_B.shape != (blocks,):
-        takes = f"float32 [{blocks}] with {param_N.numel()} numbers"
-        raise refusal("muon_update", takes, sizes=sizes_B)
+    if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
+        takes = f"uint8 [{blocks}] with {param_N.numel()} numbers"
+        raise refusal("muon_update", takes, decays=decays_B)
     if use_fast(backend, param_N):
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
-        _muon_update(param_N, out_N, update_N, rates_S, sizes_B, lr)
+        _muon_update(param_N, out_N, update_N, rates_S, decays_B, lr)
         return
     _, decay, *_, skipped, _ = rates_S.unbind()
-    sizes_N = (lr * sizes_B).repeat_interleave(BLOCK)[: param_N.numel()]
-    p_N = param_N - decay * param_N - sizes_N * update_N.to(param_N.dtype)
+    decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
+    p_N = param_N - decays_N * param_N - lr * update_N.to(param_N.dtype)
     param_N.copy_(torch.where(skipped != 0, param_N, p_N))
     if out_N is not None:
         out_N.copy_(param_N)
@@ -390,12 +415,12 @@ def _muon_update(
     out_N: torch.Tensor,
     update_N: torch.Tensor,
     rates_S: torch.Tensor,
-    sizes_B: torch.Tensor,
+    decays_B: torch.Tensor,
     lr: float,
 ) -> None:
     """Update in place; an empty ``out_N`` stands for none."""
     if size := param_N.numel():
-        tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, sizes_B)
+        tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, decays_B)
         grid = (triton.cdiv(size, BLOCK),)
         _update_kernel[grid](*tensors, size, lr, BLOCK, num_warps=_WARPS)
 
@@ -433,14 +458,15 @@ def _momentum_kernel(
 
 
 @triton.jit
-def _update_kernel(param, update, out, rates, sizes, size, lr, BLOCK: tl.constexpr):
+def _update_kernel(param, update, out, rates, decays, size, lr, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     p = tl.load(param + at, mask, 0.0)
     if tl.load(rates + 4) == 0.0:
         x = tl.load(update + at, mask, 0.0).to(tl.float32)
-        p -= tl.load(rates + 1) * p + lr * tl.load(sizes + block) * x
+        p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
+        p -= lr * x
         tl.store(param + at, p, mask)
     if out is not None:
         tl.store(out + at, p.to(out.dtype.element_ty), mask)

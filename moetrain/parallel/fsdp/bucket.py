@@ -145,11 +145,6 @@ class Bucket:
         return self.members[0].rule.trainable
 
     @property
-    def is_of_matrices(self) -> bool:
-        """Whether Muon updates it."""
-        return self.members[0].rule.is_orthogonal
-
-    @property
     def source_N(self) -> torch.Tensor:
         """The shard on the device; :meth:`start_gather` sees to its values."""
         return self.shard_N if self.host is None else self.host.copy_N
