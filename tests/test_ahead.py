@@ -26,7 +26,6 @@ CASES = {
         "optim.gradient_dtype=bfloat16",
         "train.dtype=bfloat16",
         "moe.z_loss_coef=0",
-        "parallel.reshard_after_forward=yes",
     ],
     "bf16": ["train.dtype=bfloat16", "moe.z_loss_coef=0", "activation.policy=full"],
     "balanced": ["moe.force_balanced=yes", "moe.bias_update_rate=0"],

@@ -16,7 +16,6 @@ from test_engine import (
     make_batches,
     make_engine,
     make_rows,
-    objective_of,
     train,
     weights_of,
 )
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError
+from moetrain.config import ConfigError
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.kernels.optim import muon
 from moetrain.kernels.optim.adamw import Settings
