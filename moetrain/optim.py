@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -219,10 +220,7 @@ class Muon(AdamW):
         self, fsdp: FSDP, config: OptimSection, seed: int, group: dist.ProcessGroup
     ) -> None:
         super().__init__(fsdp, config, seed)
-
-        def exchange(x_N: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-            return functional.all_to_all_single(x_N, received, sent, group)
-
+        exchange = partial(functional.all_to_all_single, group=group)
         members = [m for m in fsdp.members.values() if m.rule.is_orthogonal]
         boxes = [
             [None if m.rule.style == "expert" else m.layout.box_of(rank) for m in members]

@@ -166,8 +166,8 @@ def orthogonalising_bytes(numbers: float, largest: float, width: int, is_dealt: 
 _Box = tuple[slice, ...]
 """A part of a matrix: ``matrix[box]``."""
 _Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
-"""``exchange(x_N, sent, received)`` sends each rank so many numbers of ``x_N``, rank by rank, and
-returns what comes from each rank, in their order. Collective."""
+"""``exchange(x_N, received, sent)`` sends each rank so many numbers of ``x_N``, rank by rank, and
+returns what comes from each rank, so many numbers, in their order. Collective."""
 
 
 class _Round(NamedTuple):
@@ -240,14 +240,14 @@ class Matrices:
             mine = [pieces[i] for i in one.order]
             dtype = _matrix_dtype(mine[0].device)
             sent_N = torch.cat([piece.flatten().to(dtype) for piece in mine])
-            received_N = self._exchange(sent_N, one.sent, one.received)
+            received_N = self._exchange(sent_N, one.received, one.sent)
             wholes = [sent_N.new_empty(self._wholes[i]) for i in one.own]
             parts = [x[box] for held in one.boxes for x, box in zip(wholes, held, strict=True)]
             _fill(parts, received_N)
             stacks = [x.view(-1, *self._shapes[i]) for i, x in zip(one.own, wholes, strict=True)]
             orthogonalise(stacks, *how)
             back_N = torch.cat([received_N[:0], *(part.flatten() for part in parts)])
-            _fill(mine, self._exchange(back_N, one.received, one.sent))
+            _fill(mine, self._exchange(back_N, one.sent, one.received))
 
 
 def _numel(box: _Box) -> int:
