@@ -212,8 +212,7 @@ class AdamW(torch.optim.Optimizer):
 class Muon(AdamW):
     """Muon (:mod:`moetrain.kernels.optim.muon`) for blocks' matrices, and AdamW for the rest.
 
-    Matrices that FSDP or tensor parallelism cuts are put together over ``group``, the ranks that
-    hold a replica's parameters together. A rank has matrices of experts whole.
+    Ranks of ``group`` hold a replica's parameters together; they exchange parts of matrices.
     """
 
     def __init__(

@@ -159,12 +159,10 @@ class RankSizes:
     ) -> list[Self]:
         """Size every pipeline rank; ``dtype`` is the one that is computed in."""
         # What decides on its parameters alone, so that many plans of one run count them once.
-        optim, train = (
-            OptimSection(name=config.optim.name),
-            TrainSection(freeze=config.train.freeze),
-        )
+        train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
-        key: Any = Config().model_copy(update={**sections, "optim": optim, "train": train})
+        sections |= {"optim": OptimSection(name=config.optim.name)}
+        key: Any = Config().model_copy(update={**sections, "train": train})
         parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
         plan = StagePlan(config, arch)
         return [
