@@ -29,6 +29,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.kernels.optim import muon
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.muon import newton_schulz, newton_schulz_reference, orthogonalise
+from moetrain.models.families import PRESETS
 from moetrain.models.transformer import Transformer
 from moetrain.train.objectives import CrossEntropy, Term
 
@@ -245,6 +246,34 @@ def test_which_parameters_have_which_state():
         assert set(state) == {"step", *keys}, name
     saved = engine.state()["optim"]
     assert saved["layers.0.moe.experts.w_gate_up.momentum"].tensor.shape == (4, 16, 16)
+
+
+def test_matrices_of_every_family_are_no_stacks_but_of_experts():
+    for preset, arch in PRESETS.items():
+        found = {}
+        for layer in arch.layers():
+            for part in layer:
+                found |= {n: w for n, w in part.weights.items() if w.rule.is_matrix}
+        for name, (shape, rule) in found.items():
+            assert "router" not in name, preset
+            assert len(shape) == (3 if rule.style == "expert" else 2), (preset, name)
+            assert min(shape[-2:]) > 1, (preset, name)
+            assert rule.stacked == (2 if name.endswith("w_gate_up") else 1), (preset, name)
+
+
+@pytest.mark.gpu
+def test_gpus_follow_one_another_and_a_cpu():
+    """In bf16, of small matrices: as near as their roundings."""
+    words = ["train.device=cuda", "train.dtype=float32", "model.hidden_size=64"]
+    ((numbers, _, _),) = train_on_ranks({"one": ([*ALIKE, *words], ROWS)}).values()
+    cpu = [*ALIKE, "model.hidden_size=64"]
+    ((exact, _, _),) = train_on_ranks({"one": (cpu, ROWS)}).values()
+    runs = {"dp": ([*ALIKE, *words], ROWS // 2), "ep": ([*ALIKE, *words, "parallel.ep=2"], 4)}
+    answers = spawn(2, train_on_ranks, runs, device_type="cuda", timeout=300)
+    found = [numbers, *(mesh[0] for rank in answers for mesh in rank.values())]
+    for mine in found:
+        for ours, wanted in zip(mine, exact, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-2)
 
 
 def test_a_step_without_a_finite_loss_changes_nothing():
