@@ -263,11 +263,11 @@ def test_matrices_of_every_family_are_no_stacks_but_of_experts():
 
 @pytest.mark.gpu
 def test_gpus_follow_one_another_and_a_cpu():
-    """In bf16, of small matrices: as near as their roundings."""
-    words = ["train.device=cuda", "train.dtype=float32", "model.hidden_size=64"]
+    """As near as the roundings of matrices in bf16."""
+    sizes = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
+    words = [*sizes, "train.device=cuda", "train.dtype=float32"]
     ((numbers, _, _),) = train_on_ranks({"one": ([*ALIKE, *words], ROWS)}).values()
-    cpu = [*ALIKE, "model.hidden_size=64"]
-    ((exact, _, _),) = train_on_ranks({"one": (cpu, ROWS)}).values()
+    ((exact, _, _),) = train_on_ranks({"one": ([*ALIKE, *sizes], ROWS)}).values()
     runs = {"dp": ([*ALIKE, *words], ROWS // 2), "ep": ([*ALIKE, *words, "parallel.ep=2"], 4)}
     answers = spawn(2, train_on_ranks, runs, device_type="cuda", timeout=300)
     found = [numbers, *(mesh[0] for rank in answers for mesh in rank.values())]
