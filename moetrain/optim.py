@@ -188,9 +188,9 @@ class AdamW(torch.optim.Optimizer):
         trained = {name: member for name, member in members if member.rule.trainable}
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            problem = f"not of this model and optim.name {self.config.name!r}; change it or set never"
+            why = f"not of this model and optim.name {self.config.name!r}; change it or set never"
             raise ConfigError(
-                "checkpoint.resume", f"its optimizer state is {problem}: {sorted(odd)[:3]}"
+                "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
             for moment in (f"{name}.{key}" for key in keys(member.rule)):
