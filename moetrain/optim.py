@@ -1,4 +1,4 @@
-"""AdamW on fp32 master weights, its updates on the host, and learning-rate schedules.
+"""AdamW and Muon on fp32 master weights, updates on the host, and learning-rate schedules.
 
 One kernel updates a bucket. Clipping and the decision to skip a non-finite step both ride inside
 the update: the norm never comes back to the host, so the next step's kernels are queued while this
@@ -24,13 +24,18 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
+from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
+from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
@@ -59,7 +64,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
         self.arena = Arena("moments", fsdp.device)
-        self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._flat: dict[int, Any] = {}
         """Each bucket's moments, which stay the same tensors as long as the optimizer lives."""
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """The content of :attr:`state` from the first step on."""
@@ -86,7 +91,8 @@ class AdamW(torch.optim.Optimizer):
                 continue
             numel, device = bucket.shard_N.numel(), bucket.shard_N.device
             new = self.arena.empty if bucket.host is None else torch.empty
-            flat = (new(numel, dtype=self.dtype), new(numel, dtype=self.dtype))
+            keys = self.moments_of(bucket.members[0].rule)
+            flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
             self._flat[id(bucket)] = flat
             # Whether each block is of a parameter with weight decay.
             decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
@@ -96,8 +102,13 @@ class AdamW(torch.optim.Optimizer):
             self._tables[id(bucket)] = (decays_B, origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
-                moments = dict(zip(self.MOMENTS, pieces, strict=True))
+                moments = dict(zip(keys, pieces, strict=True))
                 self._states[member.local] = {"step": self.steps, **moments}
+
+    @classmethod
+    def moments_of(cls, rule: Rule) -> tuple[str, ...]:
+        """Return the names of the moments of a parameter."""
+        return ("momentum",) if rule.is_orthogonal else cls.MOMENTS
 
     def forget(self) -> None:
         """Reset to zero steps, without moments."""
@@ -119,11 +130,20 @@ class AdamW(torch.optim.Optimizer):
         if hosted:  # first, since it takes longest
             moments = [self._flat[id(bucket)] for bucket in hosted]
             self._host.start(rates_S, group["lr"], moments)
+        self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
             assert bucket.gradient_N is not None  # the norm is of all of them
             decays_B, origins_B = self._tables[id(bucket)]
-            tensors = (bucket.shard_N, bucket.gradient_N, *self._flat[id(bucket)], rates_S)
+            if bucket.members[0].rule.is_orthogonal:
+                how = (rates_S, decays_B, group["lr"], out_N)
+                muon_update(bucket.shard_N, bucket.gradient_N, *how)
+                continue
+            avg_N, avg_sq_N = self._flat[id(bucket)]
+            tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
             adamw(*tensors, decays_B, self.settings, origins_B, out_N)
+
+    def _prepare(self, rates_S: torch.Tensor) -> None:
+        """Do what comes before the updates of single buckets."""
 
     def update(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Clip to ``optim.max_grad_norm`` and update, unless the loss or the norm is not finite.
@@ -164,15 +184,16 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             self.forget()
             return
-        members = self.fsdp.members.items()
+        members, keys = self.fsdp.members.items(), self.moments_of
         trained = {name: member for name, member in members if member.rule.trainable}
-        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *self.MOMENTS)}
+        wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
+            why = f"not of this model and optim.name {self.config.name!r}; change it or set never"
             raise ConfigError(
-                "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
+                "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
-            for moment in (f"{name}.{key}" for key in self.MOMENTS):
+            for moment in (f"{name}.{key}" for key in keys(member.rule)):
                 theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
                 if theirs != ours and theirs in ("float32", "bfloat16"):
                     raise ConfigError(
@@ -186,6 +207,38 @@ class AdamW(torch.optim.Optimizer):
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
                 value.copy_(state[f"{name}.{key}"][() if key == "step" else member.layout.box])
+
+
+class Muon(AdamW):
+    """Muon (:mod:`moetrain.kernels.optim.muon`) for blocks' matrices, and AdamW for the rest.
+
+    Ranks of ``group`` hold a replica's parameters together; they exchange parts of matrices.
+    """
+
+    def __init__(
+        self, fsdp: FSDP, config: OptimSection, seed: int, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(fsdp, config, seed)
+        exchange = partial(functional.all_to_all_single, group=group)
+        members = [m for m in fsdp.members.values() if m.rule.is_orthogonal]
+        boxes = [
+            [None if m.rule.style == "expert" else m.layout.box_of(rank) for m in members]
+            for rank in dist.get_process_group_ranks(group)
+        ]
+        shapes: Any = [(*m.layout.shape[-2:], m.rule.stacked) for m in members]
+        self._members, self._matrices = members, Matrices(shapes, boxes, group.rank(), exchange)
+
+    def _prepare(self, rates_S: torch.Tensor) -> None:
+        """Update the momentum of matrices, and replace their gradients by orthogonal matrices."""
+        for bucket in self.fsdp.buckets:
+            if bucket.members[0].rule.is_orthogonal:
+                assert bucket.gradient_N is not None
+                (momentum_N,), (_, origins_B) = self._flat[id(bucket)], self._tables[id(bucket)]
+                how = (self.config.muon_momentum, self.settings.seed, origins_B)
+                muon_momentum(bucket.gradient_N, momentum_N, rates_S, *how)
+        pieces: Any = [member.local.grad for member in self._members]
+        how = (self.config.muon_iterations, self.config.eps, self.config.muon_scale)
+        self._matrices.orthogonalise(pieces, *how)
 
 
 def _blocks(member: Member) -> int:

@@ -1,11 +1,13 @@
 """AdamW, the cast of its weights and the gradient's norm, at memory speed: ours beside torch's.
 
-    python scripts/bench_optimizer.py [--parameters 600e6] [--sweep]
+    python scripts/bench_optimizer.py [--parameters 600e6] [--sweep] [--matrices 128x768x2048]
 
 On one GPU, on one flat shard, as a bucket has it. First whether the numbers are right (against
 torch's fused AdamW after a step, and of rounded moments against the reference's bits), then a line
 for each part: median device milliseconds, and the bytes that it must read and write a second, and
-what these are of what a copy reaches here. ``--sweep`` times other launch settings.
+what these are of what a copy reaches here. Then Muon on ``--matrices``: five Newton-Schulz
+iterations, with what share of the FLOPs a second of one large product they reach, and whole updates
+beside AdamW's. ``--sweep`` times other launch settings.
 """
 
 import argparse
@@ -24,6 +26,14 @@ from moetrain.kernels.optim.adamw import (
     Settings,
     _adamw_kernel,
     adamw,
+)
+from moetrain.kernels.optim.muon import (
+    muon_momentum,
+    muon_update,
+    newton_schulz,
+    newton_schulz_flops,
+    newton_schulz_reference,
+    orthogonalise,
 )
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 
@@ -156,6 +166,46 @@ def compare(bench: Bench) -> None:
     bench.time("torch, the gradient's norm", 4, lambda: torch.linalg.vector_norm(bench.grad_N))
 
 
+def muon(sizes: tuple[int, int, int]) -> bool:
+    """Print the times of Muon's parts and whole; tell whether its matrices are the reference's."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    wide_BRC = torch.randn(*sizes, device="cuda", generator=generator)
+    x_BRC = wide_BRC.bfloat16()
+    how = (5, 1e-8)
+    found_RC, exact_RC = newton_schulz(x_BRC, *how)[0], newton_schulz_reference(x_BRC[0], *how)
+    error = ((found_RC - exact_RC).norm() / exact_RC.norm()).item()
+    flops = newton_schulz_flops(sizes, 5)
+    big = torch.randn(8192, 8192, device="cuda").bfloat16()
+    peak = 2 * 8192**3 / milliseconds(lambda: big @ big)
+    ms = milliseconds(lambda: newton_schulz(x_BRC, *how))
+    print(f"{'x'.join(map(str, sizes))}: Newton-Schulz, five iterations {ms:.3f} ms, "
+          f"{flops / ms / 1e9:.0f} TFLOP/s, {flops / ms / peak:.0%} of one product's; "
+          f"{error:.1e} from the reference")  # fmt: skip
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    in_place = milliseconds(lambda: orthogonalise([wide_BRC], *how, 0.2))
+    taken = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"in place, in bounded batches {in_place:.3f} ms, {taken:.2f} GiB beside")
+
+    bench = Bench(wide_BRC.numel())
+    grad_N = wide_BRC.view(-1)
+    for dtype in (torch.float32, torch.bfloat16):
+        origins_B = bench.origins_B if dtype == torch.bfloat16 else None
+        first_N, second_N = bench.moments(dtype)
+        adam = milliseconds(partial(bench.update, bench.grad_N, (first_N, second_N), bench.out_N))
+
+        def update(momentum_N=first_N, origins_B=origins_B) -> None:
+            muon_momentum(grad_N, momentum_N, bench.rates_S, 0.95, 0, origins_B)
+            orthogonalise([wide_BRC], *how, 0.2)
+            tables = (bench.rates_S, bench.decays_B, LR)
+            muon_update(bench.param_N, grad_N, *tables, bench.out_N)
+
+        ours = milliseconds(update)
+        print(f"whole update, state in {_word(dtype)}: Muon {ours:.3f} ms, AdamW {adam:.3f} ms")
+    return error < 5e-2
+
+
 def sweep(bench: Bench) -> None:
     """Other launch settings; ``*`` are those in use."""
     for dtype, bytes_each in ((torch.float32, 30), (torch.bfloat16, 22)):
@@ -185,6 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=600e6)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--matrices", default="128x768x2048")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     bench = Bench(int(args.parameters))
@@ -192,6 +243,9 @@ def main() -> int:
     compare(bench)
     if args.sweep:
         sweep(bench)
+    del bench
+    count, rows, columns = map(int, args.matrices.split("x"))
+    is_right &= muon((count, rows, columns))
     return 0 if is_right else 1
 
 

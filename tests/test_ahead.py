@@ -19,6 +19,14 @@ CASES = {
     "dense": [],
     "fp8": ["kernels.precision=fp8", "model.hidden_size=32", "model.moe_intermediate_size=16"],
     "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
+    "muon": ["optim.name=muon"],
+    "muon bf16": [
+        "optim.name=muon",
+        "optim.state_dtype=bfloat16",
+        "optim.gradient_dtype=bfloat16",
+        "train.dtype=bfloat16",
+        "moe.z_loss_coef=0",
+    ],
     "bf16": ["train.dtype=bfloat16", "moe.z_loss_coef=0", "activation.policy=full"],
     "balanced": ["moe.force_balanced=yes", "moe.bias_update_rate=0"],
 }
@@ -65,7 +73,7 @@ ONE_LAYER = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1
 
 def as_on_a_gpu(monkeypatch):
     """Kernels that have no setting are launched as well."""
-    for kernel in ("adamw", "reduction"):
+    for kernel in ("adamw", "muon", "reduction"):
         monkeypatch.setattr(
             sys.modules[f"moetrain.kernels.optim.{kernel}"],
             "use_fast",

@@ -16,6 +16,8 @@ PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine"
 PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
 PROBES += (
     "exact",
+    "adamw",
+    "muon",
     "rollout",
     "current",
     "clip",
@@ -102,6 +104,18 @@ GIVEN = [
     ("--activation.offload auto --dry_run", "activation.offload: 'auto', but this run is on a CPU"),
     ("--activation.offload auto", "activation.offload: 'auto', but this run is on a CPU; unset it"),
     ("--model.preset qwen3-0.6b --moe.z_loss_coef 1", "moe.z_loss_coef: 1.0, but qwen3 has no exp"),
+    (
+        "--optim.muon_momentum 0.9",
+        "optim.muon_momentum: 0.9 contradicts optim.name 'adamw'; unset one",
+    ),
+    (
+        "--optim.name muon --lora.rank 8",
+        "optim.name: 'muon' contradicts lora.rank 8; use adamw",
+    ),
+    (
+        "--optim.name muon --optim.offload_fraction 0.5",
+        "optim.offload_fraction: 0.5 contradicts optim.name 'muon'; unset one",
+    ),
     ("--optim.lr 1 --train.seed 1 --optim.lr 2", "optim.lr: given twice on the command line, as"),
     ("--train.seed 1 train.seed=1", "train.seed: given twice on the command line, as '1' and '1'"),
 ]

@@ -12,7 +12,9 @@ Some gradients are 0 but for rounding: keys' biases, a window of one token, a ro
 every expert, an adapter whose other half is 0. AdamW would move these parameters by the learning
 rate, up or down as rounding has it. So its epsilon is far above any gradient here: what it divides
 by is all but constant, and such parameters stay where they are. No parameter begins as 0, so that
-each has a size that its error can be compared with. AdamW itself is tested in tests/test_optim.py.
+each has a size that its error can be compared with. Every third configuration without adapters has
+Muon, to whose matrices' norms the epsilon is added. The optimizers themselves are tested in
+tests/test_optim.py and tests/test_muon.py.
 """
 
 import os
@@ -108,6 +110,8 @@ def draw(number, world):
             "*.router.*",
         ]
         words["train.freeze"] = ",".join(d.sample(patterns, d.choice([1, 2])))
+    if number % 3 == 1 and "lora.rank" not in words:
+        words["optim.name"] = "muon"
     # By micro-batches another loss is balanced: then they are alike, else one has all rows.
     is_split = words.get("moe.aux_loss_coef") and words["moe.aux_loss_scope"] == "micro_batch"
     idle = d.randrange(own)
@@ -118,7 +122,10 @@ def draw(number, world):
         world,
         sizes,
         [f"{key}={value}" for key, value in words.items()],
-        [f"train.micro_batch_size={micro}", *draw_settings(d, degrees, sizes["num_layers"])],
+        [
+            f"train.micro_batch_size={micro}",
+            *draw_settings(d, degrees, sizes["num_layers"], words.get("optim.name")),
+        ],
         [f"train.micro_batch_size={micro * own if is_split else rows}"],
         rows,
         tuple(sorted(targetless)),
@@ -202,7 +209,7 @@ def draw_variant(d, sizes):
     }
 
 
-def draw_settings(d, degrees, layers):
+def draw_settings(d, degrees, layers, optimizer):
     """Words of how ranks share the work."""
     p = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees["pp"] > 1:
@@ -222,7 +229,8 @@ def draw_settings(d, degrees, layers):
     p["parallel.fsdp_transport"] = d.choice(["nccl", "copy"])
     if degrees["cp"] > 1:
         p["parallel.cp_method"] = d.choice(["auto", "all_gather"])
-    p["optim.offload_fraction"] = d.choice([0.0, 0.0, 0.4, 0.7, 1.0])
+    offloaded = d.choice([0.0, 0.0, 0.4, 0.7, 1.0])
+    p["optim.offload_fraction"] = 0.0 if optimizer == "muon" else offloaded
     return [f"{key}={value}" for key, value in p.items()]
 
 

@@ -111,6 +111,8 @@ LAYOUTS = [
     "parallel.reshard_after_forward=yes",
     "parallel.reshard_after_forward=1",
     "optim.gradient_dtype=bfloat16 optim.state_dtype=bfloat16",
+    "optim.name=muon",
+    "optim.name=muon parallel.ep=2 optim.state_dtype=bfloat16",
 ]
 
 
@@ -184,6 +186,28 @@ def test_the_estimate_of_state_is_what_a_rank_allocates():
 def test_moments_in_fp32_take_twice_the_weights():
     _, found = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6")
     assert found.moments == 2 * found.weights
+
+
+def test_muon_has_a_momentum_and_a_bounded_working_set():
+    words = "model.num_layers=6 activation.policy=full"
+    config, adamw = estimate("qwen3-30b-a3b", 1, 1, 1, words)
+    _, muon = estimate("qwen3-30b-a3b", 1, 1, 1, f"{words} optim.name=muon")
+    arch = resolve_architecture(config.model)
+    experts = 6 * 128 * 3 * 768 * 2048
+    attention = 6 * 2 * (32 + 4) * 128 * 2048
+    assert adamw.moments - muon.moments == 4 * (experts + attention)
+    assert adamw.moments == 8 * arch.num_params()
+    # All gradients are there, and 42 experts' matrices: several times in bf16.
+    assert muon.gradients == 4 * arch.num_params()
+    assert muon.working_set == 2 * 5 * 2**26
+    assert muon.activations == 0
+    # Where activations take more, the update is not the peak.
+    large = "model.num_layers=6 activation.policy=none"
+    peaks = [
+        estimate("qwen3-30b-a3b", 1, 8, 1, f"{large}{name}")[1] for name in ("", " optim.name=muon")
+    ]
+    assert peaks[0].activations == peaks[1].activations > 0
+    assert peaks[0].total - peaks[1].total == 4 * (experts + attention)
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4", "ep=4", "dp_replicate=2", "ep=2 parallel.tp=2"])

@@ -141,7 +141,11 @@ def test_the_copy_is_torchs_cast():
 
 BF16 = "train.dtype=bfloat16"
 COPIES = {
-    1: {"alone": [BF16], "alone turns": [BF16, "parallel.reshard_after_forward=yes"]},
+    1: {
+        "alone": [BF16],
+        "alone turns": [BF16, "parallel.reshard_after_forward=yes"],
+        "alone muon": [BF16, "optim.name=muon"],
+    },
     2: {
         "dp": [BF16],
         "dp turns": [BF16, "parallel.reshard_after_forward=yes"],
@@ -149,6 +153,8 @@ COPIES = {
         "tp+ep": [BF16, "parallel.tp=2", "parallel.ep=2"],
         "replicas": [BF16, "parallel.dp_replicate=2"],
         "fp32": ["train.dtype=float32"],
+        "muon": [BF16, "optim.name=muon", "optim.state_dtype=bfloat16"],
+        "muon turns": [BF16, "optim.name=muon", "parallel.reshard_after_forward=yes"],
     },
 }
 

@@ -26,6 +26,7 @@ from moetrain.config.compute import (
     KernelsSection,
     LaunchSection,
     MoeSection,
+    OptimSection,
     ParallelSection,
 )
 from moetrain.config.rl import JobsSection, RlSection
@@ -36,7 +37,6 @@ from moetrain.config.sections import (
     LogSection,
     LoraSection,
     ModelSection,
-    OptimSection,
     Section,
     TrainSection,
 )
@@ -145,6 +145,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.layout", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
+    _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
+    _Need("optim.name", {"lora.rank": {0}}, {"muon"}, "use adamw"),  # adapters are no such matrices
+    _Need("optim.offload_fraction", {"optim.name": {"adamw"}}),  # matrices lie in parts on the host
     # The update on the host knows no other dtypes.
     _Need("optim.offload_fraction", {"optim.state_dtype": {"float32"}}),
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),

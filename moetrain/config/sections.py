@@ -1,4 +1,4 @@
-"""Sections of settings: model, data, run length, adapters, optimizer, checkpoints, logs.
+"""Sections of settings: model, data, run length, adapters, checkpoints, logs.
 
 Each setting has its type, default, meaning and own validation here; the docstring under a field is
 what ``--help`` prints. How a step is computed is in :mod:`moetrain.config.compute`, reinforcement
@@ -356,51 +356,6 @@ class LoraSection(Section):
     def scale(self) -> float:
         """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
-
-
-class OptimSection(Section):
-    """The optimizer, AdamW, and the schedule of its learning rate."""
-
-    lr: float = Field(default=3e-4, gt=0)
-    """Peak learning rate."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end of the run, as a share of the peak."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """What follows the warmup. cosine: cosine decay; wsd: constant, then a linear decay;
-    constant: no decay."""
-    warmup_steps: int | None = Field(default=20, ge=0)
-    """Steps of linear warmup. Give this or optim.warmup_fraction."""
-    warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the steps that warm up. Give this or optim.warmup_steps."""
-    decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps in which the schedule wsd decays."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of AdamW's first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of AdamW's second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon, added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this global 2-norm."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of AdamW's two moments. bfloat16 takes 4 bytes a parameter instead of 8 and rounds
-    stochastically (by train.seed). A run keeps the dtype it began with."""
-    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
-    instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small
-    gradients are lost beside the sum, unless parallel.reduce_at is last."""
-    offload_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of the trained parameters, in bytes, whose fp32 weights and moments live in host
-    memory, where the CPU updates them while the device goes on. Of these the device holds the 2
-    bytes a parameter that it computes with, the host 16: weight, moments and gradient."""
-
-    def warmup(self, total_steps: int) -> int:
-        """Return the steps of linear warmup in a run of ``total_steps``."""
-        if self.warmup_fraction is None:
-            return self.warmup_steps or 0
-        return round(self.warmup_fraction * total_steps)
 
 
 class CheckpointSection(Section):

@@ -13,6 +13,7 @@ import torch
 
 from moetrain.config import Config
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
+from moetrain.kernels.optim.muon import muon_momentum, muon_update
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, widen_groups
 from moetrain.models.architecture import Architecture
@@ -91,7 +92,7 @@ class FakeStep:
         torch.autograd.backward(losses)
 
     def _run_update(self, dtype: torch.dtype) -> None:
-        """Run the cast, the sums of gradients and AdamW, for a shard gathered in ``dtype``."""
+        """Run the cast, the sums of gradients and updates, for a shard gathered in ``dtype``."""
         optim = self.config.optim
         size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
@@ -108,9 +109,14 @@ class FakeStep:
         origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
         settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
         tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
-        adamw(*tensors, decays_B, settings, origins_B, cast_N)
-        if cast_N is not None and self.takes_turns:
-            adamw(*tensors, decays_B, settings, origins_B, None)
+        outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
+        for out_N in outs:
+            adamw(*tensors, decays_B, settings, origins_B, out_N)
+        if optim.name == "muon" and dtype == self.dtype:  # that of blocks' matrices
+            how = (tensors[-1], optim.muon_momentum, settings.seed, origins_B)
+            muon_momentum(gradient_N, avg_N, *how)
+            for out_N in outs:
+                muon_update(master_N, gradient_N, tensors[-1], decays_B, optim.lr, out_N)
 
     def _run_sums(
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int

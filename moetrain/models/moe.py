@@ -101,7 +101,7 @@ class RoutedExperts(Part):
         found = {
             # Computed in fp32 whatever the dtype.
             "router.weight": Weight((e, dim), _ROUTER),
-            "experts.w_gate_up": Weight((e, 2 * width, dim), EXPERT),
+            "experts.w_gate_up": Weight((e, 2 * width, dim), replace(EXPERT, stacked=2)),
             "experts.w_down": Weight((e, dim, width), EXPERT),
         }
         if self.shared is not None:

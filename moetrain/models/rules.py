@@ -61,6 +61,10 @@ class Rule:
     trainable: bool = True
     is_narrow: bool = False
     """Whether a rank's shard is stored as 8-bit codes with scales, and read in ``storage``."""
+    stacked: int = 1
+    """How many matrices of a product lie one above the other in its rows."""
+    is_orthogonal: bool = False
+    """Whether Muon updates it, each matrix by itself; else AdamW does."""
 
     def __post_init__(self) -> None:
         if self.trainable and self.storage != torch.float32:
@@ -188,9 +192,11 @@ class ShardingPlan(NamedTuple):
                 rule = replace(rule, trainable=False, storage=rule.gather or dtype)
             # Norms and biases are left out because they are small, and routers, embedding and head
             # because their rounding costs most (QLoRA leaves them too).
-            is_wide = rule.trainable or not (name.startswith("layers.") and rule.is_matrix)
-            if config.lora.base_dtype == "float8" and not is_wide:
+            is_hidden = name.startswith("layers.") and rule.is_matrix
+            if config.lora.base_dtype == "float8" and is_hidden and not rule.trainable:
                 rule = replace(rule, is_narrow=True)
+            if config.optim.name == "muon" and is_hidden and rule.trainable:
+                rule = replace(rule, is_orthogonal=True)
             rules[name] = rule
         return rules
 

@@ -241,6 +241,7 @@ def _shard_model(
                 is_large = rule.style == "expert" and not name.endswith(ADAPTER)
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
+                kind += (rule.is_orthogonal,)
                 groups.setdefault(kind, []).append(members[name])
         found.append(list(groups.values()))
     # Another rank updates a copy of a tied embedding: its master stays on the device, since the

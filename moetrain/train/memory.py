@@ -14,6 +14,7 @@ a lower bound: the process itself and the plain reference kernels take more.
 Bytes unless a name says otherwise.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, OptimSection
 from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.config.sections import TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
+from moetrain.kernels.optim.muon import orthogonalising_bytes
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
@@ -54,7 +56,7 @@ class MemoryEstimate:
     gradients: float = 0.0
     """Gradients that exist at the peak."""
     moments: float = 0.0
-    """AdamW's two moments of the trained parameters."""
+    """AdamW's two moments of the trained parameters, or Muon's one."""
     gathered: float = 0.0
     """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
     activations: float = 0.0
@@ -159,6 +161,7 @@ class RankSizes:
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
+        sections |= {"optim": OptimSection(name=config.optim.name)}
         key: Any = Config().model_copy(update={**sections, "train": train})
         parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
         plan = StagePlan(config, arch)
@@ -227,6 +230,9 @@ class RankSizes:
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
         """How many parameters this rank's device updates, with gradients and moments."""
+        orthogonal = sum(n for name, n in mine.items() if rules[name].is_orthogonal)
+        self.orthogonal = orthogonal / dims.sharding_ranks
+        """How many of them Muon updates."""
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
         self._generator = sum(
             _copied_bytes(numels[name], rule, dims, dtype, is_here=name in mine)
@@ -287,6 +293,10 @@ class RankSizes:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
             training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
         moments = [self._start_of_backward(training), self._end_of_backward(training)]
+        if self.orthogonal:  # by then there are all gradients
+            late = {"gradients": self._gradients(self._updated), "activations": 0.0}
+            late["working_set"] = self._orthogonalising()
+            moments.append(replace(moments[1], **late))
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:
                 kept = replace(kept, moments=0.0, peers=0.0)
@@ -362,7 +372,14 @@ class RankSizes:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
 
     def _moments(self) -> float:
-        return 2 * self._updated * getattr(torch, self.config.optim.state_dtype).itemsize
+        numbers = 2 * self._updated - self.orthogonal
+        return numbers * getattr(torch, self.config.optim.state_dtype).itemsize
+
+    def _orthogonalising(self) -> float:
+        weights = (w for layer in self.layers for part in layer for w in part.weights.values())
+        largest = max(math.prod(weight.shape[-2:]) for weight in weights)
+        width, is_dealt = self.share.width, not self.is_alone
+        return orthogonalising_bytes(self.orthogonal, largest, width, is_dealt=is_dealt)
 
     def _gradients(self, updated: float) -> float:
         """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""

@@ -21,6 +21,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.config.environment import GPUS, GPUS_OF_MACHINE, NETWORK_RATE, Gpu, GpuName
+from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.schedules import Action
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -123,10 +124,21 @@ class _Clock:
         state, gradient = (
             getattr(torch, name).itemsize for name in (optim.state_dtype, optim.gradient_dtype)
         )
-        # Master and moments are read and written, the gradient read, the copy written.
+        # Master and moments are read and written, the gradient read, the copy written. Muon has
+        # one moment less, and a gradient becomes a direction, and that an orthogonal matrix.
         moved = numbers * (2 * FP32 + 4 * state + gradient + self.share.width)
-        replicas, world = self.dims.dp_replicate, self.dims.world_size
-        return moved / self.memory + self.travel(2 * FP32 * numbers, replicas, world)
+        moved += self.rank.orthogonal * (4 * gradient - 2 * state)
+        seconds, ranks = moved / self.memory, self.dims.sharding_ranks
+        seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
+        if not self.rank.orthogonal:
+            return seconds
+        layers, how = self.rank.layers.items(), optim.muon_iterations
+        weights = ((n, w) for layer, n in layers for part in layer for w in part.weights.values())
+        found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
+        flops = sum(n * newton_schulz_flops(shape, how, stacked) for n, shape, stacked in found)
+        seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
+        # Matrices that are cut travel to where they are whole, and back.
+        return seconds + self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
 
     # ---- of one micro-batch --------------------------------------------------------------------
 

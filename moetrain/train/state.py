@@ -28,7 +28,7 @@ from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.optim import AdamW
+from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
@@ -62,7 +62,9 @@ class ModelState:
         self.config, self.arch, self.world = config, arch, world
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
-        self.optimizer = AdamW(self.fsdp, config.optim, config.train.seed)
+        how = (self.fsdp, config.optim, config.train.seed)
+        ranks = world.meshes.shared_parameters.get_group(2)
+        self.optimizer = AdamW(*how) if config.optim.name == "adamw" else Muon(*how, ranks)
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -106,7 +108,8 @@ class ModelState:
             if not member.rule.trainable:
                 continue
             part, dtype = member.layout.part(member.local), self.optimizer.dtype
-            sizes = {f"{name}.{key}": dtype.itemsize for key in self.optimizer.MOMENTS}
+            keys = self.optimizer.moments_of(member.rule)
+            sizes = {f"{name}.{key}": dtype.itemsize for key in keys}
             for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
                 if part.is_written_here(key):
                     total += aligned(itemsize * part.tensor.numel())

@@ -11,6 +11,12 @@ from moetrain.kernels.optim.adamw import (
     _adamw,
     adamw,
 )
+from moetrain.kernels.optim.muon import (
+    _muon_momentum,
+    _muon_update,
+    muon_momentum,
+    muon_update,
+)
 from moetrain.kernels.optim.reduction import (
     _sum_chunks,
     num_blocks,
@@ -84,6 +90,123 @@ _ADAMW_SPECS = (
             "given moments torch.float32, origins": lambda i: (
                 i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
             ),
+        },
+    ),
+)
+
+
+def _momentum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _adamw_inputs(case, dtype, generator)
+    kept = {name: inputs[name] for name in ("grad_N", "rates_S", "origins_B")}
+    return kept | {
+        "momentum_N": inputs["avg_N"],
+        "momentum": 0.95,
+        "seed": inputs["settings"].seed,
+    }
+
+
+def _momentum_fast(**inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    inputs |= {name: inputs[name].clone() for name in ("grad_N", "momentum_N")}
+    muon_momentum(**inputs, backend="triton")
+    return inputs["grad_N"], inputs["momentum_N"]
+
+
+def _momentum_reference(**inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Compute :func:`_momentum_fast` in the dtype of its inputs, where nothing is rounded."""
+    inputs |= {name: inputs[name].clone() for name in ("grad_N", "momentum_N")}
+    muon_momentum(**inputs | {"origins_B": None}, backend="reference")
+    return inputs["grad_N"], inputs["momentum_N"]
+
+
+def _momentum_cost(case: Case) -> tuple[Cost, Cost]:
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=case["N"] * 2 * (gradient + 2)), Cost()
+
+
+def _update_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _adamw_inputs(case, dtype, generator)
+    kept = {name: inputs[name] for name in ("param_N", "rates_S", "decays_B", "out_dtype")}
+    return kept | {"update_N": inputs["grad_N"], "lr": 1e-2}
+
+
+def _update_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    inputs |= {"param_N": inputs["param_N"].clone()}
+    out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
+    muon_update(**inputs, out_N=out_N, backend="triton")
+    return inputs["param_N"], out_N
+
+
+def _update_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Compute :func:`_update_fast` in the dtype of its inputs."""
+    inputs |= {"param_N": inputs["param_N"].clone()}
+    muon_update(**inputs, backend="reference")
+    return inputs["param_N"], inputs["param_N"]
+
+
+def _update_cost(case: Case) -> tuple[Cost, Cost]:
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=case["N"] * (4 * 2 + gradient + 2)), Cost()
+
+
+_MUON_SPECS = (
+    KernelSpec(
+        name="muon_momentum",
+        fast=_momentum_fast,
+        reference=_momentum_reference,
+        make_inputs=_momentum_inputs,
+        cases=(
+            {"N": 3000},
+            {"N": 1},
+            {"N": 2 * BLOCK, "skipped": 1},
+            {"N": BLOCK + 7, "seed": 2**40 + 5, "first": 2**36 + 4},
+            {"N": 0},
+        ),
+        benches=(),  # timed in place, by scripts/bench_optimizer.py
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},  # momenta are rounded
+        cost=_momentum_cost,
+        ops=(_muon_momentum,),
+        bad_inputs={
+            "given grad torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
+            "given momentum torch.float16": lambda i: i | {"momentum_N": i["momentum_N"].half()},
+            "given momentum torch.float32, origins": lambda i: (
+                i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
+            ),
+        },
+    ),
+    KernelSpec(
+        name="muon_momentum_of_bf16",
+        fast=_momentum_fast,
+        reference=_momentum_reference,
+        make_inputs=_momentum_inputs,
+        cases=({"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},),
+        benches=(),
+        # A rounding; Triton's interpreter even cuts off.
+        tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
+        cost=_momentum_cost,
+        ops=(_muon_momentum,),
+        bad_inputs={"given grad torch.float16": lambda i: i | {"grad_N": i["grad_N"].half()}},
+    ),
+    KernelSpec(
+        name="muon_update",
+        fast=_update_fast,
+        reference=_update_reference,
+        make_inputs=_update_inputs,
+        cases=(
+            {"N": 3000},
+            {"N": 1},
+            {"N": 2 * BLOCK, "skipped": 1},
+            {"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},
+            {"N": 0},
+        ),
+        benches=(),  # timed in place, by scripts/bench_optimizer.py
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},  # the copy is rounded
+        cost=_update_cost,
+        ops=(_muon_update,),
+        bad_inputs={
+            "given update torch.float64": lambda i: i | {"update_N": i["update_N"].double()},
+            r"takes uint8 \[3\] with 3000 numbers": lambda i: i | {"decays_B": i["decays_B"][:2]},
         },
     ),
 )
@@ -200,4 +323,4 @@ _REDUCTION_SPECS = (
     ),
 )
 
-SPECS = (*_ADAMW_SPECS, *_REDUCTION_SPECS)
+SPECS = (*_ADAMW_SPECS, *_MUON_SPECS, *_REDUCTION_SPECS)

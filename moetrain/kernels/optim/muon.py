@@ -1,0 +1,472 @@
+"""Muon: a matrix moves by its momentum, orthogonalised, so that all directions move alike.
+
+Of a parameter p with R rows and C columns, gradient g and momentum m (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon):
+
+    m <- mu m + (1 - mu) g clip          u = mu m + (1 - mu) g clip       (Nesterov's)
+    X = u / (|u| + eps)                  |u|: the Frobenius norm; X with R <= C, else transposed
+    A = X X^T                            X <- a X + (b A + c A A) X       some five times
+    p <- p - decay p - lr scale sqrt(max(R, C)) X
+
+(a, b, c) take every singular value s in (0, 1] to a s + b s^3 + c s^5, and after five times to
+between about 0.7 and 1.2: they were chosen to raise small ones fast, by 3.4 each time, not to reach
+1. The factor of the last line and the decay are those of Moonlight (arXiv 2502.16982): with a scale
+of 0.2 an update's root mean square is that of AdamW's, whose learning rates carry over.
+
+Worked example: u = [[3, 0], [0, 4]] has |u| = 5, so X = diag(0.6, 0.8) and, after one iteration,
+diag(0.6 a + 0.6^3 b + 0.6^5 c, ...) = diag(1.193, 0.977).
+
+:func:`muon_momentum` and :func:`muon_update` are one pass over a flat shard each, like
+:func:`~moetrain.kernels.optim.adamw.adamw`, whose rates they read and whose random bits round a
+momentum in bf16. The products in between are a library's, of many matrices at once: in bf16 on a
+GPU, with sums in fp32. On a CPU they are in fp32, and one matrix after the other, since the bits of
+a batched product depend on the batch there: a matrix's bits depend on nothing but the matrix.
+
+Left out on purpose: kernels that compute half of X X^T, which is symmetric; other coefficients.
+
+Legend: N numbers of a shard, B blocks of ``BLOCK`` of them, or matrices in a batch, R rows, C
+columns, S rates.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.optim.adamw import (
+    _WARPS,
+    BLOCK,
+    _philox,
+    _philox_reference,
+    _round,
+    _round_reference,
+)
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of X, A X and A A X."""
+_BATCH_NUMBERS = 2**26
+"""Numbers of the matrices that are orthogonalised together: 42 of 768 x 2048 fill a GPU."""
+_COPIES = 5
+"""Tensors of that size that exist at once: the batch, X before and after, A, and A A."""
+_STATE_DTYPES = (torch.float32, torch.bfloat16)  # of gradients and of the momentum
+_OUT_DTYPES = (*_STATE_DTYPES, torch.float16)
+
+
+# ---- orthogonalisation --------------------------------------------------------------------------
+
+
+def newton_schulz(x_BRC: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Orthogonalise each of B matrices; the result has the dtype of ``x_BRC``.
+
+    Args:
+        x_BRC: fp32 or bf16, in which products are computed, with sums in fp32.
+        eps: added to each Frobenius norm; a matrix of zeros gives zeros.
+    """
+    if x_BRC.device.type == "cpu" and len(x_BRC) > 1:
+        # In memory of its own: where a matrix lies decides on bits too.
+        each = (newton_schulz(x_1RC.clone(), iterations, eps) for x_1RC in x_BRC.split(1))
+        return torch.cat(list(each))
+    is_tall = x_BRC.shape[1] > x_BRC.shape[2]
+    x_BRC = x_BRC.mT if is_tall else x_BRC
+    norm_B11 = torch.linalg.vector_norm(x_BRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    factor_B11 = (norm_B11 + eps).reciprocal()
+    x_BRC = torch.mul(x_BRC, factor_B11, out=torch.empty_like(x_BRC))
+    a, b, c = _COEFFICIENTS
+    for _ in range(iterations):
+        gram_BRR = torch.bmm(x_BRC, x_BRC.mT)
+        sum_BRR = torch.baddbmm(gram_BRR, gram_BRR, gram_BRR, beta=b, alpha=c)
+        x_BRC = torch.baddbmm(x_BRC, sum_BRR, x_BRC, beta=a)
+    return x_BRC.mT if is_tall else x_BRC
+
+
+def newton_schulz_reference(x_RC: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Compute :func:`newton_schulz` of one matrix by the formula, in fp64."""
+    x_RC = x_RC.double()
+    x_RC = x_RC / (x_RC.square().sum().sqrt() + eps)
+    a, b, c = _COEFFICIENTS
+    for _ in range(iterations):
+        # Of a tall matrix X A' with A' = X^T X is A X: transposing changes no value.
+        gram_RR = x_RC @ x_RC.T
+        x_RC = a * x_RC + b * gram_RR @ x_RC + c * gram_RR @ gram_RR @ x_RC
+    return x_RC
+
+
+def _matrix_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which matrices are orthogonalised, and in which they travel for it."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def orthogonalise(
+    stacks: Sequence[torch.Tensor],
+    iterations: int,
+    eps: float,
+    scale: float,
+    limit: int = _BATCH_NUMBERS,
+) -> None:
+    """Replace every matrix by ``scale sqrt(max(R, C))`` times its orthogonal one.
+
+    Matrices of one shape form batches of at most ``limit`` numbers, or of a single matrix.
+
+    Args:
+        stacks: each [B, R, C] of any float dtype.
+        iterations, eps: as :func:`newton_schulz` takes them.
+    """
+    waiting: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+    for stack_BRC in stacks:
+        if not stack_BRC.numel():
+            continue
+        most = max(1, limit // stack_BRC[0].numel())
+        for part_BRC in stack_BRC.split(most):
+            batch = waiting[part_BRC.shape[1:]]
+            if sum(map(len, batch)) + len(part_BRC) > most:
+                _orthogonalise(batch, iterations, eps, scale)
+                batch.clear()
+            batch.append(part_BRC)
+    for batch in waiting.values():
+        _orthogonalise(batch, iterations, eps, scale)
+
+
+def _orthogonalise(
+    parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+) -> None:
+    sizes, first_BRC = [len(part_BRC) for part_BRC in parts], parts[0]
+    dtype = _matrix_dtype(first_BRC.device)
+    x_BRC = first_BRC.new_empty((sum(sizes), *first_BRC.shape[1:]), dtype=dtype)
+    for part_BRC, copy_BRC in zip(parts, x_BRC.split(sizes), strict=True):
+        copy_BRC.copy_(part_BRC)
+    done_BRC = newton_schulz(x_BRC, iterations, eps)
+    for part_BRC, new_BRC in zip(parts, done_BRC.split(sizes), strict=True):
+        torch.mul(new_BRC, scale * max(new_BRC.shape[1:]) ** 0.5, out=part_BRC)
+
+
+def newton_schulz_flops(shape: Sequence[int], iterations: int, stacked: int = 1) -> int:
+    """Count the FLOPs of a parameter [..., K * R, C] with K matrices ``stacked``."""
+    *rest, rows, columns = shape
+    short, long = sorted((rows // stacked, columns))
+    return math.prod(rest) * stacked * 2 * iterations * short * short * (2 * long + short)
+
+
+def orthogonalising_bytes(numbers: float, largest: float, width: int, is_dealt: bool) -> float:
+    """Return the most memory that :func:`orthogonalise` takes of matrices of ``numbers`` in all.
+
+    Args:
+        largest: the numbers of the largest matrix.
+        width: bytes of a number of :func:`_matrix_dtype`.
+        is_dealt: whether matrices are put together of other ranks' parts: these, and the whole.
+    """
+    batch = max(largest, min(numbers, _BATCH_NUMBERS))
+    return width * batch * (_COPIES + 3 * is_dealt)
+
+
+_Box = tuple[slice, ...]
+"""A part of a matrix: ``matrix[box]``."""
+_Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
+"""``exchange(x_N, received, sent)`` sends each rank so many numbers of ``x_N``, rank by rank, and
+returns what comes from each rank, so many numbers, in their order. Collective."""
+
+
+class _Round(NamedTuple):
+    """Matrices that are put together and orthogonalised at the same time."""
+
+    order: list[int]
+    """The places of all of them, rank by rank that they are dealt to."""
+    own: list[int]
+    """Of those that are dealt to this rank."""
+    boxes: list[list[_Box]]
+    """For each rank, what it holds of these."""
+    sent: list[int]
+    """How many numbers this rank holds of what is dealt to each rank."""
+    received: list[int]
+    """How many numbers each rank holds of what is dealt to this one."""
+
+
+class Matrices:
+    """Parameters whose matrices are orthogonalised, over the ranks that hold them.
+
+    A parameter is [..., K * R, C], with K matrices one above the other. Some are whole on the rank
+    that holds them. Others are cut: these are dealt to the ranks by their work, put together there,
+    and the parts of their orthogonal matrices go back.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        boxes: Sequence[Sequence[_Box | None]],
+        rank: int,
+        exchange: _Exchange,
+        limit: int = _BATCH_NUMBERS,
+    ) -> None:
+        """Deal matrices, the same way on every rank.
+
+        Args:
+            shapes: (K * R, C, K) of each parameter.
+            boxes: for each rank, its part of each parameter, which may be empty; None: ranks have
+                whole matrices of it.
+            rank: this rank.
+            limit: numbers that a rank orthogonalises at a time, unless a matrix has more.
+        """
+        self._shapes = [(rows // stacked, columns) for rows, columns, stacked in shapes]
+        self._exchange, self._limit = exchange, limit
+        first = [None if len(boxes) == 1 else box for box in boxes[0]]
+        self._whole = [i for i, box in enumerate(first) if box is None]
+        cut = [i for i, box in enumerate(first) if box is not None]
+        self._wholes = {i: shapes[i][:2] for i in cut}
+        held = [[part[i] or () for i in cut] for part in boxes]
+        self._rounds: list[_Round] = []
+        for dealt in _deal(list(self._wholes.values()), len(boxes), limit):
+            theirs = [[part[k] for k in dealt[rank]] for part in held]
+            mine = [sum(_numel(held[rank][k]) for k in places) for places in dealt]
+            order = [cut[k] for places in dealt for k in places]
+            received = [sum(map(_numel, part)) for part in theirs]
+            own = [cut[k] for k in dealt[rank]]
+            self._rounds.append(_Round(order, own, theirs, mine, received))
+
+    def orthogonalise(
+        self, pieces: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+    ) -> None:
+        """Do what :func:`orthogonalise` does to this rank's ``pieces`` of all parameters.
+
+        Collective, in as many rounds as cut matrices take.
+        """
+        how = (iterations, eps, scale, self._limit)
+        stacks = [pieces[i].view(-1, *self._shapes[i]) for i in self._whole]
+        orthogonalise(stacks, *how)
+        for one in self._rounds:
+            mine = [pieces[i] for i in one.order]
+            dtype = _matrix_dtype(mine[0].device)
+            sent_N = torch.cat([piece.flatten().to(dtype) for piece in mine])
+            received_N = self._exchange(sent_N, one.received, one.sent)
+            wholes = [sent_N.new_empty(self._wholes[i]) for i in one.own]
+            parts = [x[box] for held in one.boxes for x, box in zip(wholes, held, strict=True)]
+            _fill(parts, received_N)
+            stacks = [x.view(-1, *self._shapes[i]) for i, x in zip(one.own, wholes, strict=True)]
+            orthogonalise(stacks, *how)
+            back_N = torch.cat([received_N[:0], *(part.flatten() for part in parts)])
+            _fill(mine, self._exchange(back_N, one.sent, one.received))
+
+
+def _numel(box: _Box) -> int:
+    return math.prod(part.stop - part.start for part in box)
+
+
+def _fill(tensors: Sequence[torch.Tensor], x_N: torch.Tensor) -> None:
+    """Copy ``x_N`` into ``tensors``, one after the other."""
+    for tensor, part_N in zip(tensors, x_N.split([x.numel() for x in tensors]), strict=True):
+        tensor.copy_(part_N.view(tensor.shape))
+
+
+def _deal(
+    shapes: Sequence[Sequence[int]], ranks: int, limit: int = _BATCH_NUMBERS
+) -> list[list[list[int]]]:
+    """Deal matrices of ``shapes`` to ``ranks`` by their work, in rounds.
+
+    A round has matrices of at most ``limit`` numbers a rank on average, or a single one. Every rank
+    gives the same answer: the next matrix, in the order of falling work, goes to the rank that has
+    the least so far, the first of these.
+
+    Returns:
+        For each round the matrices of each rank, as places in ``shapes``. Worked example: three
+        squares of 8 and one of 4 over two ranks are [[[0, 2], [1, 3]]].
+    """
+    work = [newton_schulz_flops(shape, 1) for shape in shapes]
+    rounds: list[list[list[int]]] = []
+    loads: list[int] = []
+    numbers = 0
+    for i in sorted(range(len(shapes)), key=lambda i: -work[i]):
+        size = shapes[i][0] * shapes[i][1]
+        if not rounds or numbers + size > limit * ranks:
+            rounds.append([[] for _ in range(ranks)])
+            loads, numbers = [0] * ranks, 0
+        rank = loads.index(min(loads))
+        rounds[-1][rank].append(i)
+        loads[rank] += work[i]
+        numbers += size
+    return rounds
+
+
+# ---- what is done to every number ---------------------------------------------------------------
+
+
+def muon_momentum(
+    grad_N: torch.Tensor,
+    momentum_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    momentum: float,
+    seed: int,
+    origins_B: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Update ``momentum_N``, and replace ``grad_N`` by the u that is to be orthogonalised.
+
+    A step that is skipped leaves both as they are.
+
+    Args:
+        grad_N: fp32 or bf16; as all of N numbers, contiguous.
+        momentum_N: fp32 or bf16.
+        rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
+        momentum: mu.
+        seed: of the random bits of stochastic rounding.
+        origins_B: int64, the place of each block's first number; with a momentum in bf16 alone.
+    """
+    flat, blocks = {"grad": grad_N, "momentum": momentum_N}, -(-grad_N.numel() // BLOCK)
+    _check("muon_momentum", flat, dict.fromkeys(flat, _STATE_DTYPES))
+    if (origins_B is None) == (momentum_N.dtype == torch.bfloat16):
+        takes = f"int64 [{blocks}] with a momentum in bf16, and with that alone"
+        raise refusal("muon_momentum", takes, momentum=momentum_N.dtype, origins=origins_B)
+    if use_fast(backend, grad_N):
+        _muon_momentum(grad_N, momentum_N, rates_S, origins_B, momentum, 1 - momentum, seed)
+        return
+    clip, *_, skipped, step = rates_S.unbind()
+    wide = torch.promote_types(grad_N.dtype, torch.float32)
+    g_N = grad_N.to(wide) * clip * (1 - momentum)
+    m_N = momentum * momentum_N.to(wide) + g_N
+    u_N = momentum * m_N + g_N
+    if origins_B is not None:
+        bits_N = _philox_reference(origins_B, step, seed)[: grad_N.numel()]
+        m_N = _round_reference(m_N, bits_N & 0xFFFF)
+    is_kept = skipped != 0
+    for old_N, new_N in ((momentum_N, m_N), (grad_N, u_N)):
+        old_N.copy_(torch.where(is_kept, old_N, new_N))
+
+
+def muon_update(
+    param_N: torch.Tensor,
+    update_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    lr: float,
+    out_N: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Move ``param_N`` against ``update_N``, and write ``out_N`` if it is given.
+
+    Args:
+        param_N: fp32; as all of N numbers, contiguous.
+        update_N: fp32 or bf16, what :func:`orthogonalise` leaves.
+        rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
+        decays_B: uint8, 1 where weight decay applies.
+        lr: the learning rate.
+        out_N: of any float dtype: the new parameters, rounded to nearest.
+    """
+    flat = {"param": param_N, "update": update_N} | ({} if out_N is None else {"out": out_N})
+    dtypes = {"param": (torch.float32,), "update": _STATE_DTYPES, "out": _OUT_DTYPES}
+    _check("muon_update", flat, dtypes)
+    blocks = -(-param_N.numel() // BLOCK)
+    if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
+        takes = f"uint8 [{blocks}] with {param_N.numel()} numbers"
+        raise refusal("muon_update", takes, decays=decays_B)
+    if use_fast(backend, param_N):
+        # In torch 2.11 an argument that an op writes must be a tensor.
+        out_N = param_N.new_empty(0) if out_N is None else out_N
+        _muon_update(param_N, out_N, update_N, rates_S, decays_B, lr)
+        return
+    _, decay, *_, skipped, _ = rates_S.unbind()
+    decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
+    p_N = param_N - decays_N * param_N - lr * update_N.to(param_N.dtype)
+    param_N.copy_(torch.where(skipped != 0, param_N, p_N))
+    if out_N is not None:
+        out_N.copy_(param_N)
+
+
+def _check(
+    kernel: str,
+    flat: dict[str, torch.Tensor],
+    kinds: dict[str, tuple[torch.dtype, ...]],
+) -> None:
+    """Refuse tensors unlike the first, or of other dtypes; a reference takes fp64 too."""
+    shape = next(iter(flat.values())).shape
+    is_wide = all(tensor.dtype == torch.float64 for tensor in flat.values())
+    for name, tensor in flat.items():
+        dtypes = (torch.float64,) if is_wide else kinds[name]
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
+            raise refusal(kernel, takes, **{name: tensor})
+
+
+@torch.library.custom_op("moetrain::muon_momentum", mutates_args=("grad_N", "momentum_N"))
+def _muon_momentum(
+    grad_N: torch.Tensor,
+    momentum_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    origins_B: torch.Tensor | None,
+    momentum: float,
+    rest: float,
+    seed: int,
+) -> None:
+    if size := grad_N.numel():
+        tensors = (grad_N, momentum_N, rates_S, origins_B)
+        grid = (triton.cdiv(size, BLOCK),)
+        _momentum_kernel[grid](*tensors, size, momentum, rest, seed, BLOCK, num_warps=_WARPS)
+
+
+@_muon_momentum.register_fake
+def _(*arguments) -> None:
+    return None
+
+
+@torch.library.custom_op("moetrain::muon_update", mutates_args=("param_N", "out_N"))
+def _muon_update(
+    param_N: torch.Tensor,
+    out_N: torch.Tensor,
+    update_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    lr: float,
+) -> None:
+    """Update in place; an empty ``out_N`` stands for none."""
+    if size := param_N.numel():
+        tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, decays_B)
+        grid = (triton.cdiv(size, BLOCK),)
+        _update_kernel[grid](*tensors, size, lr, BLOCK, num_warps=_WARPS)
+
+
+@_muon_update.register_fake
+def _(*arguments) -> None:
+    return None
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _momentum_kernel(
+    grad,
+    momentum,
+    rates,
+    origins,
+    size,
+    mu,
+    rest,
+    seed,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    if tl.load(rates + 4) == 0.0:
+        g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates) * rest
+        m = mu * tl.load(momentum + at, mask, 0.0).to(tl.float32) + g
+        u = mu * m + g
+        if origins is not None:
+            step = tl.load(rates + 5).to(tl.int32)
+            bits = _philox(tl.load(origins + block), step, seed, BLOCK)
+            m = _round(m, bits & 0xFFFF)
+        tl.store(momentum + at, m.to(momentum.dtype.element_ty), mask)
+        tl.store(grad + at, u.to(grad.dtype.element_ty), mask)
+
+
+@triton.jit
+def _update_kernel(param, update, out, rates, decays, size, lr, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    p = tl.load(param + at, mask, 0.0)
+    if tl.load(rates + 4) == 0.0:
+        x = tl.load(update + at, mask, 0.0).to(tl.float32)
+        p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
+        p -= lr * x
+        tl.store(param + at, p, mask)
+    if out is not None:
+        tl.store(out + at, p.to(out.dtype.element_ty), mask)
