@@ -42,8 +42,8 @@ from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator, load_model
 from moetrain.rollout.pages import PagedAttention
+from moetrain.rollout.ranks import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams, chat_ids
-from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.setup import resolve_run
 
 CHUNK = 16_384  # tokens that a step reads

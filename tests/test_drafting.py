@@ -31,10 +31,10 @@ from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Inputs, Transformer
 from moetrain.rollout.engine import Generator, load_model
+from moetrain.rollout.ranks import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.server import CompletionServer
 from moetrain.rollout.serving import Serving
-from moetrain.rollout.steps import ExpertParallel
 
 SIZES = {"vocab_size": 264, "max_positions": 256}
 CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text"]

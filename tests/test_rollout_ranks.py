@@ -13,9 +13,8 @@ from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.families import PRESETS
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.heads import HeadParallel
+from moetrain.rollout.ranks import ExpertParallel, HeadParallel
 from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.steps import ExpertParallel
 
 
 def shared_generator(seed=0, **settings):

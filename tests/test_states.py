@@ -36,8 +36,8 @@ from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.ranks import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.steps import ExpertParallel
 
 SIZES = {"vocab_size": 264, "max_positions": 512, "num_experts": 8}
 FAMILIES = ("qwen3_5_moe_text", "nemotron_h")

@@ -143,7 +143,8 @@ class _Opened(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments, implementation = kwargs or {}, self.implementations.get(func)
+        arguments = kwargs or {}
+        implementation = self.implementations.get(func)
         if implementation is None:
             return func(*args, **arguments)
         with self:

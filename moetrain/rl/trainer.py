@@ -28,7 +28,7 @@ from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.heads import HeadParallel
+from moetrain.rollout.ranks import HeadParallel
 from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result

@@ -8,7 +8,7 @@ of numbers describes a chunk or a lane. Other steps run eagerly.
 
 The noise is a hash of seed, completion, position and token id, and of nothing else, so that neither
 the batch, nor preemption, nor earlier requests change a request's tokens. With several ranks
-(:class:`ExpertParallel`) all take a step of the same form.
+(:mod:`moetrain.rollout.ranks`) all take a step of the same form.
 
 Legend: T tokens of a step, N chunks, L lanes, M pages of a sequence at most, C = 9 + M numbers of a
 lane, D model width, K experts a token, V vocabulary.
@@ -19,17 +19,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from moetrain.config import ConfigError
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.loss.gumbel import MASK, gumbel_argmax, mix
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
@@ -39,12 +36,8 @@ from moetrain.models.families.drafting import Chunks, draft_tokens
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
-from moetrain.parallel.apply import set_dispatcher
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
-from moetrain.parallel.mesh import chunk_of
-from moetrain.rollout.heads import HeadParallel, SplitAttention
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
+from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
 
 Chunk = tuple[Running, int, int]
@@ -92,65 +85,6 @@ class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     lanes_LC: torch.Tensor
     step: Step
-
-
-class ExpertParallel:
-    """This rank's part of the experts of a generator's model; it has everything else for itself.
-
-    Tokens travel to their experts as in training, so every rank takes every step, even with nothing
-    to read.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        group: dist.ProcessGroup,
-        backend: Backend,
-        dispatcher: ExpertParallelDispatcher | None = None,
-    ) -> None:
-        """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
-
-        Without ``dispatcher`` an all-to-all sends tokens to the ranks of ``group``.
-        """
-        self.group, self.top_k = group, model.arch.num_experts_per_token
-        plan = model.arch.plan()
-        styles, rules = plan.styles(model), plan.rules(model)
-        self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)
-        set_dispatcher(model, styles, self._dispatcher)
-        self._rows: dict[str, slice] = {}
-        for name, rule in rules.items():
-            if rule.style == "expert":
-                owner, _, key = name.rpartition(".")
-                whole = model.get_parameter(name)
-                rows = chunk_of(whole.shape[0], group.size(), group.rank())
-                local = nn.Parameter(whole.detach()[rows].clone(), whole.requires_grad)
-                model.get_submodule(owner).register_parameter(key, local)
-                self._rows[name] = rows
-
-    def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return weight[self._rows[name]] if name in self._rows else weight
-
-    @property
-    def can_fix_sizes(self) -> bool:
-        """Whether :meth:`fixed_sizes` can be called; otherwise no step can be captured."""
-        return isinstance(self._dispatcher, DeepEP)
-
-    def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
-        """Fix all sizes inside; every rank reads ``most`` tokens, which may all go to one."""
-        dispatcher = self._dispatcher
-        assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
-        per_token = min(self.top_k, dispatcher.num_local_experts)
-        return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
-
-    def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """Return all ranks' largest size, and whether any of them has set its flag.
-
-        Collective; waits for the device, since all ranks must run the same step next.
-        """
-        numbers = torch.tensor([size, int(flag)], device=device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-        size, is_any = numbers.tolist()
-        return size, bool(is_any)
 
 
 class Steps:

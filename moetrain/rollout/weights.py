@@ -39,8 +39,8 @@ from moetrain.parallel.fsdp.bucket import Member, aligned
 from moetrain.parallel.mesh import Box, all_gather_start
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
+from moetrain.rollout.ranks import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 

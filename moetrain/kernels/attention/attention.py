@@ -152,7 +152,8 @@ class AttentionMask(NamedTuple):
         if backend == "flex":
             blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
             return cls("flex", blocks=blocks)
-        rows, index = torch.arange(batch, device=device), torch.arange(seq_len, device=device)
+        rows = torch.arange(batch, device=device)
+        index = torch.arange(seq_len, device=device)
         dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
         return cls(backend, dense_BSS=dense_BSS[:, None])
 
@@ -332,7 +333,8 @@ def _check(
 
 
 def _documents(both: _Ends, tokens: int, keys: int, max_seqlen: int) -> list[_Document]:
-    ends, of_keys = both[0].tolist(), (both[0] if both[1] is None else both[1]).tolist()
+    ends = both[0].tolist()
+    of_keys = (both[0] if both[1] is None else both[1]).tolist()
     lengths = [j - i for i, j in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
         takes = f"documents of at most max_seqlen={max_seqlen}, from 0 to T={tokens}"
@@ -373,7 +375,9 @@ def _forward_formula(
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     outputs = []
     for rows, seen in documents:
-        q, k, v = q_THd[rows].to(wide), k_TGd[seen].to(wide), v_TGv[seen].to(wide)
+        q = q_THd[rows].to(wide)
+        k = k_TGd[seen].to(wide)
+        v = v_TGv[seen].to(wide)
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         scores_HSS = _scores_HSS(q, k, window, scale)
         lse_HS = scores_HSS.logsumexp(-1)

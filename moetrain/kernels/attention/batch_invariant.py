@@ -264,7 +264,8 @@ def _attend_kernel(
         # Where a query is in its document; before it, of another document's: it sees nothing.
         inside = is_row & (token >= begin) & (token < end)
         position = tl.where(inside, token - start + seen, -1)
-        nearest, farthest = begin - start + seen, end - 1 - start + seen
+        nearest = begin - start + seen
+        farthest = end - 1 - start + seen
         low = 0
         whole = tl.where(end - begin == TOKENS, (nearest + 1) // BN * BN, 0)
         if HAS_WINDOW:

@@ -93,9 +93,11 @@ def require(device: torch.device, dtype: torch.dtype, *widths: int) -> None:
         given = f"{dtype} on {device}"
         taken = "bf16 or fp16 on CUDA"
     elif bad:
-        given, taken = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+        given = f"head width {bad[0]}"
+        taken = f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
     elif _INSTALLED is None:
-        given, taken = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
+        given = f"no package {_PACKAGE}"
+        taken = "it: pip install moetrain[gpu]"
     elif _is_too_old(_INSTALLED):
         given = f"{_PACKAGE} {_INSTALLED}, whose gradients are wrong"
         taken = "1.28 or later: pip install moetrain[gpu]"
@@ -233,12 +235,17 @@ def _layout_kernel(
 ):
     document = tl.arange(0, BLOCK)
     # Past the last document given, all begin and end at its end.
-    this, next_one = tl.minimum(document, given), tl.minimum(document + 1, given)
-    start, end = tl.load(cu_seqlens + this), tl.load(cu_seqlens + next_one)
-    start_k, end_k = tl.load(cu_seqlens_k + this), tl.load(cu_seqlens_k + next_one)
+    this = tl.minimum(document, given)
+    next_one = tl.minimum(document + 1, given)
+    start = tl.load(cu_seqlens + this)
+    end = tl.load(cu_seqlens + next_one)
+    start_k = tl.load(cu_seqlens_k + this)
+    end_k = tl.load(cu_seqlens_k + next_one)
     tl.store(lengths + document, end - start, document < DOCUMENTS)
     tl.store(lengths + DOCUMENTS + document, end_k - start_k, document < DOCUMENTS)
-    wide, wide_k, mask = start.to(tl.int64), start_k.to(tl.int64), document <= DOCUMENTS
+    wide = start.to(tl.int64)
+    wide_k = start_k.to(tl.int64)
+    mask = document <= DOCUMENTS
     row = offsets + document
     tl.store(row, wide * q_elements, mask)
     tl.store(row + (DOCUMENTS + 1), wide_k * k_elements, mask)

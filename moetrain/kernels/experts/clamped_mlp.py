@@ -220,7 +220,8 @@ def _clamped_expert_mlp_backward(
         second.append(sum_by_expert(dy_RD, weights_R, offsets_E))
     del dy_RD, h_RF
     dx_RD, du_Rr = _before(da_R2F, w_gate_up, adapters[:2], scale, offsets_E)
-    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    dx_TD = torch.empty_like(x_TD)
+    d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     _add_products(dy_TD, slot_row_TK, offsets_E, b_down, d_weights_TK)
     if adapters or is_trained:  # the tokens' rows, in the memory of dx_RD: dx_TD has its sums

@@ -202,7 +202,8 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     expert = expert_of(offsets, row, experts, EXPERTS).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    gate_at, bias_at = gate_up + row * 2 * width + col, bias + expert * 2 * width + col
+    gate_at = gate_up + row * 2 * width + col
+    bias_at = bias + expert * 2 * width + col
     gate = tl.load(gate_at, col < width).to(tl.float32)
     gate += tl.load(bias_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
@@ -226,7 +227,8 @@ def _backward_kernel(
     # Unrolled, so that the loads of all columns are in flight together.
     for start in tl.static_range(0, width, COLS):
         col = start + tl.arange(0, COLS)
-        gate_at, bias_at = row * 2 * width + col, bias + expert * 2 * width + col
+        gate_at = row * 2 * width + col
+        bias_at = bias + expert * 2 * width + col
         gate_in = tl.load(gate_up + gate_at, col < width, other=0.0).to(tl.float32)
         gate_in += tl.load(bias_at, col < width, other=0.0).to(tl.float32)
         up_in = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)

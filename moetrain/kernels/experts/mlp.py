@@ -190,7 +190,8 @@ def _expert_mlp_backward(
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
     del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
-    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    dx_TD = torch.empty_like(x_TD)
+    d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
@@ -369,7 +370,8 @@ def _adapted_expert_mlp_backward(
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
     dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_E)
     d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
-    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    dx_TD = torch.empty_like(x_TD)
+    d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     # In the memory of dx_RD: dx_TD has its sums.
     x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)

@@ -160,7 +160,8 @@ def _expert_mlp_fp8_backward(
     gate_up = quantise_columns(w_gate_up_E2FD, "triton")
     dx_RD = scaled_grouped_mm(narrow, gate_up, offsets_E, dtype)
     del gate_up
-    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    dx_TD = torch.empty_like(x_TD)
+    d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down

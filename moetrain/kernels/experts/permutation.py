@@ -111,7 +111,8 @@ def _expert_indices(
     if not 0 <= num_rows <= ids_TK.numel():
         raise refusal("expert_indices", f"at most {ids_TK.numel()}", num_rows=num_rows, ids=ids_TK)
     outputs = _empty_indices(ids_TK, num_experts, num_rows)
-    slots, width = ids_TK.numel(), triton.next_power_of_2(num_experts)
+    slots = ids_TK.numel()
+    width = triton.next_power_of_2(num_experts)
     # At least two tiles: reading the counts at a program's start costs more than a tile.
     tiles = max(2, triton.cdiv(triton.cdiv(slots, _TILE), _MAX_PROGRAMS))
     programs = max(1, triton.cdiv(slots, tiles * _TILE))

@@ -156,7 +156,8 @@ def _router_topk(
     M = E // num_groups
     outputs = _empty_outputs(logits_TE, k)
     weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = outputs
-    padded_groups, padded_members = triton.next_power_of_2(num_groups), triton.next_power_of_2(M)
+    padded_groups = triton.next_power_of_2(num_groups)
+    padded_members = triton.next_power_of_2(M)
     columns = padded_groups * padded_members
     rows = max(1, _TILE_ELEMENTS // columns)
     # No token still takes one program, whose zeros are the sums.

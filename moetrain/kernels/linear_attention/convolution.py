@@ -79,7 +79,8 @@ def _summed(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tens
 
 
 def _sums(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
-    wide, taps = torch.promote_types(inputs_TC[0].dtype, torch.float32), len(inputs_TC)
+    wide = torch.promote_types(inputs_TC[0].dtype, torch.float32)
+    taps = len(inputs_TC)
     filters_JC = given.filters_C1J[:, 0].t().to(wide)
     y_TC = inputs_TC[0].to(wide) * filters_JC[-1]
     for back in range(1, taps):
@@ -130,7 +131,8 @@ def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[torch.Tensor | None,
         r_Th1 = torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
         dy_Thd = r_Th1 * (dy_Thd - r_Th1.square() * y_Thd * (y_Thd * dy_Thd).sum(-1, True))
     ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))
-    filters_JC, taps = filters_C1J[:, 0].t().to(s_TC.dtype), filters_C1J.shape[-1]
+    filters_JC = filters_C1J[:, 0].t().to(s_TC.dtype)
+    taps = filters_C1J.shape[-1]
     dx_TC, d_filters_JC = torch.zeros_like(ds_TC), []
     for back in range(taps):
         masked_TC = ds_TC.where((place_T >= back)[:, None], 0.0)
@@ -161,7 +163,9 @@ def convolution_step(
         kept_PRC: [P, J - 1 or more, C] in the input's dtype; both are contiguous.
     """
     x_TC, width = given.x_TC, given.width
-    channels, taps, kept = x_TC.shape[1], given.filters_C1J.shape[-1], kept_PRC.shape[1]
+    channels = x_TC.shape[1]
+    taps = given.filters_C1J.shape[-1]
+    kept = kept_PRC.shape[1]
     is_like = kept >= taps - 1 and kept_PRC.shape[2] == channels and kept_PRC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PRC.is_contiguous()):
         takes = "contiguous [T, C] and [P, >= J - 1, C] of one dtype, C a multiple of the width"
@@ -215,8 +219,10 @@ def _step_kernel(
     EPS: tl.constexpr, NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one token."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place, before = tl.load(place_ptr + token), tl.load(before_ptr + token)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    place = tl.load(place_ptr + token)
+    before = tl.load(before_ptr + token)
     slot = tl.load(slots_ptr + token)
     i = tl.arange(0, BLOCK)
     valid = i < D

@@ -259,7 +259,10 @@ def chunked(
     at_C = torch.arange(len(u), device=u.device)
     is_first_C = torch.isin(at_C, documents.firsts_N)
     is_full_C = documents.sizes_C == CHUNK
-    state, states, news, ended = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1]), [], [], []
+    state = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1])
+    states = []
+    news = []
+    ended = []
     start_C = [torch.zeros_like(state)] * len(u)
     if carried is not None:
         first_N = carried.states_PHKV[carried.slots_N.long()].to(wide)
@@ -279,7 +282,9 @@ def chunked(
         carried.states_PHKV[carried.slots_N.long()] = last_N.to(carried.states_PHKV.dtype)
     out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
     rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
-    o_THV, token, valid = rows.new_zeros(T, *rows.shape[1:]), token_CI.flatten(), valid_CI.flatten()
+    o_THV = rows.new_zeros(T, *rows.shape[1:])
+    token = token_CI.flatten()
+    valid = valid_CI.flatten()
     if carried is not None:  # chunks may share tokens, which have one result
         return o_THV.index_copy(0, token[valid], rows[valid]).to(v_THV.dtype)
     return o_THV.index_add(0, token, rows).to(v_THV.dtype)
@@ -412,15 +417,18 @@ def _gated_delta_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, g and beta."""
-    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, v_THV)
+    documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
+    sizes = sizes_of(k_TQK, v_THV)
     (T, H, V), (_, Q, K), C = v_THV.shape, k_TQK.shape, starts_C.shape[0]
     do_THV, dv_THV = do_THV.contiguous(), torch.empty_like(v_THV)
-    dg_TH, dbeta_TH = torch.empty_like(g_TH), torch.empty_like(beta_TH)
+    dg_TH = torch.empty_like(g_TH)
+    dbeta_TH = torch.empty_like(beta_TH)
     if T * H == 0:
         return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), dv_THV, dg_TH, dbeta_TH
     new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH)
     # dU of the chunk's own outputs, over which the next kernel writes dR.
-    du_THV, d_states_CHKV = torch.empty_like(v_THV), torch.empty_like(states_CHKV)
+    du_THV = torch.empty_like(v_THV)
+    d_states_CHKV = torch.empty_like(states_CHKV)
     local_kernel[(H, C)](
         q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, scale,
         **sizes, num_warps=_LOCAL.warps, num_stages=_LOCAL.stages,

@@ -58,10 +58,12 @@ class Reads(NamedTuple):
         of_R = torch.arange(number).repeat_interleave(open_N + numbers_N)
         at_R = torch.arange(rows) - bounds_N[of_R]
         is_read_R = at_R >= open_N[of_R]
-        rows_T, kept_R = is_read_R.nonzero()[:, 0], (~is_read_R).nonzero()[:, 0]
+        rows_T = is_read_R.nonzero()[:, 0]
+        kept_R = (~is_read_R).nonzero()[:, 0]
         of_T = of_R[rows_T]
         before_T = at_R[rows_T] - open_N[of_T]
-        place_T, after_T = seen_N[of_T] + before_T, numbers_N[of_T] - 1 - before_T
+        place_T = seen_N[of_T] + before_T
+        after_T = numbers_N[of_T] - 1 - before_T
         slots_T = slots_N[of_T]
         stays_T = place_T // CHUNK == (place_T + after_T) // CHUNK
         own_T = torch.where(stays_T, slots_T, 0) * CHUNK + place_T % CHUNK
@@ -93,9 +95,11 @@ class Reads(NamedTuple):
         each in this step. They lie in one chunk, and none is its last: then a state is only read.
         """
         slots_N, seen_N = slots_N.long(), seen_N.long()
-        zeros_N, at_N = torch.zeros_like(slots_N), seen_N % CHUNK
+        zeros_N = torch.zeros_like(slots_N)
+        at_N = seen_N % CHUNK
         before_N = zeros_N if before_N is None else before_N.long()
-        begins_N, sizes_N = (slots_N * CHUNK).int(), (at_N + 1).int()
+        begins_N = (slots_N * CHUNK).int()
+        sizes_N = (at_N + 1).int()
         firsts_N = torch.arange(len(slots_N) + 1, dtype=torch.int32, device=slots_N.device)
         places_N = slots_N * CHUNK + at_N
         return cls(

@@ -157,7 +157,8 @@ def _launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (_, starts_C, sizes_C, _), sizes = documents, sizes_of(k_TQK, u_THV)
     H, C, V = u_THV.shape[1], starts_C.shape[0], u_THV.shape[2]
-    sums_TH, out_THV = torch.empty_like(g_TH), torch.empty_like(u_THV)
+    sums_TH = torch.empty_like(g_TH)
+    out_THV = torch.empty_like(u_THV)
     if out_THV.numel() == 0:
         return out_THV, sums_TH
     _sums_kernel[(C, H)](
@@ -218,7 +219,8 @@ def _ssd_gradients(
     sums_TH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, u and g."""
-    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), sizes_of(k_TQK, u_THV)
+    documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
+    sizes = sizes_of(k_TQK, u_THV)
     (T, H, V), (_, Q, K), C = u_THV.shape, k_TQK.shape, starts_C.shape[0]
     do_THV, du_THV, dg_TH = do_THV.contiguous(), torch.empty_like(u_THV), torch.empty_like(g_TH)
     if T * H == 0:

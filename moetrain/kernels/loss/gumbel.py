@@ -23,7 +23,8 @@ def gumbel_argmax(
     logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
-    inverse_N1, noise_NV = inverse_temperatures_N[:, None], _gumbel(keys_N, logits_NV.shape[1])
+    inverse_N1 = inverse_temperatures_N[:, None]
+    noise_NV = _gumbel(keys_N, logits_NV.shape[1])
     scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
     return scores_NV.argmax(-1)
 

@@ -134,7 +134,8 @@ def orthogonalise(
 def _orthogonalise(
     parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
 ) -> None:
-    sizes, first_BRC = [len(part_BRC) for part_BRC in parts], parts[0]
+    sizes = [len(part_BRC) for part_BRC in parts]
+    first_BRC = parts[0]
     dtype = _matrix_dtype(first_BRC.device)
     x_BRC = first_BRC.new_empty((sum(sizes), *first_BRC.shape[1:]), dtype=dtype)
     for part_BRC, copy_BRC in zip(parts, x_BRC.split(sizes), strict=True):
@@ -313,7 +314,8 @@ def muon_momentum(
         seed: of the random bits of stochastic rounding.
         origins_B: int64, the place of each block's first number; with a momentum in bf16 alone.
     """
-    flat, blocks = {"grad": grad_N, "momentum": momentum_N}, -(-grad_N.numel() // BLOCK)
+    flat = {"grad": grad_N, "momentum": momentum_N}
+    blocks = -(-grad_N.numel() // BLOCK)
     _check("muon_momentum", flat, dict.fromkeys(flat, _STATE_DTYPES))
     if (origins_B is None) == (momentum_N.dtype == torch.bfloat16):
         takes = f"int64 [{blocks}] with a momentum in bf16, and with that alone"

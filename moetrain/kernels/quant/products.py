@@ -98,7 +98,8 @@ class _DenseProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         (dy_TN,) = grads
         x_TD, w_ND = ctx.saved_tensors
-        dy, w = quantise_rows(dy_TN, "reference"), quantise_columns(w_ND[None], "reference")
+        dy = quantise_rows(dy_TN, "reference")
+        w = quantise_columns(w_ND[None], "reference")
         dx_TD = F.linear(dy.to(dy_TN.dtype), w.to(dy_TN.dtype)[0])
         return dx_TD, dy_TN.t() @ x_TD if ctx.needs_input_grad[1] else None
 

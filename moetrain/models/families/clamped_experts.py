@@ -41,7 +41,9 @@ class ClampedExperts(RoutedExperts):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        experts, dim, width = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        experts = self.num_experts
+        dim = self.hidden_size
+        width = self.moe_intermediate_size
         return {
             **super().weights,
             "router.logit_bias": Weight((experts,), _LOGIT_BIAS),
@@ -77,7 +79,8 @@ class _BiasedExperts(Experts):
 
     def __init__(self, sizes: ClampedExperts, kernels: KernelsSection) -> None:
         super().__init__(sizes, kernels)
-        experts, width = sizes.num_experts, sizes.moe_intermediate_size
+        experts = sizes.num_experts
+        width = sizes.moe_intermediate_size
         self.limit, self.alpha = sizes.swiglu_limit, sizes.swiglu_alpha
         self.b_gate_up = nn.Parameter(torch.empty(experts, 2 * width))
         self.b_down = nn.Parameter(torch.empty(experts, sizes.hidden_size))
@@ -122,7 +125,9 @@ class InterleavedExperts(RenameTensor):
         found = super().pieces(parameter, shape, arch)
         if not found:
             return []
-        theirs, width, parts = found[0].hf_name, shape[1] // self.parts, self.parts
+        theirs = found[0].hf_name
+        width = shape[1] // self.parts
+        parts = self.parts
         return [
             Piece(
                 theirs,

@@ -73,7 +73,8 @@ def read_v3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(**names: str) -> WeightMap:
-    ours, theirs = "layers.{layer}.attn", "model.layers.{layer}.self_attn"
+    ours = "layers.{layer}.attn"
+    theirs = "model.layers.{layer}.self_attn"
     return tuple(Rename(f"{ours}.{x}", f"{theirs}.{y}") for x, y in names.items())
 
 

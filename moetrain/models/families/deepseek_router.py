@@ -24,7 +24,8 @@ DEEPSEEK_FIELDS: Mapping[str, str] = {
 
 def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read which layers are MoE, and the width of shared experts, as ``Family.read_layers``."""
-    layers, first = range(config["num_hidden_layers"]), config["first_k_dense_replace"]
+    layers = range(config["num_hidden_layers"])
+    first = config["first_k_dense_replace"]
     width = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
     return {"moe_layers": tuple(i >= first for i in layers), "shared_intermediate_size": width}
 

@@ -38,10 +38,12 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read which layers are MoE, and the width of shared experts."""
     if config["use_bias"]:
         raise error("config.json", "use_bias true is not supported; use a model without biases")
-    count, step = config["num_hidden_layers"], config["moe_layer_interval"]
+    count = config["num_hidden_layers"]
+    step = config["moe_layer_interval"]
     if step < 1:
         raise error("config.json", f"moe_layer_interval is {step}, expected 1 or more")
-    first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
+    first = config["moe_layer_start_index"]
+    last = config["moe_layer_end_index"]
     last = count - 1 if last == -1 else last
     routed = (first <= i <= last and (i + 1) % step == 0 for i in range(count))
     width = config["moe_num_shared_experts"] * config["moe_intermediate_size"]

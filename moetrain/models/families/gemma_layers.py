@@ -85,7 +85,8 @@ class _GemmaAttention(Attention):
             v_BSGd = rms_norm(v_BSGd, one_d, self.eps, self.backend, late=True)
         else:
             _, v_BSGd = fusible_rms_norm(v_BSGd, one_d, self.eps, self.backend, late=True)
-        q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
+        q_BSHd = self._turn(q, self.q_norm, context)
+        k_BSGd = self._turn(k, self.k_norm, context)
         return self.wo(self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
 
     def mix(self, *qkv_and_context: Any) -> torch.Tensor:

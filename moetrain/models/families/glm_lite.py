@@ -13,7 +13,9 @@ from moetrain.models.families.deepseek_router import write_deepseek_layers
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
-_DENSE, _ROUTED, _FIRST = "dense", "sparse", "first_k_dense_replace"
+_DENSE = "dense"
+_ROUTED = "sparse"
+_FIRST = "first_k_dense_replace"
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +31,8 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:
-    written, routed = write_deepseek_layers(arch), arch.moe_layer_indices
+    written = write_deepseek_layers(arch)
+    routed = arch.moe_layer_indices
     del written[_FIRST]
     kinds = [_ROUTED if i in routed else _DENSE for i in range(arch.num_layers)]
     return {**written, "mlp_layer_types": kinds}

@@ -31,7 +31,8 @@ class _GptOss(Architecture):
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read each layer's window; without ``layer_types``, every other layer has one."""
-    count, window = config["num_hidden_layers"], config["sliding_window"]
+    count = config["num_hidden_layers"]
+    window = config["sliding_window"]
     types = config["layer_types"] or [(_SLIDING, _FULL)[i % 2] for i in range(count)]
     unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
     if unknown:
@@ -59,7 +60,8 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_OURS, _THEIRS = "layers.{layer}.moe", "model.layers.{layer}.mlp"
+_OURS = "layers.{layer}.moe"
+_THEIRS = "model.layers.{layer}.mlp"
 _WEIGHT_MAP = (
     *DENSE,
     RenameTensor("layers.{layer}.attn.sinks", "model.layers.{layer}.self_attn.sinks"),

@@ -132,7 +132,8 @@ class LatentAttention(AttentionPart):
     def activations(self, share: Workload) -> float:
         """Return the bytes of the latents and their norms, which every tensor parallel rank has,
         and of its heads' queries, keys, values, result and log-sum-exp."""
-        w, normed = share.width, self.latents[0] + self.kv_lora_rank
+        w = share.width
+        normed = self.latents[0] + self.kv_lora_rank
         own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
         heads = self.num_heads * (2 * w * (self.head_dim + self.v_head_dim) + FP32)
         expanded = self.num_heads * w * (self.head_dim + self.v_head_dim) / share.tp

@@ -59,7 +59,8 @@ class GatedDeltaNet(AttentionPart):
         for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
             if getattr(self, f"linear_{name}") == 0:
                 raise ValueError(f"linear_{name} is 0, and a layer has linear attention")
-        heads, keys = self.linear_num_value_heads, self.linear_num_key_heads
+        heads = self.linear_num_value_heads
+        keys = self.linear_num_key_heads
         if heads == 0 or heads % keys:
             problem = f"linear_num_value_heads {heads} is not a multiple of"
             raise ValueError(f"{problem} linear_num_key_heads {keys}")
@@ -143,7 +144,9 @@ class LinearAttention(LinearMixer):
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:
         super().__init__(kernels)
         self.key_dim, self.value_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
-        dim, v_dim, heads = sizes.hidden_size, sizes.widths[1], sizes.linear_num_value_heads
+        dim = sizes.hidden_size
+        v_dim = sizes.widths[1]
+        heads = sizes.linear_num_value_heads
         self.wq, self.wk, self.wv, self.wz = (
             Linear(dim, width, kernels) for _, width in sizes._inputs()
         )

@@ -63,7 +63,8 @@ class Mamba2(AttentionPart):
         for name in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_kernel_dim"):
             if getattr(self, f"mamba_{name}") == 0:
                 raise ValueError(f"mamba_{name} is 0, and a layer is a Mamba-2 mixer")
-        heads, groups = self.mamba_num_heads, self.mamba_num_groups
+        heads = self.mamba_num_heads
+        groups = self.mamba_num_groups
         if heads % groups:
             problem = f"mamba_num_heads {heads} is not a multiple of"
             raise ValueError(f"{problem} mamba_num_groups {groups}")
@@ -87,7 +88,9 @@ class Mamba2(AttentionPart):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        dim, heads, v_dim = self.hidden_size, self.mamba_num_heads, self.widths[0]
+        dim = self.hidden_size
+        heads = self.mamba_num_heads
+        v_dim = self.widths[0]
         found = {f"w{x}.weight": Weight((n, dim), COLWISE) for x, n in self.inputs.items()}
         found["wdt.weight"] = Weight((heads, dim), _NARROW)
         taps = (1, self.mamba_conv_kernel_dim)
@@ -168,7 +171,8 @@ class Mamba(LinearMixer):
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
         h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
         # Apart: at most three have one launch where rows are few.
-        z, convolving = self.wz(h_TD), linears(h_TD, (self.wx, self.wb, self.wc))
+        z = self.wz(h_TD)
+        convolving = linears(h_TD, (self.wx, self.wb, self.wc))
         given = (*convolving, self.wdt(h_TD))
         biases = [x for x in map(self._bias, "xbc") if x is not None]
         weights = (self.conv_x, self.conv_b, self.conv_c, self.a_log, self.dt_bias, self.d, *biases)
@@ -182,7 +186,8 @@ class Mamba(LinearMixer):
         *convolving, dt_TH = given
         *filters, a_log, dt_bias, d = weights[:6]
         dtype = dt_TH.dtype
-        wide, fusible = torch.promote_types(dtype, torch.float32), not self.batch_invariant
+        wide = torch.promote_types(dtype, torch.float32)
+        fusible = not self.batch_invariant
         widths = (self.head_dim, self.state_dim, self.state_dim)
         biases = weights[6:] or (None, None, None)
         each = zip("xbc", convolving, filters, widths, biases, strict=True)

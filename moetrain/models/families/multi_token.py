@@ -65,7 +65,8 @@ class Join(Part):
 class _Join(nn.Module):
     def __init__(self, sizes: Join, kernels: KernelsSection) -> None:
         super().__init__()
-        dim, how = sizes.hidden_size, {"zero_centred": sizes.zero_centred_norms}
+        dim = sizes.hidden_size
+        how = {"zero_centred": sizes.zero_centred_norms}
         self.enorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
         self.hnorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
         self.proj = Linear(2 * dim, dim, kernels)
@@ -157,7 +158,8 @@ def run_further(
         statistics.
     """
     found, stats = [], []
-    tokens_BS, positions_BS = inputs.tokens_BS, inputs.positions_BS
+    tokens_BS = inputs.tokens_BS
+    positions_BS = inputs.positions_BS
     # Its tokens alone: where ranks share them, calling the norm would gather all.
     hidden_BSD = model.norm.forward(x_BSD)
     for depth in range(1, model.arch.mtp_layers + 1):

@@ -87,7 +87,8 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         raise error("config.json", f"{problem}, only 0 to infinity")
     if config["moe_shared_expert_intermediate_size"] == 0:
         raise error("config.json", "moe_shared_expert_intermediate_size is 0, expected 1 or more")
-    types, pattern = config["layers_block_type"], config["hybrid_override_pattern"]
+    types = config["layers_block_type"]
+    pattern = config["hybrid_override_pattern"]
     if types is None:
         types = _DEFAULT if pattern is None else [_LETTERS.get(x, x) for x in pattern]
     mixers = tuple(_NEWER.get(x, x) if isinstance(x, str) else repr(x) for x in types)

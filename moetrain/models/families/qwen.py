@@ -109,7 +109,8 @@ register(
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read one window for all layers, and which layers are MoE."""
-    layers, step = range(config["num_hidden_layers"]), config["decoder_sparse_step"]
+    layers = range(config["num_hidden_layers"])
+    step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
     if step < 1:
         raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")

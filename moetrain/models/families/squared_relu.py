@@ -151,7 +151,9 @@ class _UngatedExperts(Experts):
         nn.Module.__init__(self)
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
-        experts, width, row = sizes.num_experts, sizes.moe_intermediate_size, sizes.row_size
+        experts = sizes.num_experts
+        width = sizes.moe_intermediate_size
+        row = sizes.row_size
         self.w_up = nn.Parameter(torch.empty(experts, width, row))
         self.w_down = nn.Parameter(torch.empty(experts, row, width))
 

@@ -26,7 +26,9 @@ class TakeRows:
         for i, ours in enumerate(self.ours):
             if (fields := match(ours, parameter)) is not None:
                 each = self.rows(arch)
-                own, before, group = each[i], sum(each[:i]), sum(each)
+                own = each[i]
+                before = sum(each[:i])
+                group = sum(each)
                 return [
                     Piece(
                         self.theirs.format(**fields),

@@ -77,7 +77,8 @@ class Upcycling:
             problem = f"{self.family or f'no usual one for {dense.family}'}: give one of "
             raise ConfigError("family", problem + ", ".join(sorted(FAMILIES)))
         self._check(dense)
-        family, width = FAMILIES[name], dense.intermediate_size // self.split
+        family = FAMILIES[name]
+        width = dense.intermediate_size // self.split
         given: dict[str, Any] = {
             **dense.model_dump(),
             **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), width),
