@@ -54,7 +54,7 @@ def fail(service, name):
 
 
 INTERLEAVED = "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b model.num_layers=4"
-MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "dp", INTERLEAVED]
+MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "dp", INTERLEAVED]
 
 
 @pytest.fixture(scope="module")

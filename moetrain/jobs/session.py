@@ -39,6 +39,7 @@ from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
+from moetrain.rollout.ranks import sharing_heads
 from moetrain.rollout.request import Completion
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining
@@ -98,7 +99,9 @@ class JobSession:
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)
         pages, most = Pages.number_for(config), config.rl.max_sequences
-        self.generator = Generator(model, num_pages=pages, max_sequences=most, experts=experts)
+        heads, self.leaders = sharing_heads(self.world, experts)
+        sizes = {"num_pages": pages, "max_sequences": most}
+        self.generator = Generator(model, None, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = Limits(
             arch.vocab_size,
@@ -323,7 +326,8 @@ class JobSession:
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
-        mine = requests[self.world.rank :: self.world.size]
+        leaders, rank = self.leaders, self.world.rank
+        mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         try:
             generator.submit(*mine)
             while generator.goes_on(generator.is_busy):  # others may need this rank's experts
@@ -339,7 +343,7 @@ class JobSession:
         if self.is_given_up():
             done.clear()
         parts = self.world.gather(done)
-        if not all(parts[: len(requests)]):  # of the ranks that had any
+        if not all([parts[rank] for rank in leaders][: len(requests)]):  # of those that had any
             return None
         found = {key: c for part in parts for key, c in part.items()}
         return {

@@ -28,7 +28,7 @@ from moetrain.rl.losses import advantages
 from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.ranks import HeadParallel
+from moetrain.rollout.ranks import sharing_heads
 from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
@@ -147,14 +147,8 @@ class RlTrainer(Run):
         self.supervised = Pretraining.of(config, arch)
         model, experts = replica(self.engine)
         sizes = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
-        cp = self.world.meshes.dense.get_group("cp")
-        heads = HeadParallel(cp) if cp.size() > 1 else None
-        if heads and experts:  # which may be shared with other groups' ranks
-            experts.group = self.world.meshes.everyone
+        heads, self.leaders = sharing_heads(self.world, experts)
         self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
-        leads = self.world.gather(heads is None or heads.leads)
-        self.leaders = [rank for rank, is_one in enumerate(leads) if is_one]
-        """The ranks that have prompts."""
         self.update_weights = WeightUpdate(self.engine, self.generator)
         ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
         self.collector = Collector(

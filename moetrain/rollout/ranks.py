@@ -20,6 +20,7 @@ from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.mesh import all_gather_start, chunk_of
+from moetrain.parallel.world import World
 from moetrain.rollout.pages import PagedAttention
 
 
@@ -93,6 +94,21 @@ class HeadParallel:
         found = [given]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
+
+
+def sharing_heads(
+    world: World, experts: ExpertParallel | None
+) -> tuple[HeadParallel | None, list[int]]:
+    """Return the ranks of ``parallel.cp``, if there are several, and all ranks that have requests.
+
+    Collective.
+    """
+    cp = world.meshes.dense.get_group("cp")
+    heads = HeadParallel(cp) if cp.size() > 1 else None
+    if heads and experts:  # which may be shared with other groups' ranks
+        experts.group = world.meshes.everyone
+    leads = world.gather(heads is None or heads.leads)
+    return heads, [rank for rank, is_one in enumerate(leads) if is_one]
 
 
 class SplitAttention(PagedAttention):
