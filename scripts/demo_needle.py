@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 SHORT = (Stage(64, 6, 64, 250, 2e-3), Stage(512, 24, 8, 60, 2e-3))
 """Where tokens to copy from are near, a model learns soonest to copy at all."""
-LONG = Stage(65_536, 32, 1, 10, 1e-3)
+LONG = Stage(65_536, 32, 1, 20, 1e-3)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
