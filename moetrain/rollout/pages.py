@@ -214,9 +214,8 @@ class Running:
         """Number of tokens that the model has yet to read; the last one predicts the next."""
         return len(self.tokens) - self.num_read
 
-    def chunks(self, number: int) -> list[tuple["Running", int, int]]:
-        """Return the chunks of a step that reads ``number`` tokens and the drafts: its sequence,
-        first token and size; a draft is a chunk of its own."""
+    def chunks(self, number: int) -> list["Chunk"]:
+        """Return those of a step that reads ``number`` tokens, and each draft as one."""
         known = len(self.tokens)
         drafts = range(known, known + len(self.drafts))
         return [(self, self.num_read, number), *((self, i, 1) for i in drafts)]
@@ -230,6 +229,11 @@ class Running:
         """Append ``pages`` to its own."""
         self.table[len(self.pages) : len(self.pages) + len(pages)] = pages
         self.pages += pages
+
+
+Chunk = tuple[Running, int, int]
+"""What a step reads at once of a sequence, from which token on, and how many. In a step those of
+one token come first, and a sequence's drafts behind its token."""
 
 
 class Scheduler:

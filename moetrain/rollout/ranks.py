@@ -90,7 +90,7 @@ class HeadParallel:
         self.group, self.leads = group, group.rank() == 0
 
     def told(self, given: Any) -> Any:
-        """Return what the first rank gives. Collective."""
+        """Return what the first rank gives. Collective; the host waits for its message."""
         found = [given]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]

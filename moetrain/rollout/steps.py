@@ -36,13 +36,9 @@ from moetrain.models.families.drafting import Chunks, draft_tokens
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
-from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
+from moetrain.rollout.pages import Chunk, PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
-
-Chunk = tuple[Running, int, int]
-"""What a step reads at once of a sequence, from which token on, and how many. In a step those of
-one token come first, and a sequence's drafts behind its token."""
 
 
 class _Cache(Protocol):
