@@ -135,7 +135,8 @@ class RoutedExperts(Part):
         }
 
     def working_set(self, share: Workload) -> float:
-        row = share.width * (2 * self.hidden_size + 3 * self.moe_intermediate_size)
+        # A row's gradient, and within the expert those of activation and products, and the former.
+        row = share.width * (self.hidden_size + 4 * self.moe_intermediate_size)
         rows = share.own_tokens * self.num_experts_per_token * row
         # Shared experts' gradients are made before or after those of the rows.
         shared = 0.0 if self.shared is None else self.shared.working_set(_own(share))

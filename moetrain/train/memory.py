@@ -261,21 +261,27 @@ class RankSizes:
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
-        norms = sum(len(part.norms) or 1 for part in layer)
-        every = share.own_tokens * self.arch.hidden_size * norms * inputs
-        every += sum(part.activations(share) for part in layer)
-        saved = every if activation.policy == "none" else self.residual_bytes
+        normed = inputs * share.own_tokens * self.arch.hidden_size
+        made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
+        saved = sum(made) if activation.policy == "none" else self.residual_bytes
+        # What each part recomputes, and gradients that are wider than the residual stream.
+        working = [part.working_set(share) for part in layer]
+        backward = sum(made) - saved + sum(working)
         if activation.policy == "selective":
-            kept = [part.saved(share) for part in layer]
-            saved += sum(k.get(name, 0.0) for k in kept for name in activation.save)
+            kept = [
+                sum(size for name, size in part.saved(share).items() if name in activation.save)
+                for part in layer
+            ]
+            saved += sum(kept)
+            backward -= sum(kept)
+            if share.is_compiled:  # each where its own gradients are computed
+                backward = max(m - k + w for m, k, w in zip(made, kept, working, strict=True))
         if activation.offload == "auto":
             away = min(saved, link_bytes(layer, self.config.data.seq_len, share.own_tokens))
         else:
             away = activation.offload * saved
-        # Recomputed activations, gradients of whatever is wider than the residual stream, and those
-        # of the parameters in the compute dtype (fp32 if the weights are).
-        backward = every - saved + self.share_trained * width * numbers
-        backward += sum(part.working_set(share) for part in layer)
+        # And gradients of the parameters in the compute dtype (fp32 if the weights are).
+        backward += self.share_trained * width * numbers
         return _Block(numbers, unsharded, saved, away, backward)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
