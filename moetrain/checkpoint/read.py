@@ -168,9 +168,8 @@ class Contents:
     def together(cls, parts: Sequence[Self]) -> Self:
         """Join all ranks' reports. A piece that several ranks have is taken from the first.
 
-        Raises:
-            ValueError: the pieces of a tensor are not the whole, or ranks disagree about its dtype
-                or shape.
+        Raises ValueError: the pieces of a tensor are not the whole, or ranks disagree about its
+        dtype or shape.
         """
         whole = cls({}, {})
         for part in parts:

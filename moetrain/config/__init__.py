@@ -267,8 +267,7 @@ class Config(Section):
             recipes: the recipes of another command, in place of those named above.
             once: a setting that is given twice is an error: on a command line it is a slip.
 
-        Raises:
-            ConfigError: unknown or contradictory settings, wrong types, a missing file.
+        Raises ConfigError: unknown or contradictory settings, wrong types, a missing file.
         """
         reader, environ = Reader(cls), os.environ if environ is None else environ
         config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
@@ -302,11 +301,9 @@ class Config(Section):
 
         Settings that only a recipe proposes go back to their defaults.
 
-        Args:
-            facts: the facts that are known; each maps to the reason why it does not hold, or None.
+        ``facts``: the facts that are known; each maps to the reason why it does not hold, or None.
 
-        Raises:
-            ConfigError: a setting that a user gave has no effect.
+        Raises ConfigError: a setting that a user gave has no effect.
         """
         default, config = dict(leaves(Config().model_dump())), self
         while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):

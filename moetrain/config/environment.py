@@ -79,8 +79,7 @@ _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoi
 def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
     """Return this process's place among those that torchrun, srun or moetrain started, or None.
 
-    Raises:
-        ConfigError: one of the launcher's variables is missing or no number.
+    Raises ConfigError: one of the launcher's variables is missing or no number.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -295,8 +295,7 @@ class TrainSection(Section):
     def micro_batches(self, data_ranks: int = 1) -> int:
         """Return how many micro-batches each of ``data_ranks`` ranks has in an optimizer step.
 
-        Raises:
-            ConfigError: the global batch is not a multiple of the ranks' micro-batches.
+        Raises ConfigError: the global batch is not a multiple of the ranks' micro-batches.
         """
         rows = self.micro_batch_size * data_ranks
         if self.global_batch_size % rows:

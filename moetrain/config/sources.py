@@ -128,11 +128,9 @@ class Reader(Generic[_C]):
     def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
         """Make a config of ``values`` by dotted name.
 
-        Args:
-            strict: values must be of exactly the right types; else they may be texts.
+        ``strict``: values must be of exactly the right types; else they may be texts.
 
-        Raises:
-            ConfigError: a value is of a wrong type, or not among those that its setting takes.
+        Raises ConfigError: a value is of a wrong type, or not among those that its setting takes.
         """
         tree: dict[str, Any] = {}
         for name, value in values.items():
@@ -330,8 +328,7 @@ _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "reco
 def source_by_suffix(path: object, field: str = "data.path") -> str:
     """Return the ``data.source`` of what the setting ``field`` names, by the end of its name.
 
-    Raises:
-        ConfigError: the end tells nothing.
+    Raises ConfigError: the end tells nothing.
     """
     # To guess text for other files would train on their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()

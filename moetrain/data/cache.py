@@ -90,9 +90,8 @@ class TokenCache(NamedTuple):
     def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Self:
         """Open the cache of ``source``, and build it first if no earlier run did.
 
-        Raises:
-            ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or the
-                cache in it is damaged.
+        Raises ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or
+        the cache in it is damaged.
         """
         identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -184,8 +183,7 @@ class Blocks:
     def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
         """Yield the blocks from ``at`` on without end, and where each is.
 
-        Raises:
-            ConfigError: as :meth:`TokenCache.of`.
+        Raises ConfigError: as :meth:`TokenCache.of`.
         """
         ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()

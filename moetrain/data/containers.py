@@ -112,8 +112,7 @@ class Files:
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
         """List the parts that can be read by themselves.
 
-        Args:
-            line_bytes: size of the pieces of a file of lines; None: a file is one piece.
+        ``line_bytes``: size of the pieces of a file of lines; None: a file is one piece.
         """
         if self.table is not None:
             starts = range(0, len(self.table), _ROWS)
@@ -250,8 +249,7 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Returns:
         The files, and the table of ``datasets`` that they make, if it is a data set.
 
-    Raises:
-        ConfigError: there is nothing there, or it cannot be read.
+    Raises ConfigError: there is nothing there, or it cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
     is_file = os.path.splitext(path)[1] in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
@@ -284,8 +282,7 @@ def list_files(
 ) -> list[Path]:
     """List the visible files that ``path`` is, matches or holds, by name.
 
-    Raises:
-        ConfigError: there are none, or none that can be read.
+    Raises ConfigError: there are none, or none that can be read.
     """
     if glob.has_magic(path) and not os.path.lexists(path):
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]

@@ -103,8 +103,7 @@ class _GivenStream(Samples):
 def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Data:
     """Return the data of a run on ``rows``.
 
-    Args:
-        held_out: a sequence of rows to evaluate on, or several by name; None: there are none.
+    ``held_out``: a sequence of rows to evaluate on, or several by name; None: there are none.
 
     Raises:
         ConfigError: settings name other data, no rows were given, or ``train.epochs`` of a stream.

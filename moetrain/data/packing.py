@@ -433,8 +433,7 @@ def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     most 11/9 of the fewest possible rows, O(I log I), and for each item a search of ``size`` bits:
     ``rooms`` has bit r set if some row has room for r more.
 
-    Args:
-        lengths_I: integers from 1 to ``size``.
+    ``lengths_I``: integers from 1 to ``size``.
     """
     rows_I = np.empty(len(lengths_I), dtype=np.int64)
     rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]

@@ -148,8 +148,7 @@ class ForwardBackward(_Texts):
     def policy(self) -> RlSection | None:
         """Return the settings of the policy's loss; None: the loss is cross-entropy.
 
-        Raises:
-            ValueError: a setting is unknown or invalid, or two contradict each other.
+        Raises ValueError: a setting is unknown or invalid, or two contradict each other.
         """
         if odd := sorted(set(self.loss_settings) - set(_LOSS_SETTINGS)):
             known = ", ".join(_LOSS_SETTINGS)

@@ -148,12 +148,10 @@ class Service(AbstractContextManager["Service"]):
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
 
-        Args:
-            number: the place in the job's order that the client gives it, so that it can be sent
-                again; None: the next.
+        ``number``: the place in the job's order that the client gives it, so that it can be sent
+        again; None: the next.
 
-        Raises:
-            Refused: it is not taken up.
+        Raises Refused: it is not taken up.
         """
         self.describe(name)  # raises Refused before the body is parsed
         text = self.session.limits.parse(kind, body).model_dump_json()

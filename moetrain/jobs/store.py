@@ -236,9 +236,8 @@ class Job:
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        Raises:
-            Refused: another request has ``number``, or ones before it have not come; as many as
-                ``most`` wait already.
+        Raises Refused: another request has ``number``, or ones before it have not come; as many as
+        ``most`` wait already.
         """
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
         if number is not None and number < self.accepted:

@@ -367,8 +367,7 @@ class Architecture(BaseModel):
     def plan(self) -> ShardingPlan:
         """Collect the rules and styles of all parts, and add those that every decoder has.
 
-        Raises:
-            ValueError: parts of one name disagree about a parameter's rule or about their style.
+        Raises ValueError: parts of one name disagree about a parameter's rule or about their style.
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}

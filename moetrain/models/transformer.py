@@ -388,9 +388,8 @@ def plan_model(
 
     ``dtype`` is the compute dtype.
 
-    Raises:
-        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
-            cannot be trained with these settings.
+    Raises ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
+    cannot be trained with these settings.
     """
     with torch.device("meta"):
         model = Transformer(arch, kernels=config.kernels, moe=config.moe)

@@ -79,8 +79,7 @@ class ParallelDims:
     def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
         """Make the dims of ``world_size`` ranks that train ``arch``, inferring a dp_shard of -1.
 
-        Raises:
-            ConfigError: the degrees do not fit the world or the model; it names them all.
+        Raises ConfigError: the degrees do not fit the world or the model; it names them all.
         """
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp

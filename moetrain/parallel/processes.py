@@ -45,8 +45,7 @@ _LONGEST_PAUSE = 0.2
 def num_processes(config: Config) -> int:
     """Give the number of processes that ``launch.nproc`` means on this machine.
 
-    Raises:
-        ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
+    Raises ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
     """
     nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
@@ -100,8 +99,7 @@ def planned_machine(config: Config) -> Machine:
     launcher started them or ``launch.nproc`` says, else as many as the degrees of parallelism
     multiply to.
 
-    Raises:
-        ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
+    Raises ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
     """
     launch, p, place = config.launch, config.parallel, launched_place()
     gpus, is_asked = torch.cuda.device_count(), (launch.gpus or launch.gpu) is not None
@@ -158,8 +156,7 @@ class Rendezvous:
     def barrier(self) -> None:
         """Return when every rank has come here, however long that takes.
 
-        Raises:
-            RunFailed: a rank is gone.
+        Raises RunFailed: a rank is gone.
         """
         with self._next_call("wait") as key:
             if self._store.add(key, 1) == self.size:
@@ -238,8 +235,7 @@ def _first_line(error: Exception) -> str:
 def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
     """Connect to the store, and wait until all ranks of ``place.world_size`` have.
 
-    Args:
-        seconds: how long to wait for them (``launch.join_timeout``).
+    ``seconds``: how long to wait for them (``launch.join_timeout``).
 
     Raises:
         ConfigError: the address is unknown, or ranks contradict one another.

@@ -192,8 +192,7 @@ def join_world(config: Config, arch: Architecture) -> World:
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     """Lay out ``size`` ranks, checked against the model and the batch; starts nothing.
 
-    Raises:
-        ConfigError: the degrees, the model, the batch and the world do not fit one another.
+    Raises ConfigError: the degrees, the model, the batch and the world do not fit one another.
     """
     dims = ParallelDims.resolve(config.parallel, size, arch)
     t, seq_len = config.train, config.data.seq_len

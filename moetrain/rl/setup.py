@@ -47,9 +47,8 @@ class Setup:
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
         """Import the user's files, make the environment and try the reward function.
 
-        Raises:
-            ConfigError: settings of several sections do not fit, one cannot run on this device, or
-                something named is not there.
+        Raises ConfigError: settings of several sections do not fit, one cannot run on this device,
+        or something named is not there.
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"

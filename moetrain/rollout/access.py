@@ -83,8 +83,7 @@ class Access:
     def refusal(self, headers: Mapping[bytes, bytes], token: str | None) -> tuple[int, str] | None:
         """Return HTTP's status and what is wrong with a request; None: it may be served.
 
-        Args:
-            token: as from :meth:`token`.
+        ``token``: as from :meth:`token`.
         """
         if token is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

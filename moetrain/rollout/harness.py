@@ -203,8 +203,7 @@ class _Model(TemplateLM):
 
         A text that is too long for the cache loses its beginning.
 
-        Args:
-            parts: texts, and how many of their last tokens to score.
+        ``parts``: texts, and how many of their last tokens to score.
         """
         asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
         window = self.generator.longest - 1

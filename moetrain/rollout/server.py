@@ -312,8 +312,7 @@ class _Answer:
     async def updates(self) -> AsyncGenerator[_Item, None]:
         """Yield each token of each choice as it comes.
 
-        Raises:
-            HTTPException: too much is being served, the request can never be, or a step failed.
+        Raises HTTPException: too much is being served, the request can never be, or a step failed.
         """
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:

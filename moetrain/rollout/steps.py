@@ -350,8 +350,7 @@ class Steps:
     def score(self, hidden_ND: torch.Tensor, tokens: Sequence[int]) -> list[tuple[float, int]]:
         """Return the log-probability of each of ``tokens``, and the likeliest token in its place.
 
-        Args:
-            hidden_ND: hidden states, after the final norm, of the tokens before them.
+        ``hidden_ND``: hidden states, after the final norm, of the tokens before them.
         """
         model, count = self.model, len(tokens)
         tokens_N = torch.tensor(tokens, device=self.device)

@@ -111,8 +111,7 @@ class WeightUpdate:
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
         """
-        Args:
-            generator: its model is a :func:`replica`, or has all experts, in any dtype.
+        ``generator``: its model is a :func:`replica`, or has all experts, in any dtype.
 
         Raises ValueError: the models have different parameters.
         """

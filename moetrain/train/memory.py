@@ -91,8 +91,7 @@ class MemoryEstimate:
     def check(self, config: Config, capacity: float) -> None:
         """Refuse a run that cannot fit into ``capacity`` bytes.
 
-        Raises:
-            ConfigError: it names the batch if a smaller one could help, else the model.
+        Raises ConfigError: it names the batch if a smaller one could help, else the model.
         """
         if self.may_fit(capacity):
             return
@@ -281,8 +280,7 @@ class RankSizes:
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment of a training step that takes most.
 
-        Args:
-            sleep: memory of generation that is freed during updates; None: nothing generates.
+        ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters

@@ -60,8 +60,7 @@ class MemoryPlan(NamedTuple):
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
         """Plan ``config`` as it is.
 
-        Raises:
-            ConfigError: a setting has no effect on such a machine.
+        Raises ConfigError: a setting has no effect on such a machine.
         """
         machine = planned_machine(config)
         kind = machine.device.type
@@ -110,9 +109,8 @@ def _largest(ranks: Iterable[MemoryEstimate]) -> MemoryEstimate:
 def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
     """Describe the machine, the estimate, whether it fits and host memory; needs no device.
 
-    Raises:
-        ConfigError: the degrees do not fit the model or the number of processes, a setting has no
-            effect on such a machine, or a run that generates does not fit into it.
+    Raises ConfigError: the degrees do not fit the model or the number of processes, a setting has
+    no effect on such a machine, or a run that generates does not fit into it.
     """
     plan = MemoryPlan.of(config, arch, generates=generates)
     ranks, machine = plan.ranks(), plan.machine
@@ -230,11 +228,9 @@ class _Room(NamedTuple):
 def check_host(ranks: Sequence[RankSizes], world: World) -> None:
     """Refuse a run that takes more host memory than one of its machines has. Collective.
 
-    Args:
-        ranks: the sizes of every pipeline rank.
+    ``ranks``: the sizes of every pipeline rank.
 
-    Raises:
-        ConfigError: it names the setting that takes most, and how much memory there is.
+    Raises ConfigError: it names the setting that takes most, and how much memory there is.
     """
     of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
@@ -252,8 +248,7 @@ def _what_is_wrong(
 ) -> tuple[str, str] | None:
     """Return a setting and its problem, or None if all machines have enough; may warn.
 
-    Args:
-        reports: for each process its machine's name, what it takes, and a :class:`_Room`.
+    ``reports``: for each process its machine's name, what it takes, and a :class:`_Room`.
     """
     by_host: dict[str, list[tuple[_Takes, _Room]]] = {}
     for name, takes, room in reports:
@@ -294,8 +289,7 @@ def _described(takes: _Takes) -> str:
 def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
     """Return the memory left on this machine by Linux's account; elsewhere all counts as free.
 
-    Args:
-        proc, groups: folders in which the kernel shows processes and control groups.
+    ``proc``, ``groups``: folders in which the kernel shows processes and control groups.
     """
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:

@@ -214,12 +214,10 @@ def preferences(
 ) -> dict[str, Any]:
     """Return the arguments of a trainer that learns from ``pairs``.
 
-    Args:
-        pairs: mappings with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
+    ``pairs``: mappings with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
 
-    Raises:
-        ConfigError: an answer has no token, a pair has no room in ``data.seq_len`` tokens, or
-            ``kind`` is none of :data:`LOSSES`.
+    Raises ConfigError: an answer has no token, a pair has no room in ``data.seq_len`` tokens, or
+    ``kind`` is none of :data:`LOSSES`.
     """
     if kind not in LOSSES:
         raise ConfigError("kind", f"{kind!r} is none of {', '.join(LOSSES)}")

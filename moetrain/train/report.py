@@ -94,8 +94,7 @@ class Report(Callback):
 def write_report(folder: Path) -> Path:
     """Write ``report.html`` of the run in ``folder``; return its path.
 
-    Raises:
-        OSError: there is no run in ``folder``, or it cannot be written.
+    Raises OSError: there is no run in ``folder``, or it cannot be written.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     settings = json.loads((folder / "config.json").read_text("utf-8"))

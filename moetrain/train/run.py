@@ -76,8 +76,7 @@ class _StepWatch:
             skipped: 0-d bool, the same on every rank.
             requests: 0-d, as :meth:`Run.sum_requests` returns it.
 
-        Raises:
-            _BadSteps: the limit was reached by the steps before this one.
+        Raises _BadSteps: the limit was reached by the steps before this one.
         """
         self.check()
         self._steps += 1
@@ -128,8 +127,7 @@ class Run(ABC):
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
         """Build the run, and resume it if there is something to resume.
 
-        Raises:
-            ConfigError: a setting is wrong, or the run cannot be made of it here.
+        Raises ConfigError: a setting is wrong, or the run cannot be made of it here.
         """
         sleep = config.rl.sleep if self.generates else None
         self.session = Session(*prepare(config), sleep)
@@ -403,8 +401,7 @@ class Run(ABC):
     def save(self, *, failed: bool = False) -> Path:
         """Write a checkpoint of the current step, unless there is one, and wait for its end.
 
-        Raises:
-            RunFailed: it, or the one that was being written, cannot be written.
+        Raises RunFailed: it, or the one that was being written, cannot be written.
         """
         path = self.begin_save(failed=failed)
         self.report_saved(self.snapshots.wait())

@@ -47,8 +47,7 @@ _IMBALANCE = 0.1
 def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
     """Estimate the seconds of a step on GPUs of one kind; ``ranks``: of every pipeline rank.
 
-    Raises:
-        ConfigError: a setting whose cost was not measured.
+    Raises ConfigError: a setting whose cost was not measured.
     """
     config, dims = ranks[0].config, ranks[0].dims
     for name, value in {

@@ -142,10 +142,9 @@ class Export:
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the checkpoint.
 
-        Args:
-            tensors: every weight with its name in the files, in the order of
-                ``Transformer.pieces``. Every process gets all of them; each is valid until the next
-                is requested.
+        ``tensors``: every weight with its name in the files, in the order of
+        ``Transformer.pieces``. Every process gets all of them; each is valid until the next is
+        requested.
         """
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)

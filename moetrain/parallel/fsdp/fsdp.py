@@ -178,8 +178,7 @@ class FSDP(Sharding):
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
         forward runs), those of 8-bit codes, and all-reduces over replicas.
 
-        Raises:
-            ConfigError: the setting is copy, and ranks do not reach one another's memory.
+        Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
         """
         travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
@@ -362,8 +361,7 @@ class FSDP(Sharding):
 
         Outputs that depend on nothing trained are passed over, as a first stage may have.
 
-        Args:
-            is_last: no other backward follows in this work.
+        ``is_last``: no other backward follows in this work.
         """
         self._is_last = is_last
         if gradients is not None:

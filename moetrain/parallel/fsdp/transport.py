@@ -332,8 +332,7 @@ def reachable(
 
     Collective over ``everyone``.
 
-    Raises:
-        ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
     if not wants_copies(setting, device.type) or everyone.size() == 1:
         return []

@@ -117,8 +117,7 @@ class StagePlan:
     def schedule(self, micro_batches: int) -> Schedule:
         """Make the schedule of a step of ``micro_batches``.
 
-        Raises:
-            ConfigError: there is none; the message lists what is possible.
+        Raises ConfigError: there is none; the message lists what is possible.
         """
         name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
         return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
