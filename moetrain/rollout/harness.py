@@ -8,7 +8,6 @@ The library (the extra ``eval``) brings tasks, prompts and scores. Left out on p
 change while they run, and models that are no generator.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -221,10 +220,7 @@ class _Model(TemplateLM):
         rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
         done = self.generator.generate(requests[rank::size])
         found = [pick(completion) for (completion,) in done]
-        if self.world is None:
-            return found
-        texts = self.world.rendezvous.gather(json.dumps(found))
         answers: list[Any] = [None] * len(requests)
-        for other, text in enumerate(json.loads(self.world.broadcast(json.dumps(texts)))):
-            answers[other::size] = json.loads(text)
+        for other, part in enumerate([found] if self.world is None else self.world.gather(found)):
+            answers[other::size] = part
         return answers

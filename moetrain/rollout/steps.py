@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +39,6 @@ from moetrain.models.transformer import Rows, Transformer
 from moetrain.rollout.pages import Chunk, PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
-
-
-class _Cache(Protocol):
-    """What one layer keeps of the sequences, in memory that its first use allocates."""
-
-    def free(self) -> None: ...
-
-    def wipe(self) -> None:
-        """Fill it with zeros."""
-
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 _SALT = 0x9E3779B9
@@ -103,7 +93,8 @@ class Steps:
         self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
-        self.caches: list[_Cache] = []
+        self.caches: list[Any] = []
+        """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
             for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers + bool(draft)])

@@ -125,20 +125,10 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
-_TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-}
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+_TOKENIZER_FILES |= {"added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"}
+_TOKENIZER_FILES |= {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
+_TOKENIZER_FILES |= {"chat_template.jinja", "chat_template.json"}
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
@@ -322,8 +312,11 @@ def _find_local(name: str) -> Path | None:
         snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    # An interrupted download, or another tool's, may have left only some of the files.
-    return Path(snapshot) if _is_complete(Path(snapshot)) else None
+    try:
+        _shards(Path(snapshot))
+    except ConfigError:  # an interrupted download, or another tool's, left only some of the files
+        return None
+    return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
 
 
 def _download(name: str) -> Path:
@@ -333,14 +326,6 @@ def _download(name: str) -> Path:
         raise error(name, "no such folder, and not a hub id (owner/name)") from None
     except OSError as failure:  # the hub's own errors are OSErrors too
         raise error(name, f"no such folder, and not available from the hub: {failure}") from None
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        _shards(folder)
-    except ConfigError:
-        return False
-    return (folder / CONFIG).is_file()
 
 
 # Reading.

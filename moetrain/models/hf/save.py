@@ -363,8 +363,8 @@ def _set_ids(
     """
     ids = tokenizer.ids()
     if source is not None and _is_same_tokenizer(tokenizer, source.folder):
-        known = [x for value in (config, generation) for x in _as_list(value.get(_EOS))]
-        if ids[_EOS] in known:
+        known = (value.get(_EOS) for value in (config, generation))
+        if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
             return
         ids = {_EOS: ids[_EOS]}
     config |= ids
@@ -379,7 +379,3 @@ def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
     if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
         return False
     return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
