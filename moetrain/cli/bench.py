@@ -21,8 +21,6 @@ _WARM_UP, _TIMED = 4, 10
 
 
 class _Bench:
-    """Training steps that are timed."""
-
     def __init__(self, config: Config) -> None:
         given = {
             name

@@ -229,7 +229,6 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
 
 
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
-    """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 
     run = resolve_name(program.run)

@@ -90,7 +90,6 @@ class _Need(NamedTuple):
     remedy: str = "unset one"
 
     def covers(self, name: str) -> bool:
-        """Return whether this is about the setting ``name``."""
         is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
         return name in self.settings.split() or (is_in_section and name not in self.of)
 

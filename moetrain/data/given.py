@@ -63,7 +63,6 @@ class _GivenStream(Samples):
         return _row_of(self._read_to(number + 1), f"row {number}", *self._sizes)
 
     def _read_to(self, number: int) -> Any:
-        """Take rows until there are ``number`` of them; return the last."""
         found = None
         while self._taken < number:
             found = next(self._iterator, self)
@@ -150,7 +149,6 @@ def _name_of(rows: Any) -> str:
 
 
 def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
-    """Make a :class:`Row` of ``size`` tokens of what a user gave."""
     fields = given if isinstance(given, Mapping) else {"input_ids": given}
     ids = np.asarray(fields["input_ids"])
     labels = np.asarray(fields.get("labels", ids))

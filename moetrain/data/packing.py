@@ -140,8 +140,6 @@ class Mixture(Samples):
 
 
 class _BlockRows(NamedTuple):
-    """The samples of a block."""
-
     first: int
     """Number of its first sample."""
     place: tuple[int, int, int]

@@ -73,8 +73,6 @@ class Limits:
 
 
 class _JobBody(JsonBody):
-    """The body of a request to a job."""
-
     changes: ClassVar[bool] = False
     """Whether it changes the job's state, and so is served again where that was lost."""
 

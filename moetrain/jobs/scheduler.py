@@ -306,7 +306,6 @@ class Service(AbstractContextManager["Service"]):
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
-        """Whether the job that is loaded is to be saved."""
         new = self.session.now.seen - self.session.now.saved
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time

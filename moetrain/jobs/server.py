@@ -35,8 +35,6 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class _NewJob(JsonBody):
-    """The body that makes a new job."""
-
     id: str | None = None
     """None: the service draws one."""
     seed: int = 0

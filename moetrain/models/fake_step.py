@@ -121,7 +121,6 @@ class FakeStep:
     def _run_sums(
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
     ) -> None:
-        """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
         config = self.config
         size = len(gradient_N)
         mode = self.config.parallel.reduce

@@ -240,7 +240,6 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _adapted(
     x_TD: torch.Tensor, made: "Sequence[torch.Tensor]", modules: "Sequence[Linear]"
 ) -> "Sequence[torch.Tensor]":
-    """Add the products of the modules' adapters to ``made``."""
     found = {i: m.adapter("weight", x_TD.dtype) for i, m in enumerate(modules)}
     adapters = {i: adapter for i, adapter in found.items() if adapter is not None}
     if not adapters:
@@ -314,7 +313,6 @@ class SwiGLU(Part):
         return 3 * self._wide(share)
 
     def _wide(self, share: Workload) -> float:
-        """Return the bytes of one tensor of the layer's own width."""
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 

@@ -258,7 +258,6 @@ class _Groups:
         return self.made[cut]
 
     def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make a mesh of every rank."""
         groups = [self.group(ranks, axis) for axis in range(ranks.ndim)]
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
 
@@ -390,7 +389,6 @@ class Layout:
 
     @property
     def _coordinate(self) -> Sequence[int]:
-        """This rank's coordinate on the mesh."""
         place = self.mesh.get_coordinate()
         assert place is not None  # a rank has layouts on its own meshes alone
         return place

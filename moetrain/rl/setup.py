@@ -128,7 +128,6 @@ class Setup:
 
 
 def _steps_and_groups(config: Config) -> tuple[int, int]:
-    """Return the run's steps, and the prompts of each."""
     train, rl = config.train, config.rl
     if train.steps is None:
         raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
@@ -209,7 +208,6 @@ class _Tasks:
         return index if self._dealt is None else int(self._dealt[index])
 
     def trained(self, prompt: int) -> int:
-        """Return the task of prompt number ``prompt``."""
         if self._dealt is None:
             return self.num_held_out + prompt
         trained = self._dealt[self.num_held_out :]

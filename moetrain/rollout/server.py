@@ -94,8 +94,6 @@ class _Asked(JsonBody):
 
 
 class _Completions(_Asked):
-    """A request to continue texts."""
-
     kind: ClassVar = "text_completion"
     """The ``object`` of a reply."""
 
@@ -337,7 +335,6 @@ class _Answer:
             raise HTTPException(500, self.server.FAILED) from None
 
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
-        """Return the reply in one piece."""
         return await asyncio.to_thread(self._whole, [item async for item in updates])
 
     def _whole(self, items: Sequence[_Item]) -> Response:

@@ -81,7 +81,6 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 
 def _replica_bytes(engine: Engine) -> int:
-    """Return the bytes that :func:`replica` allocates on this rank."""
     total = 0
     for name, rule in engine.stages.rules.items():
         if _frozen_here(engine, name) is not None:

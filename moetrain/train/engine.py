@@ -168,7 +168,6 @@ class Engine(ModelState):
         return nullcontext() if self.static is None else self.static.sized(None)
 
     def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Add up all ranks' counts, on the device."""
         # torch.tensor would wait for the device.
         counts = [torch.full((), n, device=self.world.device) for n in counted.values()]
         summed = self.world.sum_rows(torch.stack(counts)).clamp(min=1)
@@ -312,7 +311,6 @@ class _Pass(Generic[_B]):
         return total
 
     def backward(self, total: torch.Tensor) -> None:
-        """Add a micro-batch's gradients to those of the step."""
         self.num_done += 1
         self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
 

@@ -132,8 +132,6 @@ def _parameters(
 
 
 class _Block(NamedTuple):
-    """What one block takes on a rank."""
-
     numbers: float
     """How many parameters it computes with."""
     unsharded: float
@@ -409,7 +407,6 @@ class RankSizes:
         return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
 
     def _host(self) -> float:
-        """Count bytes of all blocks' activations on the host."""
         # The last block of each pass over a stage keeps its own, and the one on its way back.
         most = max(block.away for block in self._blocks.values())
         away = self._passes * self._of_all(lambda block: block.away)

@@ -181,7 +181,6 @@ class SilentLog(MetricsLog):
 
 
 def _describe(row: Mapping[str, float | None]) -> str:
-    """Format the few numbers that a person watches."""
     forms = {
         "loss": ("loss", "{:.4f}"),
         "eval_loss": ("held-out loss", "{:.4f}"),

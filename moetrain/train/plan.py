@@ -174,7 +174,6 @@ def _changes(plan: MemoryPlan) -> Iterator[_Change]:
 
 
 def _smaller(config: Config) -> list[_Change]:
-    """Smaller micro-batches, then more recomputation."""
     rows, policies = config.train.micro_batch_size, ("none", "selective", "full")
     batches = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
     more = policies[policies.index(config.activation.policy) + 1 :]
@@ -273,7 +272,6 @@ def _what_is_wrong(
 
 
 def _sum(takes: Iterable[_Takes]) -> _Takes:
-    """Add up what several processes take."""
     total: Counter[str] = Counter()
     for one in takes:
         total.update(one)  # pyright: ignore[reportArgumentType] - it adds whatever adds up
@@ -319,6 +317,5 @@ def _text(path: Path) -> str:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
     words = map(str.split, _text(path).splitlines())
     return {name: int(number) for name, number, *_ in words}

@@ -142,7 +142,6 @@ class _Clock:
     # ---- of one micro-batch --------------------------------------------------------------------
 
     def _part(self, part: Part) -> float:
-        """Estimate a part's products."""
         seq_len, activation = self.config.data.seq_len, self.config.activation
         own = self.share.tokens / self.dims.tp
         kept = activation.save if activation.policy == "selective" else ()

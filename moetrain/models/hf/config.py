@@ -136,7 +136,6 @@ def _carried(source: Mapping[str, Any], spelled: set[str]) -> dict[str, Any]:
 
 
 def _family_of(model_type: object) -> Family:
-    """Return the family of ``model_type``; ConfigError if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         raise _error(f"model_type {model_type!r} is not supported; supported: {supported}")

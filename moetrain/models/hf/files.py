@@ -41,8 +41,6 @@ _MANIFEST = ".moetrain-export.json"
 
 
 class _FileTensor(NamedTuple):
-    """Where a tensor lies, and what it is."""
-
     file: Path
     dtype: torch.dtype
     """That in which it is used, and exported."""
@@ -114,7 +112,6 @@ def _dequantised(
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return a file's size and time."""
     try:
         stat = file.stat()
     except OSError:

@@ -64,8 +64,6 @@ def warn_about_router_bias(model: Transformer) -> None:
 
 
 class _Outgoing(NamedTuple):
-    """A tensor to export."""
-
     name: str
     dtype: torch.dtype
     num_bytes: int
@@ -309,7 +307,6 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
 
 
 def _index(shards: Mapping[str, Sequence[_Outgoing]]) -> dict[str, _File]:
-    """Make the index of several files, by its name."""
     if len(shards) == 1:
         return {}
     total_size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)

@@ -95,7 +95,6 @@ class _Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        """Wait for the gathers, and copy out what must be copied."""
         works, self.works = self.works or [], None
         for work in works:
             if work is not None:

@@ -110,8 +110,6 @@ class Pipeline:
 
 
 class _Run:
-    """One call of :meth:`Pipeline.run`."""
-
     def __init__(
         self,
         pipeline: Pipeline,

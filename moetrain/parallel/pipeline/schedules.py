@@ -200,7 +200,6 @@ class _Timeline:
         return max(end for _, end in self.times.values())
 
     def busy(self, rank: int) -> float:
-        """Add up the time for which ``rank`` works."""
         times = [self.times[action] for action in self.schedule.actions[rank]]
         return sum(end - start for start, end in times)
 
@@ -249,7 +248,6 @@ class _ScheduleKind(NamedTuple):
     """Whether micro-batches must be a multiple of the ranks."""
 
     def check_stages(self, name: str, stages: int) -> None:
-        """Raise ConfigError unless a rank can have ``stages`` stages."""
         low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
         if not low <= stages <= high:
             wanted = str(low) if low == high else f"{low} to {high}"

@@ -205,8 +205,6 @@ class StagePlan:
 
 
 class _ModelTensor(NamedTuple):
-    """A tensor of the whole model."""
-
     shape: torch.Size
     rule: Rule | None
     """The parameter's rule; None for a buffer."""
