@@ -209,10 +209,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def newest_in(path: Path) -> Path:
-    """Return the newest checkpoint in ``path``, a run's output folder or a folder of checkpoints.
-
-    If it holds none, ``path`` itself is returned, which should then be a checkpoint.
-    """
+    """Return the newest checkpoint in a run's folder or a folder of them; else ``path`` itself."""
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     return found[-1] if found else path
 

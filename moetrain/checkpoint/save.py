@@ -144,10 +144,7 @@ class Saver:
         self.under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
-        """Return the checkpoint that has become complete since the last call; None: there is none.
-
-        Raises RunFailed: it could not be written; nothing of it is left.
-        """
+        """Return the checkpoint that is newly complete, or None; RunFailed: it is not written."""
         is_writing = self.under_way is not None and not self.under_way.done()
         return None if is_writing else self.wait()
 
@@ -382,10 +379,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def begin(final: Path) -> Path:
-    """Make an empty folder beside ``final``, to be filled and then passed to :func:`commit`.
-
-    Raises OSError: it cannot be made.
-    """
+    """Make an empty folder beside ``final`` for :func:`commit`; OSError: it cannot be made."""
     new = _hidden(final, str(os.getpid()))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

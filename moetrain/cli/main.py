@@ -87,10 +87,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End in silence once nobody reads standard output any more (``--help | head``).
-
-    For commands that only print; a run that nobody watches goes on.
-    """
+    """End in silence a command that prints once nobody reads it any more (``--help | head``)."""
     try:
         try:
             yield

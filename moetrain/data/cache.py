@@ -181,10 +181,7 @@ class Blocks:
         return self._made(found, "sample-0") if found else None
 
     def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
-        """Yield the blocks from ``at`` on without end, and where each is.
-
-        Raises ConfigError: as :meth:`TokenCache.of`.
-        """
+        """Yield blocks and where each is, from ``at`` on without end; ConfigError: as ``of``."""
         ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)

@@ -245,10 +245,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Render the text that the assistant's next turn continues.
-
-        Raises BadLineError, ConfigError: as :meth:`documents`.
-        """
+        """Render what the assistant's next turn continues; raises as :meth:`documents`."""
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(messages, variables)
         return self._render(self._checked(messages), variables, add_generation_prompt=True)

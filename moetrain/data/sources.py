@@ -263,10 +263,7 @@ class RecordReader:
         ]
 
     def form_of(self, record: Any) -> str:
-        """Return the name of the form that ``record`` has, which is ``data.format`` if that is set.
-
-        Raises BadLineError: it has none; the message shows the record and the nearest form.
-        """
+        """Return the form of ``record``; BadLineError, with the nearest form: it has none."""
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
         if self.form != "auto":

@@ -71,10 +71,7 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
 
 
 def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
-    """Write ``value``, which is not empty, and ``body``, which is JSON, and force it to the disk.
-
-    OSError: ``path`` is as it was.
-    """
+    """Write ``value`` (not empty) and the JSON ``body`` to the disk; OSError: nothing changed."""
     text = json.dumps(value, allow_nan=False)
     if body is not None:
         text = f'{text[:-1]}, "body": {body}}}'
@@ -82,10 +79,7 @@ def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None
 
 
 def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """Read what :func:`_write_durably` wrote to ``folder / name``.
-
-    Raises DamagedJob unless it is what was written, with all ``fields``, of these types.
-    """
+    """Read what :func:`_write_durably` wrote, with ``fields`` of these types; or DamagedJob."""
     try:
         data = (folder / name).read_bytes()
         if holds_seal(data) is False:

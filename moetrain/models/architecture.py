@@ -167,10 +167,7 @@ class Part(ABC):
         return 0
 
     def state_bytes(self, width: int) -> float:
-        """Return the bytes that generation keeps for a running sequence, whatever its length.
-
-        ``width``: bytes of a number in the compute dtype.
-        """
+        """Return the bytes that generation keeps for a sequence, for numbers of ``width`` bytes."""
         return 0.0
 
     def _matrices(self) -> Iterator[Weight]:

@@ -77,10 +77,7 @@ class ParallelDims:
 
     @classmethod
     def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
-        """Make the dims of ``world_size`` ranks that train ``arch``, inferring a dp_shard of -1.
-
-        Raises ConfigError: the degrees do not fit the world or the model; it names them all.
-        """
+        """Make the dims that train ``arch``, inferring a dp_shard of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:

@@ -43,10 +43,7 @@ _LONGEST_PAUSE = 0.2
 
 
 def num_processes(config: Config) -> int:
-    """Give the number of processes that ``launch.nproc`` means on this machine.
-
-    Raises ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
-    """
+    """Give the number that ``launch.nproc`` means here; ConfigError: more than GPUs or cores."""
     nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
@@ -154,10 +151,7 @@ class Rendezvous:
             threading.Thread(target=_show_life, args=life, daemon=True).start()
 
     def barrier(self) -> None:
-        """Return when every rank has come here, however long that takes.
-
-        Raises RunFailed: a rank is gone.
-        """
+        """Return when every rank has come here, however late; RunFailed: a rank is gone."""
         with self._next_call("wait") as key:
             if self._store.add(key, 1) == self.size:
                 self._store.set(f"{key}/all", "")

@@ -107,10 +107,7 @@ class Generator:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Take up ``requests``; the next steps serve them.
-
-        Raises RequestError: one can never be served, or its id is being served; none is taken up.
-        """
+        """Take up ``requests`` for the next steps, or none and raise RequestError."""
         begun: dict[str, list[Running]] = {}
         for request in requests:
             if request.id in self._live or request.id in begun:

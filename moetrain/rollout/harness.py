@@ -52,10 +52,7 @@ class _Benchmarks:
     """The tasks of ``eval.tasks``, which any model can be measured by."""
 
     def __init__(self, settings: EvalSection) -> None:
-        """Load the tasks and their data.
-
-        Raises ConfigError: there is no such task, or its data cannot be loaded.
-        """
+        """Load the tasks and their data, or raise ConfigError."""
         self.settings = settings
         self._manager = TaskManager(include_path=settings.task_folder)
         if unknown := sorted({*settings.tasks} - {*self._manager.all_tasks}):

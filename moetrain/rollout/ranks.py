@@ -99,10 +99,7 @@ class HeadParallel:
 def sharing_heads(
     world: World, experts: ExpertParallel | None
 ) -> tuple[HeadParallel | None, list[int]]:
-    """Return the ranks of ``parallel.cp``, if there are several, and all ranks that have requests.
-
-    Collective.
-    """
+    """Return the ranks of ``parallel.cp``, if several, and all that have requests. Collective."""
     cp = world.meshes.dense.get_group("cp")
     heads = HeadParallel(cp) if cp.size() > 1 else None
     if heads and experts:  # which may be shared with other groups' ranks

@@ -308,10 +308,7 @@ class _Answer:
         self.texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
-        """Yield each token of each choice as it comes.
-
-        Raises HTTPException: too much is being served, the request can never be, or a step failed.
-        """
+        """Yield each token of each choice as it comes; HTTPException: too much, or a failure."""
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:
             problem = f"{serving.num_open} completions run or wait, of max_queue {most}"

@@ -339,10 +339,7 @@ class Steps:
     # ---- tokens of prompts, and tokens chosen from all logits ----------------------------------
 
     def score(self, hidden_ND: torch.Tensor, tokens: Sequence[int]) -> list[tuple[float, int]]:
-        """Return the log-probability of each of ``tokens``, and the likeliest token in its place.
-
-        ``hidden_ND``: hidden states, after the final norm, of the tokens before them.
-        """
+        """Return each token's log-probability behind ``hidden_ND``, and the likeliest there."""
         model, count = self.model, len(tokens)
         tokens_N = torch.tensor(tokens, device=self.device)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)

@@ -343,10 +343,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 
 
 def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generator:
-    """Return a generator of ``sizes`` with the engine's weights as they are now. Collective.
-
-    Raises CannotGenerate: a rank is short of memory, or the model has no generation.
-    """
+    """Return a generator with the engine's weights, or raise CannotGenerate. Collective."""
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
     lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)

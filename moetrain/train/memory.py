@@ -89,10 +89,7 @@ class MemoryEstimate:
         return self.total * (1 - self.MARGIN) <= capacity
 
     def check(self, config: Config, capacity: float) -> None:
-        """Refuse a run that cannot fit into ``capacity`` bytes.
-
-        Raises ConfigError: it names the batch if a smaller one could help, else the model.
-        """
+        """Refuse a run that cannot fit into ``capacity`` bytes: ConfigError on batch or model."""
         if self.may_fit(capacity):
             return
         problem = f"takes about {self.describe()}; this device has {capacity / GIB:.1f} GiB"

@@ -58,10 +58,7 @@ class MemoryPlan(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
-        """Plan ``config`` as it is.
-
-        Raises ConfigError: a setting has no effect on such a machine.
-        """
+        """Plan ``config`` as it is; ConfigError: a setting has no effect on such a machine."""
         machine = planned_machine(config)
         kind = machine.device.type
         config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
@@ -285,10 +282,7 @@ def _described(takes: _Takes) -> str:
 
 
 def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
-    """Return the memory left on this machine by Linux's account; elsewhere all counts as free.
-
-    ``proc``, ``groups``: folders in which the kernel shows processes and control groups.
-    """
+    """Return the memory left here by Linux's ``proc`` and control ``groups``; else all counts."""
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0

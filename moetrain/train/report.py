@@ -92,10 +92,7 @@ class Report(Callback):
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``report.html`` of the run in ``folder``; return its path.
-
-    Raises OSError: there is no run in ``folder``, or it cannot be written.
-    """
+    """Write ``report.html`` of the run in ``folder``; return its path. OSError: there is no run."""
     rows = read_metrics(folder / "metrics.jsonl")
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     default = dict(leaves(Config().to_dict()))

@@ -125,10 +125,7 @@ class Run(ABC):
     total_steps: int
 
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
-        """Build the run, and resume it if there is something to resume.
-
-        Raises ConfigError: a setting is wrong, or the run cannot be made of it here.
-        """
+        """Build the run, and resume it if there is something to; ConfigError: it cannot be made."""
         sleep = config.rl.sleep if self.generates else None
         self.session = Session(*prepare(config), sleep)
         self.config, self.world = self.session.config, self.session.world
@@ -399,10 +396,7 @@ class Run(ABC):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def save(self, *, failed: bool = False) -> Path:
-        """Write a checkpoint of the current step, unless there is one, and wait for its end.
-
-        Raises RunFailed: it, or the one that was being written, cannot be written.
-        """
+        """Write this step's checkpoint, unless there is one, and wait; RunFailed: it fails."""
         path = self.begin_save(failed=failed)
         self.report_saved(self.snapshots.wait())
         return path

@@ -95,10 +95,7 @@ class RunFolder:
             raise error(f"cannot be written to: {failure.strerror}") from None
 
     def check_room(self, config: Config, arch: Architecture) -> None:
-        """Check that the disk has room for what the run will write.
-
-        Raises ConfigError: it names the free bytes, the bytes needed, and what needs them.
-        """
+        """Raise ConfigError, with what needs how much, unless the disk has room for the run."""
         checkpoint, steps = config.checkpoint, config.train.steps
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
@@ -248,10 +245,7 @@ class RunFolder:
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> Checkpoint | None:
-        """Open the checkpoint that :meth:`find` finds on the main rank. Collective.
-
-        Raises ConfigError: as :meth:`find`, or the checkpoint is not of ``arch``.
-        """
+        """Open what :meth:`find` finds on the main rank; ConfigError also for another model's."""
         path = self.find(resume, before) if world.is_main else None
         shared = world.broadcast("" if path is None else str(path))
         if not shared:

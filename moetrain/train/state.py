@@ -54,10 +54,7 @@ class ModelState:
     """The groups of tensors of a :meth:`state`."""
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        """Build the model of ``arch`` with initial values, or those of ``model.path``.
-
-        Raises ConfigError: ``model.path`` cannot be loaded.
-        """
+        """Build the model of ``arch`` with values; ConfigError: ``model.path`` cannot be loaded."""
         self.config, self.arch, self.world = config, arch, world
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
@@ -254,10 +251,7 @@ class ModelState:
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Bring back what is offloaded; work on the device waits for the parts that it needs.
-
-        Raises torch.OutOfMemoryError: the memory is in use. Call this again once it is free.
-        """
+        """Bring back what is offloaded; torch.OutOfMemoryError: call again once there is room."""
         for arena in self._arenas.values():  # in the order in which a step needs them
             arena.reload(self._link)
 

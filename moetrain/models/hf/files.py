@@ -273,10 +273,7 @@ def config_folder(path_or_hub_id: str) -> Path:
 
 
 def export_in(folder: Path) -> Path:
-    """Return ``folder``, or the export in it if it is the output folder of a run.
-
-    Raises ConfigError: it is the output folder of a run that has not exported.
-    """
+    """Return ``folder``, or the export in a run's output folder; ConfigError: that has none."""
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         return folder
     if (folder / EXPORT / CONFIG).is_file():
@@ -426,10 +423,7 @@ def _is_inside(name: object) -> bool:
 
 # Writing.
 def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]]) -> list[str]:
-    """Write copies, texts and objects as JSON, each whole or not at all.
-
-    Returns the names of files to copy that are gone.
-    """
+    """Write copies, texts and JSON, each whole or not at all; return the copies that are gone."""
     lost = []
     for name, content in files.items():
         path = folder / name

@@ -117,10 +117,7 @@ class Arena:
         return self._addresses.tensor(start, size)
 
     def need(self) -> None:
-        """Let the work that the device is given from here on find the values.
-
-        Raises OffloadedError: they are in host memory.
-        """
+        """Let device work from here on find the values; OffloadedError: they are in host memory."""
         if self.is_offloaded:
             raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
         arrived, self._arrived = self._arrived, None

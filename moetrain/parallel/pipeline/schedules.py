@@ -71,10 +71,7 @@ class Schedule:
 
     @classmethod
     def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Self:
-        """Make the schedule ``name`` of ``ranks``, each with every ``ranks``-th stage.
-
-        Raises ConfigError: there is none; the message lists what is possible.
-        """
+        """Make the schedule ``name`` of ``ranks``; ConfigError says what is possible."""
         kind = SCHEDULES[name]
         if kind.by_rounds and micro_batches % ranks:
             others = ", ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)

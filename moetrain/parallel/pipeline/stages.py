@@ -115,10 +115,7 @@ class StagePlan:
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Make the schedule of a step of ``micro_batches``.
-
-        Raises ConfigError: there is none; the message lists what is possible.
-        """
+        """Make the schedule of a step; ConfigError says what is possible."""
         name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
         return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
