@@ -41,10 +41,7 @@ class Recipes(Enum):
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Take the recipe without ``model.path``, with it, and with it and records.
-
-        If the last two differ, the kind of data must be known.
-        """
+        """Take those without ``model.path``, with it, and with it and records, if they differ."""
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats

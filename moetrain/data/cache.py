@@ -31,6 +31,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -231,7 +232,8 @@ class Blocks:
         """
         folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
         given = Path(folder.name, "given")
-        given.write_bytes(pickle.dumps((self._source.for_workers(), self._tokenizer)))
+        source = replace(self._source, files=[], table=None)  # documents_of needs none of them
+        given.write_bytes(pickle.dumps((source, self._tokenizer)))
         program = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

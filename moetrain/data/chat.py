@@ -108,10 +108,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
-        """Take the template of ``data.chat_template``, else the tokenizer's, else ChatML.
-
-        Raises ConfigError: the file cannot be read, or is no template.
-        """
+        """Take ``data.chat_template``'s file, or ConfigError; else the tokenizer's; else ChatML."""
         special = tokenizer.special_tokens
         if file_name is not None:
             template = cls(_read(file_name), special)

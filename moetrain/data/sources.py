@@ -195,10 +195,6 @@ class Source(Files):
         except BadLineError as error:
             raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
 
-    def for_workers(self) -> Self:
-        """Return a copy without its files, whose :meth:`documents_of` another process calls."""
-        return replace(self, files=[], table=None)
-
     def describe(self) -> str:
         """Say in a line which forms the first records have."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()

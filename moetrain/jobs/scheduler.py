@@ -65,9 +65,6 @@ class Service(AbstractContextManager["Service"]):
         self._removals: list[tuple[Job, Future[None]]] = []
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Save all jobs in memory, and release the folder."""
         try:
             self.tell_stopped()
@@ -230,10 +227,7 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Serve one request; False: none waits.
-
-        RunFailed, OSError: the device has failed, or a file cannot be written.
-        """
+        """Serve one request; False: none waits. RunFailed, OSError: device or disk failed."""
         self._remove()
         with self._lock:
             job = next((job for job in self.jobs.values() if job.has_work), None)

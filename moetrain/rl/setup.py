@@ -106,10 +106,7 @@ class Setup:
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     def edited_since(self, found: Checkpoint) -> list[str]:
-        """Return the settings whose code was edited since the run that wrote ``found``.
-
-        ConfigError: anything else that it was trained on differs, by the setting.
-        """
+        """Return settings whose code was edited since ``found``; ConfigError: other data."""
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
         for name, was in then.items():

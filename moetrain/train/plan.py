@@ -5,13 +5,11 @@ tried in the order of what they cost, each by the same estimate, until one does;
 tried that change results by no more than rounding. Left out on purpose: speed, which
 :mod:`moetrain.train.speed` estimates.
 
-:func:`check_host` is about host memory, most of it pinned: it cannot be swapped out, and a process
-that takes too much is killed without a word. All processes of a machine share its memory, so ranks
-tell the main one what they will take and what their machine has. The limit of a control group (of
-the second version) decides where there is one, and free memory (``MemAvailable``) elsewhere. Beside
-a limit, too little free memory is worth a warning alone, since some virtual machines get memory
-only as they use it. Left out on purpose: the few GiB that a process takes anyway, and host memory
-of settings that are tried.
+:func:`check_host` is about host memory, most of it pinned: a process that takes too much is killed
+without a word. Processes of a machine share it, so ranks tell the main one what they will take. The
+limit of a control group (of the second version) decides where there is one, beside which too little
+free memory is worth a warning alone: some virtual machines get memory only as they use it. Left out
+on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.
 
 Bytes unless a name says otherwise.
 """
