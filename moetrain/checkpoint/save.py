@@ -112,10 +112,7 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints of one rank in a background thread, one at a time.
-
-    Every rank makes the same calls in the same order.
-    """
+    """Writes checkpoints of a rank in the background, one at a time; all ranks call it alike."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """``rendezvous`` with the other ranks, for this saver alone."""

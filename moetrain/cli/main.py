@@ -155,8 +155,8 @@ def _complete(words: Sequence[str]) -> None:
     options = {name: _options(name) for name in _COMMANDS}
     options["completion"] = {"": list(_SHELLS)}
     template = Path(__file__).with_name("completion.jinja").read_text("utf-8")
-    words = {"shell": shell, "options": options, "meanings": _MEANINGS}
-    print(Template(template, trim_blocks=True).render(words))
+    script = Template(template, trim_blocks=True)
+    print(script.render(shell=shell, options=options, meanings=_MEANINGS))
 
 
 def _options(name: str) -> dict[str, list[str]]:

@@ -55,10 +55,7 @@ class Samples(Dataset, Protocol):
     """Rows without end, one pass over the data after the other; ``len`` is of one pass."""
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number`` of a run, which is the same on every rank.
-
-        Numbers mostly rise; to go back by more than a step may take long.
-        """
+        """Return sample ``number``, the same on every rank; to go back far may take long."""
         ...
 
     def row(self, index: int) -> Row:

@@ -47,10 +47,7 @@ class DamagedJob(Refused):
 
 
 def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the jobs in ``folder`` are of the base that ``mine`` describes.
-
-    A folder that has none gets it.
-    """
+    """Raise ConfigError unless the folder's jobs are of the base ``mine``, which a new one gets."""
     path = folder / "base.json"
     if not path.exists():
         _write_durably(path, mine)

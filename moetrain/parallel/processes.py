@@ -131,10 +131,7 @@ def planned_machine(config: Config) -> Machine:
 
 
 class Rendezvous:
-    """Messages among the ranks of one process group, on the host.
-
-    Every rank makes the same calls in the same order, as with collectives.
-    """
+    """Messages among the ranks of a group, on the host; all make the same calls in order."""
 
     _numbers = itertools.count()
 

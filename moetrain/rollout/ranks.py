@@ -73,10 +73,7 @@ class ExpertParallel:
         return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """Return all ranks' largest size, and whether any of them has set its flag.
-
-        Collective; waits for the device, since all ranks must run the same step next.
-        """
+        """Return all ranks' largest size, and whether any flag is set. Collective; waits."""
         numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         size, is_any = numbers.tolist()

@@ -192,10 +192,7 @@ class Run(ABC):
         """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
 
     def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        """Return this rank's parts of a checkpoint's groups besides the engine's.
-
-        Called after :meth:`progress`. Every rank names every group.
-        """
+        """Return this rank's parts of a checkpoint's further groups, after :meth:`progress`."""
         return {}
 
     @abstractmethod

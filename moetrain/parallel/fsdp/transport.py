@@ -236,9 +236,7 @@ class Peers:
         return start
 
     def open(self) -> None:
-        """Wait, on the device, until no rank reads any shard. Collective.
-
-        The first call makes the memory."""
+        """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
         if self._memory is None:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
             kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
