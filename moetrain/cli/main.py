@@ -156,7 +156,7 @@ def _complete(words: Sequence[str]) -> None:
     options["completion"] = {"": list(_SHELLS)}
     template = Path(__file__).with_name("completion.jinja").read_text("utf-8")
     script = Template(template, trim_blocks=True)
-    print(script.render(shell=shell, options=options, meanings=_MEANINGS))
+    print(script.render(shell=shell, options=options, meanings=_MEANINGS), end="")
 
 
 def _options(name: str) -> dict[str, list[str]]:

@@ -51,7 +51,6 @@ class _Program(NamedTuple):
     check than the settings themselves and the memory."""
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for a setting that this command does not use."""
         for name, origin in config.origins.items():
             if not name.startswith(self.foreign):
                 continue

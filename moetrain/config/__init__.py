@@ -364,12 +364,7 @@ def _name_of_run(config: Config) -> str:
 def _unmet(
     values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield settings whose value is not their default and has no effect, and why.
-
-    Args:
-        values, defaults: of every setting, by dotted name.
-        facts: those that are known, with the reason why one does not hold, or None.
-    """
+    """Yield settings, by dotted name, whose value is not their default and has no effect; why."""
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]
     for need in _NEEDS:

@@ -20,8 +20,16 @@ from moetrain.rollout.request import JsonBody, Request, SamplingParams
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Pattern of a save's name, which names a folder and leads nowhere else."""
 _FP32_LARGEST = float(np.finfo(np.float32).max)
-_LOSS_SETTINGS = ("clip_low", "clip_high", "dual_clip", "ratio")
-_LOSS_SETTINGS += ("entropy_coef", "aggregation", "temperature", "max_tokens")
+_LOSS_SETTINGS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "ratio",
+    "entropy_coef",
+    "aggregation",
+    "temperature",
+    "max_tokens",
+)
 """Settings of ``rl`` that a request may have: it brings advantages, and no reference."""
 _MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""

@@ -170,11 +170,18 @@ def _canonical(arch: Architecture) -> Architecture:
 
 
 # Rope. Our field names are Hugging Face's; original_max_positions alone differs.
-_YARN = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
-    "yarn": (*_YARN, "truncate"),
+    "yarn": (
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "dynamic": ("alpha", "factor"),
 }

@@ -122,10 +122,20 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
-_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-_TOKENIZER_FILES |= {"added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"}
-_TOKENIZER_FILES |= {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
-_TOKENIZER_FILES |= {"chat_template.jinja", "chat_template.json"}
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+}
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"

@@ -387,7 +387,6 @@ class _Settings:
         self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
 
     def is_module(self, name: str) -> bool:
-        """Return whether the module ``name`` (``model.layers.0.mlp.up_proj``) has an adapter."""
         if self._excluded(name) or not self._targeted(name):
             return False
         layer = name.removeprefix("model.layers.").partition(".")[0]

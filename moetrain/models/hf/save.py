@@ -320,13 +320,9 @@ def _side_files(
     tokenizer: TokenizerFiles | None,
     dtype: torch.dtype | None,
 ) -> dict[str, _File]:
-    """Make everything but weights, by name in the export.
+    """Make everything but weights, by name in the export; raises as :func:`save_hf`.
 
-    Args:
-        tokenizer: replaces the tokenizer of ``source`` and the ids of its special tokens.
-        dtype: the dtype that config.json names; None: the one that ``source`` names.
-
-    Raises ValueError: the family's format cannot express ``arch``.
+    ``dtype``: the dtype that config.json names; None: the one that ``source`` names.
     """
     config = exported_config(arch, None if source is None else source.config)
     keys = [key for key in ("torch_dtype", "dtype") if key in config]

@@ -65,7 +65,6 @@ class _HostPages:
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
     def current(self) -> Any:
-        """Give the stream that computes."""
         return torch.cuda.current_stream(self.device) if self.on_cuda else None
 
     def copy_down(self, source: torch.Tensor, size: int) -> tuple[Sequence[torch.Tensor], Any]:
