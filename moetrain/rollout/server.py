@@ -215,7 +215,9 @@ class CompletionServer(JsonServer):
         """Serve ``max_queue`` completions at once, which run or wait; more are status 429."""
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
-        self.generator, self.name, self.max_queue = generator, name, max_queue
+        self.generator = generator
+        self.name = name
+        self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [Route("/v1/models", self.models)]
         for path, kind in self.BODIES.items():

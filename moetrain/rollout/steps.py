@@ -86,8 +86,12 @@ class Steps:
         heads: HeadParallel | None,
         draft: int,
     ) -> None:
-        self.model, self.pages, self.known, self.experts = model, pages, known, experts
-        self.heads, self.draft = heads, draft
+        self.model = model
+        self.pages = pages
+        self.known = known
+        self.experts = experts
+        self.heads = heads
+        self.draft = draft
         self.told: Any = heads.told if heads else lambda given: given
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)

@@ -231,7 +231,8 @@ class Stages:
         self, config: Config, arch: Architecture, meshes: Meshes, device: torch.device
     ) -> None:
         self.plan, self.arch, self.device = StagePlan(config, arch), arch, device
-        self.token_ranks, self.group = meshes.dims.token_ranks, meshes.dense.get_group("pp")
+        self.token_ranks = meshes.dims.token_ranks
+        self.group = meshes.dense.get_group("pp")
         self.rank = self.group.rank()
         self.blocks = self.plan.blocks_of(self.rank)
         model, rules = plan_model(config, arch, compute_dtype(config, device))
