@@ -65,6 +65,9 @@ class Service(AbstractContextManager["Service"]):
         self._removals: list[tuple[Job, Future[None]]] = []
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Save all jobs in memory, and release the folder."""
         try:
             self.tell_stopped()

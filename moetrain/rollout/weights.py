@@ -312,6 +312,8 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     """
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = list(_prompt(data, train.sample_prompt))
+    if not ids:
+        raise CannotGenerate("the prompt has no tokens")
     sizes = {"num_pages": -(-seq_len // Pages.SIZE), "max_sequences": 1}
     generator = generator_of(engine, data.tokenizer, **sizes)
     window = min(seq_len, generator.longest)
