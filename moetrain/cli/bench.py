@@ -24,7 +24,7 @@ class _Bench:
     def __init__(self, config: Config) -> None:
         self.steps = (config.train.steps if config.is_users("train.steps") else None) or _TIMED
         mine = {"train.steps": _WARM_UP + self.steps, "checkpoint.resume": "never"}
-        is_named = config.origins["output_dir"] != "model and data"
+        is_named = config.origins.get("output_dir") != "model and data"
         if not (is_named and config.is_users("output_dir")):
             mine["output_dir"] = f"{config.output_dir}-bench"  # a run of training is left alone
         self.trainer = Trainer(config.filled(mine, "moetrain bench"))
