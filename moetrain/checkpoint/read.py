@@ -168,9 +168,8 @@ class Contents:
     def together(cls, parts: Sequence[Self]) -> Self:
         """Join all ranks' reports. A piece that several ranks have is taken from the first.
 
-        Raises:
-            ValueError: the pieces of a tensor are not the whole, or ranks disagree about its dtype
-                or shape.
+        Raises ValueError: the pieces of a tensor are not the whole, or ranks disagree about its
+        dtype or shape.
         """
         whole = cls({}, {})
         for part in parts:
@@ -210,10 +209,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def newest_in(path: Path) -> Path:
-    """Return the newest checkpoint in ``path``, a run's output folder or a folder of checkpoints.
-
-    If it holds none, ``path`` itself is returned, which should then be a checkpoint.
-    """
+    """Return the newest checkpoint in a run's folder or a folder of them; else ``path`` itself."""
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     return found[-1] if found else path
 

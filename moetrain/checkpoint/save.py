@@ -112,10 +112,7 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints of one rank in a background thread, one at a time.
-
-    Every rank makes the same calls in the same order.
-    """
+    """Writes checkpoints of a rank in the background, one at a time; all ranks call it alike."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """``rendezvous`` with the other ranks, for this saver alone."""
@@ -144,11 +141,7 @@ class Saver:
         self.under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
-        """Return the checkpoint that has become complete since the last call; None: there is none.
-
-        Raises:
-            RunFailed: it could not be written; nothing of it is left.
-        """
+        """Return the checkpoint that is newly complete, or None; RunFailed: it is not written."""
         is_writing = self.under_way is not None and not self.under_way.done()
         return None if is_writing else self.wait()
 
@@ -302,8 +295,7 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> C
 
     It takes host memory for one :data:`CHUNK`, wherever the tensors are.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raises OSError: the file cannot be written.
     """
     # Wide dtypes first, so that every tensor is aligned.
     names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
@@ -384,11 +376,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def begin(final: Path) -> Path:
-    """Make an empty folder beside ``final``, to be filled and then passed to :func:`commit`.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make an empty folder beside ``final`` for :func:`commit`; OSError: it cannot be made."""
     new = _hidden(final, str(os.getpid()))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -401,8 +389,7 @@ def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any])
     It gets its ``state.json``, and the manifest of that and of all that ``contents`` names. If
     there was a complete ``final``, there is one at every instant, whenever this process dies.
 
-    Raises:
-        OSError: it cannot be written or renamed; ``final`` is unchanged.
+    Raises OSError: it cannot be written or renamed; ``final`` is unchanged.
     """
     text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
     _write_file(new / STATE, text)

@@ -21,17 +21,11 @@ _WARM_UP, _TIMED = 4, 10
 
 
 class _Bench:
-    """Training steps that are timed."""
-
     def __init__(self, config: Config) -> None:
-        given = {
-            name
-            for name, origin in config.origins.items()
-            if not origin.startswith(("recipe ", "model and data"))
-        }
-        self.steps = (config.train.steps if "train.steps" in given else None) or _TIMED
+        self.steps = (config.train.steps if config.is_users("train.steps") else None) or _TIMED
         mine = {"train.steps": _WARM_UP + self.steps, "checkpoint.resume": "never"}
-        if "output_dir" not in given:
+        is_named = config.origins.get("output_dir") != "model and data"
+        if not (is_named and config.is_users("output_dir")):
             mine["output_dir"] = f"{config.output_dir}-bench"  # a run of training is left alone
         self.trainer = Trainer(config.filled(mine, "moetrain bench"))
 

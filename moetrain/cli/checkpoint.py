@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None) -> int:
 
 
 def _open(path: Path) -> Checkpoint:
-    """Open the checkpoint ``path``, or the newest one in it."""
     try:
         return open_checkpoint(newest_in(path))
     except DamagedCheckpoint:

@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
-    """Print the counts and the histogram of the first rows."""
     documents = [_documents(row) for row in rows]
     lengths = np.concatenate([ends - starts for starts, ends in documents])
     tokens = int(lengths.sum())

@@ -40,32 +40,24 @@ def main(argv: Sequence[str] | None) -> None:
     )
     args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
+    from moetrain.rollout import request
     from moetrain.rollout.engine import Generator, load_model
     from moetrain.rollout.pages import Pages
-    from moetrain.rollout.request import (
-        Completion,
-        Request,
-        RequestError,
-        SamplingParams,
-        TextStream,
-        chat_ids,
-        end_ids,
-    )
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, args.draft)
     if args.chat:
-        ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
+        ids = request.chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:
         try:
             ids = tuple(tokenizer.encode_prompt(args.prompt))
         except ValueError as error:
             raise ConfigError("prompt", str(error)) from None
     room = max(1, model.arch.max_positions - len(ids))
-    most = min(SamplingParams.max_tokens, room)
+    most = min(request.SamplingParams.max_tokens, room)
     try:
-        params = SamplingParams(
+        params = request.SamplingParams(
             max_tokens=most if args.max_tokens is None else args.max_tokens,
-            stop_ids=end_ids(model, tokenizer),
+            stop_ids=request.end_ids(model, tokenizer),
             stop=tuple(args.stop),
             **{name: getattr(args, name) for name in _SAMPLING},
         )
@@ -74,15 +66,15 @@ def main(argv: Sequence[str] | None) -> None:
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
     generator = Generator(model, tokenizer, num_pages=pages, draft=args.draft)
-    text = TextStream(tokenizer, params.stop, params.stop_ids)
-    completion = Completion("prompt", 0)
+    text = request.TextStream(tokenizer, params.stop, params.stop_ids)
+    completion = request.Completion("prompt", 0)
     try:
-        for completion in generator.stream([Request("prompt", ids, params)]):
+        for completion in generator.stream([request.Request("prompt", ids, params)]):
             *tokens, last = completion.tokens[-completion.num_new :]
             new = "".join(map(text.push, tokens))
             new += text.push(last, completion.finish_reason is not None)
             print(new, end="", flush=True)
-    except RequestError as error:
+    except request.RequestError as error:
         raise ConfigError("max_tokens", str(error)) from None
     print()
     if args.draft:

@@ -12,7 +12,8 @@ checkpoint is, and after a failure as long to the other ranks, which hang in a c
 
 A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. It takes seconds
 to import torch, in which the launcher checks the settings; then it waits for a gate, a file that
-the launcher creates once it has. Left out on purpose: several machines (torchrun, srun).
+the launcher creates once it has. Left out on purpose: several machines (torchrun, srun), and other
+systems than Linux, whose kernel tells when a parent or a child has died.
 """
 
 import ctypes
@@ -22,7 +23,6 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -221,19 +221,10 @@ def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
 
 def _die_with(launcher: int) -> None:
     """Have this process killed when ``launcher``, its parent, ends, also by ``kill -9``."""
-    if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    else:
-        threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != launcher:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_after(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run_command(launcher: str, *command: str) -> None:

@@ -38,8 +38,7 @@ _COMMANDS = {
     "plan": ("moetrain.cli.plan:main", "list layouts that fit, and how fast they would be"),
 }
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
-_SHELLS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n", "fish": ""}
-"""What a shell's script begins with; zsh takes that of bash."""
+_SHELLS = ("bash", "zsh", "fish")
 _MEANINGS = {name: meaning for name, (_, meaning) in _COMMANDS.items()} | {
     "completion": f"print a script for a shell: {', '.join(_SHELLS)}",
     "version": "print the version",
@@ -88,10 +87,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End in silence once nobody reads standard output any more (``--help | head``).
-
-    For commands that only print; a run that nobody watches goes on.
-    """
+    """End in silence a command that prints once nobody reads it any more (``--help | head``)."""
     try:
         try:
             yield
@@ -154,9 +150,13 @@ def _complete(words: Sequence[str]) -> None:
     shell = " ".join(words)
     if shell not in _SHELLS:
         raise ConfigError("completion", f"{shell!r} is no shell known here: {', '.join(_SHELLS)}")
+    from jinja2 import Template  # which nothing else here needs
+
     options = {name: _options(name) for name in _COMMANDS}
     options["completion"] = {"": list(_SHELLS)}
-    print(_SHELLS[shell] + (_fish(options) if shell == "fish" else _bash(options)))
+    template = Path(__file__).with_name("completion.jinja").read_text("utf-8")
+    script = Template(template, trim_blocks=True)
+    print(script.render(shell=shell, options=options, meanings=_MEANINGS), end="")
 
 
 def _options(name: str) -> dict[str, list[str]]:
@@ -172,36 +172,6 @@ def _options(name: str) -> dict[str, list[str]]:
         braces = re.match(r" \{(.*)\}", kind)
         options[option] = braces[1].split(",") if braces else re.findall(r"'([^']+)'", kind)
     return options
-
-
-def _bash(options: dict[str, dict[str, list[str]]]) -> str:
-    lines = [
-        "_moetrain() {",
-        "  local words word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}",
-        "  case ${COMP_CWORD}-${COMP_WORDS[1]}-$before in",
-        f"    1-*) words='{' '.join(_MEANINGS)}' ;;",
-    ]
-    for name, of_name in options.items():
-        for option, values in of_name.items():
-            if option and values:
-                lines.append(f"    *-{name}---{option}) words='{' '.join(values)}' ;;")
-        words = [*of_name[""], *(f"--{option}" for option in of_name if option)]
-        lines.append(f"    *-{name}-*) words='{' '.join(words)}' ;;")
-    reply = '  COMPREPLY=($(compgen -W "$words" -- "$word"))'
-    return "\n".join([*lines, "  esac", reply, "}", "complete -o default -F _moetrain moetrain"])
-
-
-def _fish(options: dict[str, dict[str, list[str]]]) -> str:
-    lines = [
-        f"complete -c moetrain -n __fish_use_subcommand -f -a {name} -d {meaning!r}"
-        for name, meaning in _MEANINGS.items()
-    ]
-    for name, of_name in options.items():
-        seen = f"complete -c moetrain -n '__fish_seen_subcommand_from {name}'"
-        for option, values in of_name.items():
-            words = f" -x -a '{' '.join(values)}'" if values else ""
-            lines.append(f"{seen} -l {option}{words}" if option else seen + words)
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

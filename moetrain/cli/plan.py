@@ -34,8 +34,6 @@ _Change = dict[str, Any]
 
 
 class _Layout(NamedTuple):
-    """A layout that fits, and its estimates."""
-
     rate: float
     """Tokens a second and GPU."""
     seconds: float
@@ -52,7 +50,6 @@ class _Layout(NamedTuple):
     )
 
     def cells(self, gpus: int) -> list[str]:
-        """Return what is printed of it."""
         settings = {name: attrgetter(name)(self.config) for name in self.COLUMNS}
         others = math.prod(settings[f"parallel.{x}"] for x in ("dp_replicate", "cp", "tp", "pp"))
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
@@ -105,7 +102,6 @@ def main(argv: Sequence[str] | None) -> None:
 def _command(
     config: Config, source: str | None, words: Sequence[str], change: _Change, gpus: int
 ) -> str:
-    """Return the command that trains ``config`` with ``change``."""
     start = ["moetrain", "train"]
     if gpus > GPUS_OF_MACHINE:
         start = [

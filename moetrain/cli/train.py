@@ -51,7 +51,6 @@ class _Program(NamedTuple):
     check than the settings themselves and the memory."""
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for a setting that this command does not use."""
         for name, origin in config.origins.items():
             if not name.startswith(self.foreign):
                 continue
@@ -229,7 +228,6 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
 
 
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
-    """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 
     run = resolve_name(program.run)
@@ -287,10 +285,7 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
 
 
 def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
-    """Print once why a run did not succeed; return ``code``, or exit if ranks are several.
-
-    ``may_follow``: the reason may be that another rank ended.
-    """
+    """Print once why a run, or another rank (``may_follow``), failed; return ``code`` or exit."""
     # Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
     error_file = None if place is None else place.error_file
     if not error_file or launch.is_first_to_fail(error_file, waits=may_follow):

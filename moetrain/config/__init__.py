@@ -90,7 +90,6 @@ class _Need(NamedTuple):
     remedy: str = "unset one"
 
     def covers(self, name: str) -> bool:
-        """Return whether this is about the setting ``name``."""
         is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
         return name in self.settings.split() or (is_in_section and name not in self.of)
 
@@ -267,8 +266,7 @@ class Config(Section):
             recipes: the recipes of another command, in place of those named above.
             once: a setting that is given twice is an error: on a command line it is a slip.
 
-        Raises:
-            ConfigError: unknown or contradictory settings, wrong types, a missing file.
+        Raises ConfigError: unknown or contradictory settings, wrong types, a missing file.
         """
         reader, environ = Reader(cls), os.environ if environ is None else environ
         config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
@@ -302,11 +300,9 @@ class Config(Section):
 
         Settings that only a recipe proposes go back to their defaults.
 
-        Args:
-            facts: the facts that are known; each maps to the reason why it does not hold, or None.
+        ``facts``: the facts that are known; each maps to the reason why it does not hold, or None.
 
-        Raises:
-            ConfigError: a setting that a user gave has no effect.
+        Raises ConfigError: a setting that a user gave has no effect.
         """
         default, config = dict(leaves(Config().model_dump())), self
         while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
@@ -368,12 +364,7 @@ def _name_of_run(config: Config) -> str:
 def _unmet(
     values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield settings whose value is not their default and has no effect, and why.
-
-    Args:
-        values, defaults: of every setting, by dotted name.
-        facts: those that are known, with the reason why one does not hold, or None.
-    """
+    """Yield settings, by dotted name, whose value is not their default and has no effect; why."""
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]
     for need in _NEEDS:

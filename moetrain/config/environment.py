@@ -79,8 +79,7 @@ _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoi
 def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
     """Return this process's place among those that torchrun, srun or moetrain started, or None.
 
-    Raises:
-        ConfigError: one of the launcher's variables is missing or no number.
+    Raises ConfigError: one of the launcher's variables is missing or no number.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -160,9 +159,8 @@ def let_idle_threads_sleep() -> None:
     """Make OpenMP's idle threads sleep: at once if the machine is busy, else after microseconds.
 
     Call it before torch is imported, which reads these variables; those that are set stay as they
-    are. By default idle threads spin for a millisecond and keep cores from whoever has work.
-    Seconds a step of the debug recipe on two cores, with short spins and asleep: on an idle machine
-    0.52 and 0.61, beside four busy processes 3.0 and 1.9, beside eighteen 21 and 1.5.
+    are. By default idle threads spin for a millisecond and keep cores from whoever has work: beside
+    four busy processes a step of the debug recipe then takes 3.0 s, and 1.9 with threads asleep.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

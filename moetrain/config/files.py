@@ -33,8 +33,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, durable: bo
     Whatever the process dies of, ``path`` holds the old content or the new. ``durable`` forces the
     content and the name to the disk before this returns.
 
-    Raises:
-        OSError: the file cannot be written; ``path`` is unchanged.
+    Raises OSError: the file cannot be written; ``path`` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -72,7 +72,7 @@ class Section(BaseModel):
 
 
 _FROM_HOME = AfterValidator(lambda path: path and os.path.expanduser(path))
-GivenPath = Annotated[str, _FROM_HOME]
+_GivenPath = Annotated[str, _FROM_HOME]
 """A path in which ~ is expanded: no shell does that in a file or after =."""
 MaybePath = Annotated[str | None, _FROM_HOME]
 
@@ -136,7 +136,7 @@ class ModelSection(Section):
 class MixEntry(Section):
     """One source of a mixture, a table [[data.mix]]. What is unset is as in the section data."""
 
-    path: GivenPath
+    path: _GivenPath
     """File, folder, pattern or hub's name to read."""
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
@@ -195,7 +195,7 @@ class DataSection(Section):
     """Field of a record that holds its text, if it is no conversation."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
-    tokenizer: GivenPath = "byte"
+    tokenizer: _GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""
     seq_len: int = Field(default=256, gt=1)
@@ -295,8 +295,7 @@ class TrainSection(Section):
     def micro_batches(self, data_ranks: int = 1) -> int:
         """Return how many micro-batches each of ``data_ranks`` ranks has in an optimizer step.
 
-        Raises:
-            ConfigError: the global batch is not a multiple of the ranks' micro-batches.
+        Raises ConfigError: the global batch is not a multiple of the ranks' micro-batches.
         """
         rows = self.micro_batch_size * data_ranks
         if self.global_batch_size % rows:
@@ -379,7 +378,7 @@ class CheckpointSection(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
-    resume: GivenPath = "auto"
+    resume: _GivenPath = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir, if there is one; never:
     start anew; or the folder of a checkpoint."""
     save_hf: bool = False

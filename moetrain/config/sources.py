@@ -41,10 +41,7 @@ class Recipes(Enum):
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Take the recipe without ``model.path``, with it, and with it and records.
-
-        If the last two differ, the kind of data must be known.
-        """
+        """Take those without ``model.path``, with it, and with it and records, if they differ."""
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats
@@ -128,11 +125,9 @@ class Reader(Generic[_C]):
     def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
         """Make a config of ``values`` by dotted name.
 
-        Args:
-            strict: values must be of exactly the right types; else they may be texts.
+        ``strict``: values must be of exactly the right types; else they may be texts.
 
-        Raises:
-            ConfigError: a value is of a wrong type, or not among those that its setting takes.
+        Raises ConfigError: a value is of a wrong type, or not among those that its setting takes.
         """
         tree: dict[str, Any] = {}
         for name, value in values.items():
@@ -330,8 +325,7 @@ _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "reco
 def source_by_suffix(path: object, field: str = "data.path") -> str:
     """Return the ``data.source`` of what the setting ``field`` names, by the end of its name.
 
-    Raises:
-        ConfigError: the end tells nothing.
+    Raises ConfigError: the end tells nothing.
     """
     # To guess text for other files would train on their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()

@@ -31,6 +31,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,9 +91,8 @@ class TokenCache(NamedTuple):
     def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Self:
         """Open the cache of ``source``, and build it first if no earlier run did.
 
-        Raises:
-            ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or the
-                cache in it is damaged.
+        Raises ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or
+        the cache in it is damaged.
         """
         identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -182,11 +182,7 @@ class Blocks:
         return self._made(found, "sample-0") if found else None
 
     def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
-        """Yield the blocks from ``at`` on without end, and where each is.
-
-        Raises:
-            ConfigError: as :meth:`TokenCache.of`.
-        """
+        """Yield blocks and where each is, from ``at`` on without end; ConfigError: as ``of``."""
         ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)
@@ -236,7 +232,8 @@ class Blocks:
         """
         folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
         given = Path(folder.name, "given")
-        given.write_bytes(pickle.dumps((self._source.for_workers(), self._tokenizer)))
+        source = replace(self._source, files=[], table=None)  # documents_of needs none of them
+        given.write_bytes(pickle.dumps((source, self._tokenizer)))
         program = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

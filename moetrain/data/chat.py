@@ -108,11 +108,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
-        """Take the template of ``data.chat_template``, else the tokenizer's, else ChatML.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no template.
-        """
+        """Take ``data.chat_template``'s file, or ConfigError; else the tokenizer's; else ChatML."""
         special = tokenizer.special_tokens
         if file_name is not None:
             template = cls(_read(file_name), special)
@@ -246,11 +242,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Render the text that the assistant's next turn continues.
-
-        Raises:
-            BadLineError, ConfigError: as :meth:`documents`.
-        """
+        """Render what the assistant's next turn continues; raises as :meth:`documents`."""
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(messages, variables)
         return self._render(self._checked(messages), variables, add_generation_prompt=True)
@@ -263,8 +255,7 @@ class ChatTemplate:
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
         Each may be the text of its JSON, as tables have it; the template gets no other keys.
 
-        Raises:
-            BadLineError: one is of another kind, or a variable has the name of something else.
+        Raises BadLineError: one is of another kind, or a variable has the name of something else.
         """
         found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
         for key, value in found.items():

@@ -110,11 +110,7 @@ class Files:
         return sum(file.stat().st_size for file in self.files)
 
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
-        """List the parts that can be read by themselves.
-
-        Args:
-            line_bytes: size of the pieces of a file of lines; None: a file is one piece.
-        """
+        """List parts that are read by themselves: of ``line_bytes`` of lines, or whole files."""
         if self.table is not None:
             starts = range(0, len(self.table), _ROWS)
             size = sum(file.stat().st_size for file in self.files) // max(1, len(starts))
@@ -250,8 +246,7 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Returns:
         The files, and the table of ``datasets`` that they make, if it is a data set.
 
-    Raises:
-        ConfigError: there is nothing there, or it cannot be read.
+    Raises ConfigError: there is nothing there, or it cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
     is_file = os.path.splitext(path)[1] in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
@@ -282,11 +277,7 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
 def list_files(
     field: str, path: str, suffixes: tuple[str, ...] = ("",), skipped: Set[str] = frozenset()
 ) -> list[Path]:
-    """List the visible files that ``path`` is, matches or holds, by name.
-
-    Raises:
-        ConfigError: there are none, or none that can be read.
-    """
+    """List the visible files that ``path`` is, matches or holds; ConfigError: none can be read."""
     if glob.has_magic(path) and not os.path.lexists(path):
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         files = [f for one in found for f in list_files(field, str(one), suffixes, skipped)]

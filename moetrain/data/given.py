@@ -1,15 +1,8 @@
 """Rows that a program hands to a trainer, instead of a source of text in the settings.
 
-    a sequence    anything with ``len`` and ``[]``: a list, a torch or a Hugging Face data set; its
-                  rows are drawn in an order of ``train.seed``, anew in each epoch
-    an iterable   anything else with ``iter``: rows come as it gives them, and when it ends, it is
-                  begun again
-
-A row is a list, an array or a tensor of token ids, each of which predicts the next, or a mapping
-with ``input_ids``, and ``labels`` where not every token is learned (below 0: not). It may be
-shorter than ``data.seq_len``, but not longer. Further fields of numbers have one entry a token,
-which an objective finds, like the token as a target, where it is predicted. Every rank reads the
-same rows, and takes its own.
+docs/library.md says what rows may be. Those of a sequence are drawn in an order of ``train.seed``;
+an iterable's come as it gives them, and when it ends, it is begun again. Every rank reads the same
+rows, and takes its own. What a position predicts is also where an objective finds further fields.
 
 An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have,
 goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.
@@ -58,12 +51,10 @@ class _GivenStream(Samples):
         return 0  # not known
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number``, which is later than all before."""
         assert number >= self._taken  # a step of a stream is not given up
         return _row_of(self._read_to(number + 1), f"row {number}", *self._sizes)
 
     def _read_to(self, number: int) -> Any:
-        """Take rows until there are ``number`` of them; return the last."""
         found = None
         while self._taken < number:
             found = next(self._iterator, self)
@@ -103,8 +94,7 @@ class _GivenStream(Samples):
 def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Data:
     """Return the data of a run on ``rows``.
 
-    Args:
-        held_out: a sequence of rows to evaluate on, or several by name; None: there are none.
+    ``held_out``: a sequence of rows to evaluate on, or several by name; None: there are none.
 
     Raises:
         ConfigError: settings name other data, no rows were given, or ``train.epochs`` of a stream.
@@ -151,7 +141,6 @@ def _name_of(rows: Any) -> str:
 
 
 def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
-    """Make a :class:`Row` of ``size`` tokens of what a user gave."""
     fields = given if isinstance(given, Mapping) else {"input_ids": given}
     ids = np.asarray(fields["input_ids"])
     labels = np.asarray(fields.get("labels", ids))

@@ -69,9 +69,8 @@ def build_data(config: Config, vocab_size: int) -> Data:
 
     The synthetic source draws ids from the whole of ``vocab_size``.
 
-    Raises:
-        ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt`` that
-            nothing can be sampled from.
+    Raises ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt``
+    that nothing can be sampled from.
     """
     data = config.data
     if config.train.objective in ("dpo", "ipo", "kto"):
@@ -164,8 +163,7 @@ def _tokenised(
 ) -> tuple[Dataset, Dataset | None, bool]:
     """Return the rows of both sides, and whether there are conversations among them.
 
-    Args:
-        other: what to evaluate on; None: ``data.eval_fraction`` of ``source``.
+    ``other``: what to evaluate on; None: ``data.eval_fraction`` of ``source``.
     """
 
     def read(source: Source) -> TokenCache:
@@ -426,8 +424,7 @@ class Loader:
         The step's rows are divided into micro-batches in order, which ranks take in turn: of 8
         rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
 
-        Raises:
-            ValueError: the dataset returns a row of other shapes than :class:`Row` has.
+        Raises ValueError: the dataset returns a row of other shapes than :class:`Row` has.
         """
         size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
         batches = []

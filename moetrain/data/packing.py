@@ -55,10 +55,7 @@ class Samples(Dataset, Protocol):
     """Rows without end, one pass over the data after the other; ``len`` is of one pass."""
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number`` of a run, which is the same on every rank.
-
-        Numbers mostly rise; to go back by more than a step may take long.
-        """
+        """Return sample ``number``, the same on every rank; to go back far may take long."""
         ...
 
     def row(self, index: int) -> Row:
@@ -140,8 +137,6 @@ class Mixture(Samples):
 
 
 class _BlockRows(NamedTuple):
-    """The samples of a block."""
-
     first: int
     """Number of its first sample."""
     place: tuple[int, int, int]
@@ -433,8 +428,7 @@ def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     most 11/9 of the fewest possible rows, O(I log I), and for each item a search of ``size`` bits:
     ``rooms`` has bit r set if some row has room for r more.
 
-    Args:
-        lengths_I: integers from 1 to ``size``.
+    ``lengths_I``: integers from 1 to ``size``.
     """
     rows_I = np.empty(len(lengths_I), dtype=np.int64)
     rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]

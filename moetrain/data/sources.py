@@ -104,12 +104,10 @@ class Source(Files):
     ) -> Self:
         """Open what ``field`` of ``data`` names: list the files, and read nothing yet.
 
-        Args:
-            limit: files or records to read at most; None: all.
+        ``limit``: files or records to read at most; None: all.
 
-        Raises:
-            ConfigError: a path or template file is missing or cannot be read, a template is
-                malformed, or a folder has no files.
+        Raises ConfigError: a path or template file is missing or cannot be read, a template is
+        malformed, or a folder has no files.
         """
         name, path = f"data.{field}", getattr(data, field)
         if data.source in ("records", "jsonl"):
@@ -197,10 +195,6 @@ class Source(Files):
         except BadLineError as error:
             raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
 
-    def for_workers(self) -> Self:
-        """Return a copy without its files, whose :meth:`documents_of` another process calls."""
-        return replace(self, files=[], table=None)
-
     def describe(self) -> str:
         """Say in a line which forms the first records have."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()
@@ -265,11 +259,7 @@ class RecordReader:
         ]
 
     def form_of(self, record: Any) -> str:
-        """Return the name of the form that ``record`` has, which is ``data.format`` if that is set.
-
-        Raises:
-            BadLineError: it has none; the message shows the record and the nearest form.
-        """
+        """Return the form of ``record``; BadLineError, with the nearest form: it has none."""
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
         if self.form != "auto":

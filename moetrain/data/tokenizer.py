@@ -82,8 +82,7 @@ class Tokenizer(Protocol):
     def export(self, chat_template: str | None = None) -> TokenizerFiles:
         """Return files that ``transformers`` and servers read, and the ids of special tokens.
 
-        Args:
-            chat_template: the template to write; None: the tokenizer's own, if it has one.
+        ``chat_template``: the template to write; None: the tokenizer's own, if it has one.
         """
         files = self._files()
         if chat_template not in (None, self.chat_template):
@@ -94,9 +93,8 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
 
-        Raises:
-            ValueError: there are no tokens, or ``text`` has surrogates, which bytes of a command
-                line become that are not UTF-8.
+        Raises ValueError: there are no tokens, or ``text`` has surrogates, which bytes of a command
+        line become that are not UTF-8.
         """
         try:
             text.encode()
@@ -165,9 +163,8 @@ class _HFTokenizer(Tokenizer):
     def __init__(self, file: Path) -> None:
         """Read ``file`` and, where they exist, the files beside it.
 
-        Raises:
-            ConfigError: a file cannot be read or is malformed, there are no tokens, or nothing
-                tells which one ends a text.
+        Raises ConfigError: a file cannot be read or is malformed, there are no tokens, or nothing
+        tells which one ends a text.
         """
         folder = file.parent
         config = _read_json(folder / _CONFIG)
@@ -265,12 +262,10 @@ class _HFTokenizer(Tokenizer):
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer that ``data.tokenizer`` names.
 
-    Args:
-        name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it
-            is in the hub's cache; the library honours ``HF_HUB_OFFLINE``).
+    ``name``: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it is
+    in the hub's cache; the library honours ``HF_HUB_OFFLINE``).
 
-    Raises:
-        ConfigError: there is nothing of that name, or it is not a usable tokenizer.
+    Raises ConfigError: there is nothing of that name, or it is not a usable tokenizer.
     """
     if name == "byte":
         return ByteTokenizer()

@@ -81,8 +81,6 @@ class Limits:
 
 
 class _JobBody(JsonBody):
-    """The body of a request to a job."""
-
     changes: ClassVar[bool] = False
     """Whether it changes the job's state, and so is served again where that was lost."""
 
@@ -146,11 +144,7 @@ class ForwardBackward(_Texts):
     """Settings of a policy's loss, by their names in ``rl``."""
 
     def policy(self) -> RlSection | None:
-        """Return the settings of the policy's loss; None: the loss is cross-entropy.
-
-        Raises:
-            ValueError: a setting is unknown or invalid, or two contradict each other.
-        """
+        """Return the settings of a policy's loss; None: cross-entropy. ValueError: they are bad."""
         if odd := sorted(set(self.loss_settings) - set(_LOSS_SETTINGS)):
             known = ", ".join(_LOSS_SETTINGS)
             raise ValueError(f"loss_settings: {shortened(odd[0])} is not one of {known}")

@@ -148,12 +148,10 @@ class Service(AbstractContextManager["Service"]):
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
 
-        Args:
-            number: the place in the job's order that the client gives it, so that it can be sent
-                again; None: the next.
+        ``number``: the place in the job's order that the client gives it, so that it can be sent
+        again; None: the next.
 
-        Raises:
-            Refused: it is not taken up.
+        Raises Refused: it is not taken up.
         """
         self.describe(name)  # raises Refused before the body is parsed
         text = self.session.limits.parse(kind, body).model_dump_json()
@@ -232,10 +230,7 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Serve one request; False: none waits.
-
-        RunFailed, OSError: the device has failed, or a file cannot be written.
-        """
+        """Serve one request; False: none waits. RunFailed, OSError: device or disk failed."""
         self._remove()
         with self._lock:
             job = next((job for job in self.jobs.values() if job.has_work), None)
@@ -308,7 +303,6 @@ class Service(AbstractContextManager["Service"]):
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
-        """Whether the job that is loaded is to be saved."""
         new = self.session.now.seen - self.session.now.saved
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time

@@ -1,16 +1,9 @@
 """The service as an HTTP server of JSON. :mod:`moetrain.rollout.access` authenticates clients.
 
-    POST   /v1/jobs                       {"id", "seed"}: a new job
-    GET    /v1/jobs/ID                    its status
-    POST   /v1/jobs/ID/cancel             cancel its waiting requests
-    DELETE /v1/jobs/ID                    remove it and its files
-    POST   /v1/jobs/ID/requests/KIND      a request of :mod:`moetrain.jobs.api`
-    GET    /v1/jobs/ID/answers/NUMBER     the answer to a request
-    GET    /v1/jobs/ID/saves/NAME/FILE    a save's adapter, in PEFT's format
-
-A request is answered when it is done, with its ``number`` and ``result``, or an ``error`` of one
-line; after ``?wait=SECONDS`` (60), with its number alone and status 202. With ``?number=N`` it is
-the job's request N, which can be sent again and is done once.
+:class:`JobRoutes` has the routes, which docs/jobs.md describes. A request is answered when it is
+done, with its ``number`` and ``result``, or an ``error`` of one line; after ``?wait=SECONDS`` (60),
+with its number alone and status 202. With ``?number=N`` it is the job's request N, which can be
+sent again and is done once.
 """
 
 import asyncio
@@ -35,8 +28,6 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class _NewJob(JsonBody):
-    """The body that makes a new job."""
-
     id: str | None = None
     """None: the service draws one."""
     seed: int = 0

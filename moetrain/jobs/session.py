@@ -375,7 +375,6 @@ class JobSession:
 
 
 def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
-    """Describe a completion to its client."""
     row: dict[str, Any] = {
         "tokens": completion.tokens,
         "logprobs": [_finite(x) for x in completion.logprobs],

@@ -101,10 +101,7 @@ class SharedEngine(Engine):
 
     @torch.no_grad()
     def copy_out(self, job: JobState) -> None:
-        """Copy all that is the job's to host memory, and forget the gradients of its step.
-
-        RuntimeError: there is not enough memory; the engine is unchanged.
-        """
+        """Copy the job's state to host memory, and forget its step; RuntimeError: no room."""
         copies = {}
         for i, bucket in enumerate(self.fsdp.buckets):
             if self._since_step and bucket.has_gradient:

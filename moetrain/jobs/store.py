@@ -47,10 +47,7 @@ class DamagedJob(Refused):
 
 
 def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the jobs in ``folder`` are of the base that ``mine`` describes.
-
-    A folder that has none gets it.
-    """
+    """Raise ConfigError unless the folder's jobs are of the base ``mine``, which a new one gets."""
     path = folder / "base.json"
     if not path.exists():
         _write_durably(path, mine)
@@ -71,10 +68,7 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
 
 
 def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
-    """Write ``value``, which is not empty, and ``body``, which is JSON, and force it to the disk.
-
-    OSError: ``path`` is as it was.
-    """
+    """Write ``value`` (not empty) and the JSON ``body`` to the disk; OSError: nothing changed."""
     text = json.dumps(value, allow_nan=False)
     if body is not None:
         text = f'{text[:-1]}, "body": {body}}}'
@@ -82,10 +76,7 @@ def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None
 
 
 def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """Read what :func:`_write_durably` wrote to ``folder / name``.
-
-    Raises DamagedJob unless it is what was written, with all ``fields``, of these types.
-    """
+    """Read what :func:`_write_durably` wrote, with ``fields`` of these types; or DamagedJob."""
     try:
         data = (folder / name).read_bytes()
         if holds_seal(data) is False:
@@ -236,9 +227,8 @@ class Job:
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        Raises:
-            Refused: another request has ``number``, or ones before it have not come; as many as
-                ``most`` wait already.
+        Raises Refused: another request has ``number``, or ones before it have not come; as many as
+        ``most`` wait already.
         """
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
         if number is not None and number < self.accepted:

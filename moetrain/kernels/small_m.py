@@ -40,7 +40,7 @@ from moetrain.kernels.backend import (
 
 _MAX_ROWS = 128
 """Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""
-WHOLE_WIDTH = 2048
+_WHOLE_WIDTH = 2048
 """Inner widths up to it cuBLAS never splits, unless the outer one is narrow."""
 _NARROW = 64
 _WHOLE_ROWS = 4096
@@ -90,7 +90,7 @@ def invariant_linear(
     if x_TD.dim() != 2 or w_ND.shape[1:] != x_TD.shape[1:] or w_ND.dtype != x_TD.dtype:
         takes = "[T, D] and [N, D] of one dtype"
         raise refusal("invariant_linear", takes, x=x_TD, w=w_ND)
-    can_split = w_ND.shape[1] > WHOLE_WIDTH or w_ND.shape[0] <= _NARROW
+    can_split = w_ND.shape[1] > _WHOLE_WIDTH or w_ND.shape[0] <= _NARROW
     is_for_it = x_TD.dtype == torch.bfloat16 and w_ND.shape[1] % 8 == 0
     if not (can_split and is_for_it and use_fast(backend, x_TD)):
         return F.linear(x_TD, w_ND, bias_N)
@@ -302,7 +302,7 @@ def wide_product(x_TD: torch.Tensor, w_ND: torch.Tensor) -> torch.Tensor:
     Rows have the same bits among any number of rows; ``w`` is contiguous, ``D`` a multiple of 8.
     """
     rows, width = x_TD.shape
-    if width <= WHOLE_WIDTH or width % 8 or rows >= _WHOLE_ROWS:
+    if width <= _WHOLE_WIDTH or width % 8 or rows >= _WHOLE_ROWS:
         return torch.mm(x_TD, w_ND.t(), out_dtype=torch.float32)
     y_TN = _product(x_TD.contiguous(), [_padded(w_ND)], dtype=torch.float32)
     return y_TN[:, : w_ND.shape[0]].contiguous()

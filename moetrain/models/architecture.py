@@ -167,10 +167,7 @@ class Part(ABC):
         return 0
 
     def state_bytes(self, width: int) -> float:
-        """Return the bytes that generation keeps for a running sequence, whatever its length.
-
-        ``width``: bytes of a number in the compute dtype.
-        """
+        """Return the bytes that generation keeps for a sequence, for numbers of ``width`` bytes."""
         return 0.0
 
     def _matrices(self) -> Iterator[Weight]:
@@ -367,8 +364,7 @@ class Architecture(BaseModel):
     def plan(self) -> ShardingPlan:
         """Collect the rules and styles of all parts, and add those that every decoder has.
 
-        Raises:
-            ValueError: parts of one name disagree about a parameter's rule or about their style.
+        Raises ValueError: parts of one name disagree about a parameter's rule or about their style.
         """
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}

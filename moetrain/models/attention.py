@@ -112,7 +112,9 @@ class GroupedQueryAttention(AttentionPart):
             values += (w if share.is_compiled else FP32 + w) * numbers
         if self.output_gate:  # the gates, and the gated result
             values += 2 * w * self.widths[0]
-        gathered = 2 * w * self.widths[1] * self._others(share)
+        others = share.key_tokens - share.tokens  # of other ranks, with keys and values here
+        others = min(others, 2 * self.window) if self.window else others
+        gathered = 2 * w * self.widths[1] * others
         return (share.tokens * (values + FP32 * self.num_heads) + gathered) / share.tp
 
     def exchanged(self, share: Workload) -> dict[str, float]:
@@ -122,11 +124,6 @@ class GroupedQueryAttention(AttentionPart):
         all_of_one = share.tokens * max(1, share.cp - 1)
         seen = min(1.0, 2 * (self.window or all_of_one) / share.tokens)  # two pieces see windows
         return share.received(spread / share.tp, 2 * kv_dim * seen / share.tp)
-
-    def _others(self, share: Workload) -> int:
-        """Count the tokens of other ranks whose keys and values it has."""
-        others = share.key_tokens - share.tokens
-        return min(others, 2 * self.window) if self.window else others
 
     def cached_numbers(self, ranks: int = 1) -> int:
         return 2 * self.widths[1] // (1 if self.num_kv_heads % ranks else ranks)

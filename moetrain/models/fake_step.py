@@ -41,10 +41,7 @@ class FakeStep:
     """How many micro-batches a step has."""
 
     def run(self) -> None:
-        """Run a micro-batch through one block of each kind and the loss, backward, and update.
-
-        Call it within a FakeTensorMode.
-        """
+        """Run a micro-batch through a block of each kind, and update; within a FakeTensorMode."""
         config = self.config
         if config.kernels.attention != "exact":  # a library's, or the compiler's
             kernels = config.kernels.model_copy(update={"attention": "reference"})
@@ -121,7 +118,6 @@ class FakeStep:
     def _run_sums(
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
     ) -> None:
-        """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
         config = self.config
         size = len(gradient_N)
         mode = self.config.parallel.reduce

@@ -213,8 +213,7 @@ class Family:
 
         ``weight_map`` is one of the family's; None: the usual one.
 
-        Raises:
-            ValueError: no operation covers a parameter, or more than one does.
+        Raises ValueError: no operation covers a parameter, or more than one does.
         """
         pieces: list[Piece] = []
         for name, shape in shapes.items():
@@ -249,11 +248,7 @@ PRESETS: dict[str, Architecture] = {}
 
 
 def register(family: Family) -> None:
-    """Make models of ``family`` known, so that they can be built, trained, read and written.
-
-    Raises:
-        ValueError: a family or a preset of the same name is known already.
-    """
+    """Make models of ``family`` known everywhere; ValueError: its name or a preset's is taken."""
     taken = {family.name} & FAMILIES.keys() | family.presets.keys() & PRESETS.keys()
     if taken:
         raise ValueError(f"family {family.name!r}: {', '.join(sorted(taken))} is there already")

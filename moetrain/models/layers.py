@@ -229,27 +229,17 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
     if modules[0].precision == "fp8":
         products = linears_fp8(x_TD, weights, modules[0].backend)
         made = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
+    elif small_m.runs_linears(x_TD, weights):
+        made = small_m.linears(x_TD, weights, biases)
     else:
-        made = _products(x_TD, weights, biases, modules[0].batch_invariant)
+        product = small_m.invariant_linear if modules[0].batch_invariant else F.linear
+        made = [product(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
     return tuple(y.unflatten(0, leading) for y in _adapted(x_TD, made, modules))
-
-
-def _products(
-    x_TD: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    batch_invariant: bool,
-) -> Sequence[torch.Tensor]:
-    if small_m.runs_linears(x_TD, weights):
-        return small_m.linears(x_TD, weights, biases)
-    product = small_m.invariant_linear if batch_invariant else F.linear
-    return [product(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def _adapted(
     x_TD: torch.Tensor, made: "Sequence[torch.Tensor]", modules: "Sequence[Linear]"
 ) -> "Sequence[torch.Tensor]":
-    """Add the products of the modules' adapters to ``made``."""
     found = {i: m.adapter("weight", x_TD.dtype) for i, m in enumerate(modules)}
     adapters = {i: adapter for i, adapter in found.items() if adapter is not None}
     if not adapters:
@@ -323,7 +313,6 @@ class SwiGLU(Part):
         return 3 * self._wide(share)
 
     def _wide(self, share: Workload) -> float:
-        """Return the bytes of one tensor of the layer's own width."""
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 

@@ -104,7 +104,6 @@ def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
 
 
 def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
-    """Return the names of the modules that ``lora.targets`` selects."""
     patterns = lora.targets
     if patterns == ("auto",):
         is_routed = any(fnmatchcase(name, "*.moe.experts") for name in modules)

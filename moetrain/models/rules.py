@@ -28,7 +28,7 @@ splits every parameter's first dim.
     rowwise    columns (input features) are split
     expert     experts are split
 """
-Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates", "steps"]
+_Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates", "steps"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 """What a part does where ranks share tokens.
 
@@ -47,7 +47,7 @@ class Rule:
     """How one parameter is cut, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
-    init: Init = "normal"
+    init: _Init = "normal"
     """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
     [..., rank, in], by ``lora.init``. filter: U(-1, 1) over the root of a convolution's taps.
     rates: the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752). steps: what

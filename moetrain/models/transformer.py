@@ -149,10 +149,7 @@ class Rows(NamedTuple):
 
 
 class Sharding:
-    """Unshards parameters where they are used; the one seam between a model and its sharding.
-
-    This class is for a model that has its parameters whole.
-    """
+    """The seam between a model and its sharding; this one has all parameters whole."""
 
     def unsharded(self, block: nn.Module) -> AbstractContextManager[None]:
         """Give ``block`` its parameters whole while inside."""
@@ -388,9 +385,8 @@ def plan_model(
 
     ``dtype`` is the compute dtype.
 
-    Raises:
-        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
-            cannot be trained with these settings.
+    Raises ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
+    cannot be trained with these settings.
     """
     with torch.device("meta"):
         model = Transformer(arch, kernels=config.kernels, moe=config.moe)

@@ -49,11 +49,7 @@ _CHECKED_NUMBERS = 2**24
 def place_model(
     config: Config, arch: Architecture, world: World, stages: Stages
 ) -> tuple[Transformer, FSDP]:
-    """Build this rank's stages of a run's model, with values, ready to train.
-
-    Raises:
-        ConfigError: ``model.path`` or ``lora.path`` cannot be loaded.
-    """
+    """Build this rank's stages with values, ready to train; ConfigError: a path does not load."""
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
     fsdp = _parallelize(model, config, world, stages, dtype)
@@ -144,11 +140,7 @@ def choose_dispatcher(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertParallelDispatcher:
-    """Make the dispatcher that ``moe.dispatcher`` asks for; logs it with the reason. Collective.
-
-    Raises:
-        ConfigError: the settings need DeepEP, and it cannot run here.
-    """
+    """Make the dispatcher of ``moe.dispatcher``, or ConfigError; logs the reason. Collective."""
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
@@ -351,8 +343,7 @@ def load_whole_state(
 ) -> None:
     """Copy this rank's part of every trained parameter and buffer out of ``state``.
 
-    Raises:
-        ConfigError: the state has other names, or another shape or dtype.
+    Raises ConfigError: the state has other names, or another shape or dtype.
     """
     odd = set(state) ^ set(stages.saved)
     if odd and all(name.endswith("router.bias") for name in odd):
@@ -396,8 +387,7 @@ def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], to
     The text is the same on any layout and in any dtype that holds the values, and empty where all
     is trained. It is no hash that withstands an adversary.
 
-    Args:
-        sum_all: sums over every rank of the run.
+    ``sum_all``: sums over every rank of the run.
     """
     frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
     if not frozen:

@@ -77,11 +77,7 @@ class ParallelDims:
 
     @classmethod
     def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
-        """Make the dims of ``world_size`` ranks that train ``arch``, inferring a dp_shard of -1.
-
-        Raises:
-            ConfigError: the degrees do not fit the world or the model; it names them all.
-        """
+        """Make the dims that train ``arch``, inferring a dp_shard of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
@@ -259,7 +255,6 @@ class _Groups:
         return self.made[cut]
 
     def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make a mesh of every rank."""
         groups = [self.group(ranks, axis) for axis in range(ranks.ndim)]
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
 
@@ -391,7 +386,6 @@ class Layout:
 
     @property
     def _coordinate(self) -> Sequence[int]:
-        """This rank's coordinate on the mesh."""
         place = self.mesh.get_coordinate()
         assert place is not None  # a rank has layouts on its own meshes alone
         return place

@@ -43,11 +43,7 @@ _LONGEST_PAUSE = 0.2
 
 
 def num_processes(config: Config) -> int:
-    """Give the number of processes that ``launch.nproc`` means on this machine.
-
-    Raises:
-        ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
-    """
+    """Give the number that ``launch.nproc`` means here; ConfigError: more than GPUs or cores."""
     nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
@@ -100,8 +96,7 @@ def planned_machine(config: Config) -> Machine:
     launcher started them or ``launch.nproc`` says, else as many as the degrees of parallelism
     multiply to.
 
-    Raises:
-        ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
+    Raises ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
     """
     launch, p, place = config.launch, config.parallel, launched_place()
     gpus, is_asked = torch.cuda.device_count(), (launch.gpus or launch.gpu) is not None
@@ -136,10 +131,7 @@ def planned_machine(config: Config) -> Machine:
 
 
 class Rendezvous:
-    """Messages among the ranks of one process group, on the host.
-
-    Every rank makes the same calls in the same order, as with collectives.
-    """
+    """Messages among the ranks of a group, on the host; all make the same calls in order."""
 
     _numbers = itertools.count()
 
@@ -156,11 +148,7 @@ class Rendezvous:
             threading.Thread(target=_show_life, args=life, daemon=True).start()
 
     def barrier(self) -> None:
-        """Return when every rank has come here, however long that takes.
-
-        Raises:
-            RunFailed: a rank is gone.
-        """
+        """Return when every rank has come here, however late; RunFailed: a rank is gone."""
         with self._next_call("wait") as key:
             if self._store.add(key, 1) == self.size:
                 self._store.set(f"{key}/all", "")
@@ -238,8 +226,7 @@ def _first_line(error: Exception) -> str:
 def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
     """Connect to the store, and wait until all ranks of ``place.world_size`` have.
 
-    Args:
-        seconds: how long to wait for them (``launch.join_timeout``).
+    ``seconds``: how long to wait for them (``launch.join_timeout``).
 
     Raises:
         ConfigError: the address is unknown, or ranks contradict one another.

@@ -74,7 +74,9 @@ class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks, self.rank, self.group = group.size(), group.rank(), group.group_name
+        self.ranks = group.size()
+        self.rank = group.rank()
+        self.group = group.group_name
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         """Cut this rank's part [N, ...] out of what every rank has of all tokens."""
@@ -197,7 +199,9 @@ class ShardedVocabulary(Vocabulary):
         softcap: float = 0.0,
     ) -> None:
         super().__init__(backend, softcap)
-        self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
+        self.vocab_size = vocab_size
+        self.group = group
+        self.chunk_elements = chunk_elements
         self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())

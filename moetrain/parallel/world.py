@@ -190,11 +190,7 @@ def join_world(config: Config, arch: Architecture) -> World:
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """Lay out ``size`` ranks, checked against the model and the batch; starts nothing.
-
-    Raises:
-        ConfigError: the degrees, the model, the batch and the world do not fit one another.
-    """
+    """Lay out ``size`` ranks, by arithmetic alone; ConfigError: model or batch do not fit them."""
     dims = ParallelDims.resolve(config.parallel, size, arch)
     t, seq_len = config.train, config.data.seq_len
     t.micro_batches(dims.data_ranks)

@@ -228,8 +228,6 @@ def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | _Fa
 
 @dataclass
 class _Active:
-    """A trajectory under way."""
-
     trajectory: Trajectory
     episode: Episode | None = None
     """None: the environment is making it."""

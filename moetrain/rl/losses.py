@@ -107,9 +107,8 @@ def advantages(
 ) -> _Advantages:
     """Compute the advantage of every trajectory of the *global* batch, all ranks' together.
 
-    Args:
-        kls: the KL estimate of each, summed over its tokens, which ``rl.kl_coef`` times is taken
-            off its reward; None: nothing is.
+    ``kls``: the KL estimate of each, summed over its tokens, which ``rl.kl_coef`` times is taken
+    off its reward; None: nothing is.
     """
     values = np.array([t.reward for t in trajectories], dtype=np.float64)
     if kls is not None:

@@ -47,9 +47,8 @@ class Setup:
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
         """Import the user's files, make the environment and try the reward function.
 
-        Raises:
-            ConfigError: settings of several sections do not fit, one cannot run on this device, or
-                something named is not there.
+        Raises ConfigError: settings of several sections do not fit, one cannot run on this device,
+        or something named is not there.
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
@@ -107,10 +106,7 @@ class Setup:
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     def edited_since(self, found: Checkpoint) -> list[str]:
-        """Return the settings whose code was edited since the run that wrote ``found``.
-
-        ConfigError: anything else that it was trained on differs, by the setting.
-        """
+        """Return settings whose code was edited since ``found``; ConfigError: other data."""
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
         for name, was in then.items():
@@ -129,7 +125,6 @@ class Setup:
 
 
 def _steps_and_groups(config: Config) -> tuple[int, int]:
-    """Return the run's steps, and the prompts of each."""
     train, rl = config.train, config.rl
     if train.steps is None:
         raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
@@ -210,7 +205,6 @@ class _Tasks:
         return index if self._dealt is None else int(self._dealt[index])
 
     def trained(self, prompt: int) -> int:
-        """Return the task of prompt number ``prompt``."""
         if self._dealt is None:
             return self.num_held_out + prompt
         trained = self._dealt[self.num_held_out :]

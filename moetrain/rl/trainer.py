@@ -88,10 +88,7 @@ class _TimeSplit:
 
 
 class _Failing:
-    """Counts the steps in a row in which every trajectory has failed for one reason.
-
-    A run of such steps ends: else it would end well and have learned nothing.
-    """
+    """Counts steps in a row in which all trajectories failed for one reason, to end the run."""
 
     HOPELESS_STEPS = 3
     """Time enough to restart a service that answers for an environment."""

@@ -81,11 +81,7 @@ class Access:
         return token
 
     def refusal(self, headers: Mapping[bytes, bytes], token: str | None) -> tuple[int, str] | None:
-        """Return HTTP's status and what is wrong with a request; None: it may be served.
-
-        Args:
-            token: as from :meth:`token`.
-        """
+        """Return status and problem of a request by :meth:`token`'s result; None: it is served."""
         if token is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode()):

@@ -81,7 +81,9 @@ class Generator:
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         check_drafting(model, draft)
-        self.model, self.tokenizer, self.experts = model, tokenizer, experts
+        self.model = model
+        self.tokenizer = tokenizer
+        self.experts = experts
         if heads is not None and draft:
             raise ConfigError("draft", f"{draft}, and ranks share heads; use 0")
         ranks = 1 if heads is None else heads.group.size()
@@ -92,7 +94,9 @@ class Generator:
         self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, draft)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
-        self.version, self.paused, self.is_asleep = 0, False, False
+        self.version = 0
+        self.paused = False
+        self.is_asleep = False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         """Storages of parameters whose memory was freed, and their bytes."""
         self.borrowed: set[str] = set()
@@ -107,10 +111,7 @@ class Generator:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Take up ``requests``; the next steps serve them.
-
-        Raises RequestError: one can never be served, or its id is being served; none is taken up.
-        """
+        """Take up ``requests`` for the next steps, or none and raise RequestError."""
         begun: dict[str, list[Running]] = {}
         for request in requests:
             if request.id in self._live or request.id in begun:

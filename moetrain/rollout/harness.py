@@ -8,7 +8,6 @@ The library (the extra ``eval``) brings tasks, prompts and scores. Left out on p
 change while they run, and models that are no generator.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -53,10 +52,7 @@ class _Benchmarks:
     """The tasks of ``eval.tasks``, which any model can be measured by."""
 
     def __init__(self, settings: EvalSection) -> None:
-        """Load the tasks and their data.
-
-        Raises ConfigError: there is no such task, or its data cannot be loaded.
-        """
+        """Load the tasks and their data, or raise ConfigError."""
         self.settings = settings
         self._manager = TaskManager(include_path=settings.task_folder)
         if unknown := sorted({*settings.tasks} - {*self._manager.all_tasks}):
@@ -203,8 +199,7 @@ class _Model(TemplateLM):
 
         A text that is too long for the cache loses its beginning.
 
-        Args:
-            parts: texts, and how many of their last tokens to score.
+        ``parts``: texts, and how many of their last tokens to score.
         """
         asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
         window = self.generator.longest - 1
@@ -222,10 +217,7 @@ class _Model(TemplateLM):
         rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
         done = self.generator.generate(requests[rank::size])
         found = [pick(completion) for (completion,) in done]
-        if self.world is None:
-            return found
-        texts = self.world.rendezvous.gather(json.dumps(found))
         answers: list[Any] = [None] * len(requests)
-        for other, text in enumerate(json.loads(self.world.broadcast(json.dumps(texts)))):
-            answers[other::size] = json.loads(text)
+        for other, part in enumerate([found] if self.world is None else self.world.gather(found)):
+            answers[other::size] = part
         return answers

@@ -130,10 +130,7 @@ class JsonServer:
             self.arriving -= len(data)
 
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
-        """Return a server that serves whom ``access`` allows, and the socket it runs with.
-
-        Raises ConfigError: the token's file holds none; the address is invalid, or taken.
-        """
+        """Return a server for whom ``access`` allows, and its socket; or raise ConfigError."""
         token = access.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_limited = files != resource.RLIM_INFINITY

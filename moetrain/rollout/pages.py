@@ -193,7 +193,8 @@ class Running:
         """Tokens of prompt and completion."""
         self.stream = stream
         """The seed of its noise."""
-        self.inverse, self.scale = self.params.inverse, self.params.scale
+        self.inverse = self.params.inverse
+        self.scale = self.params.scale
         self.pages: list[int] = []
         self.table = np.zeros(most_pages, np.int32)
         """Its page table, which begins with ``pages``."""
@@ -251,7 +252,8 @@ class Scheduler:
     ) -> None:
         self.pages, self.shares = pages, shares
         self._free_slots = list(range(max_sequences, 0, -1))
-        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.max_sequences = max_sequences
+        self.max_tokens = max_tokens
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.num_preempted = 0
@@ -379,7 +381,9 @@ class PagedAttention:
     """
 
     def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
-        self.num_pages, self.page_size, self.window = num_pages, page_size, window
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.window = window
         self.keys_PZGd: torch.Tensor | None = None
         """None: no memory is allocated, which happens at the first use."""
         self.values_PZGv: torch.Tensor | None = None

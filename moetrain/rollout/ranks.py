@@ -73,10 +73,7 @@ class ExpertParallel:
         return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """Return all ranks' largest size, and whether any of them has set its flag.
-
-        Collective; waits for the device, since all ranks must run the same step next.
-        """
+        """Return all ranks' largest size, and whether any flag is set. Collective; waits."""
         numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         size, is_any = numbers.tolist()
@@ -99,10 +96,7 @@ class HeadParallel:
 def sharing_heads(
     world: World, experts: ExpertParallel | None
 ) -> tuple[HeadParallel | None, list[int]]:
-    """Return the ranks of ``parallel.cp``, if there are several, and all ranks that have requests.
-
-    Collective.
-    """
+    """Return the ranks of ``parallel.cp``, if several, and all that have requests. Collective."""
     cp = world.meshes.dense.get_group("cp")
     heads = HeadParallel(cp) if cp.size() > 1 else None
     if heads and experts:  # which may be shared with other groups' ranks

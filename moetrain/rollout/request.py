@@ -216,9 +216,8 @@ def chat_ids(
 ) -> tuple[int, ...]:
     """Return the tokens that an assistant's answer to ``messages`` continues.
 
-    Args:
-        record: further variables of the template, such as tools and documents
-            (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
+    ``record``: further variables of the template, such as tools and documents
+    (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
 
     Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """

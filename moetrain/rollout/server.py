@@ -94,8 +94,6 @@ class _Asked(JsonBody):
 
 
 class _Completions(_Asked):
-    """A request to continue texts."""
-
     kind: ClassVar = "text_completion"
     """The ``object`` of a reply."""
 
@@ -217,7 +215,9 @@ class CompletionServer(JsonServer):
         """Serve ``max_queue`` completions at once, which run or wait; more are status 429."""
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
-        self.generator, self.name, self.max_queue = generator, name, max_queue
+        self.generator = generator
+        self.name = name
+        self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [Route("/v1/models", self.models)]
         for path, kind in self.BODIES.items():
@@ -310,11 +310,7 @@ class _Answer:
         self.texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
-        """Yield each token of each choice as it comes.
-
-        Raises:
-            HTTPException: too much is being served, the request can never be, or a step failed.
-        """
+        """Yield each token of each choice as it comes; HTTPException: too much, or a failure."""
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:
             problem = f"{serving.num_open} completions run or wait, of max_queue {most}"
@@ -338,7 +334,6 @@ class _Answer:
             raise HTTPException(500, self.server.FAILED) from None
 
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
-        """Return the reply in one piece."""
         return await asyncio.to_thread(self._whole, [item async for item in updates])
 
     def _whole(self, items: Sequence[_Item]) -> Response:

@@ -25,8 +25,6 @@ class Update(NamedTuple):
 
 
 class _Listener:
-    """Who waits for the tokens of some requests."""
-
     def __init__(self, num_open: int) -> None:
         self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self.num_open = num_open
@@ -102,7 +100,6 @@ class Serving:
                 self.generator.abort(request.id)
 
     async def _drive(self) -> None:
-        """Take steps as long as anybody listens."""
         try:
             while self._listeners:
                 updates = await self.call(self._step)

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +39,6 @@ from moetrain.models.transformer import Rows, Transformer
 from moetrain.rollout.pages import Chunk, PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
-
-
-class _Cache(Protocol):
-    """What one layer keeps of the sequences, in memory that its first use allocates."""
-
-    def free(self) -> None: ...
-
-    def wipe(self) -> None:
-        """Fill it with zeros."""
-
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 _SALT = 0x9E3779B9
@@ -96,14 +86,19 @@ class Steps:
         heads: HeadParallel | None,
         draft: int,
     ) -> None:
-        self.model, self.pages, self.known, self.experts = model, pages, known, experts
-        self.heads, self.draft = heads, draft
+        self.model = model
+        self.pages = pages
+        self.known = known
+        self.experts = experts
+        self.heads = heads
+        self.draft = draft
         self.told: Any = heads.told if heads else lambda given: given
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
-        self.caches: list[_Cache] = []
+        self.caches: list[Any] = []
+        """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
             for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers + bool(draft)])
@@ -348,11 +343,7 @@ class Steps:
     # ---- tokens of prompts, and tokens chosen from all logits ----------------------------------
 
     def score(self, hidden_ND: torch.Tensor, tokens: Sequence[int]) -> list[tuple[float, int]]:
-        """Return the log-probability of each of ``tokens``, and the likeliest token in its place.
-
-        Args:
-            hidden_ND: hidden states, after the final norm, of the tokens before them.
-        """
+        """Return each token's log-probability behind ``hidden_ND``, and the likeliest there."""
         model, count = self.model, len(tokens)
         tokens_N = torch.tensor(tokens, device=self.device)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)

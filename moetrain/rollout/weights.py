@@ -81,7 +81,6 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 
 def _replica_bytes(engine: Engine) -> int:
-    """Return the bytes that :func:`replica` allocates on this rank."""
     total = 0
     for name, rule in engine.stages.rules.items():
         if _frozen_here(engine, name) is not None:
@@ -111,8 +110,7 @@ class WeightUpdate:
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
         """
-        Args:
-            generator: its model is a :func:`replica`, or has all experts, in any dtype.
+        ``generator``: its model is a :func:`replica`, or has all experts, in any dtype.
 
         Raises ValueError: the models have different parameters.
         """
@@ -347,10 +345,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 
 
 def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generator:
-    """Return a generator of ``sizes`` with the engine's weights as they are now. Collective.
-
-    Raises CannotGenerate: a rank is short of memory, or the model has no generation.
-    """
+    """Return a generator with the engine's weights, or raise CannotGenerate. Collective."""
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
     lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)

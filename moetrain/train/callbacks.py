@@ -417,11 +417,7 @@ _REPORTERS: dict[str, type[Callback]] = {
 
 
 def reporters_of(log: LogSection) -> list[Callback]:
-    """Return the reporters that ``log.reporters`` and ``log.tensorboard`` ask for.
-
-    Raises:
-        ConfigError: the library of one is not installed.
-    """
+    """Return the reporters that ``log`` asks for; ConfigError: a library is not installed."""
     names = dict.fromkeys(["tensorboard"] * log.tensorboard + list(log.reporters))
     for name in names:
         if find_spec(name) is None:

@@ -75,11 +75,9 @@ class Engine(ModelState):
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch``, from ``model.path`` or with initial values.
 
-        Args:
-            config: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
+        ``config``: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
 
-        Raises:
-            ConfigError: ``model.path`` cannot be loaded.
+        Raises ConfigError: ``model.path`` cannot be loaded.
         """
         _compile_ahead(config, arch, world)
         super().__init__(config, arch, world)
@@ -143,8 +141,7 @@ class Engine(ModelState):
 
         The device skips the update if the norm or a loss since the last step is not finite.
 
-        Raises:
-            ValueError: there was no :meth:`forward_backward` since the last step.
+        Raises ValueError: there was no :meth:`forward_backward` since the last step.
         """
         self._need("weights", "gradients", "moments")
         if not self._since_step:
@@ -171,7 +168,6 @@ class Engine(ModelState):
         return nullcontext() if self.static is None else self.static.sized(None)
 
     def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Add up all ranks' counts, on the device."""
         # torch.tensor would wait for the device.
         counts = [torch.full((), n, device=self.world.device) for n in counted.values()]
         summed = self.world.sum_rows(torch.stack(counts)).clamp(min=1)
@@ -217,8 +213,7 @@ class Engine(ModelState):
     ) -> list[torch.Tensor]:
         """Return what ``finish`` returns for each of ``batches``, on every rank.
 
-        Args:
-            shapes: those of the results, which are fp32.
+        ``shapes``: those of the results, which are fp32.
         """
         found: list[torch.Tensor] = []
 
@@ -316,7 +311,6 @@ class _Pass(Generic[_B]):
         return total
 
     def backward(self, total: torch.Tensor) -> None:
-        """Add a micro-batch's gradients to those of the step."""
         self.num_done += 1
         self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
 

@@ -89,11 +89,7 @@ class MemoryEstimate:
         return self.total * (1 - self.MARGIN) <= capacity
 
     def check(self, config: Config, capacity: float) -> None:
-        """Refuse a run that cannot fit into ``capacity`` bytes.
-
-        Raises:
-            ConfigError: it names the batch if a smaller one could help, else the model.
-        """
+        """Refuse a run that cannot fit into ``capacity`` bytes: ConfigError on batch or model."""
         if self.may_fit(capacity):
             return
         problem = f"takes about {self.describe()}; this device has {capacity / GIB:.1f} GiB"
@@ -133,8 +129,6 @@ def _parameters(
 
 
 class _Block(NamedTuple):
-    """What one block takes on a rank."""
-
     numbers: float
     """How many parameters it computes with."""
     unsharded: float
@@ -287,8 +281,7 @@ class RankSizes:
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment of a training step that takes most.
 
-        Args:
-            sleep: memory of generation that is freed during updates; None: nothing generates.
+        ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
@@ -417,7 +410,6 @@ class RankSizes:
         return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
 
     def _host(self) -> float:
-        """Count bytes of all blocks' activations on the host."""
         # The last block of each pass over a stage keeps its own, and the one on its way back.
         most = max(block.away for block in self._blocks.values())
         away = self._passes * self._of_all(lambda block: block.away)

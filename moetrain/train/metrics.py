@@ -181,7 +181,6 @@ class SilentLog(MetricsLog):
 
 
 def _describe(row: Mapping[str, float | None]) -> str:
-    """Format the few numbers that a person watches."""
     forms = {
         "loss": ("loss", "{:.4f}"),
         "eval_loss": ("held-out loss", "{:.4f}"),
@@ -242,10 +241,7 @@ class RoutingWatch:
         return row
 
     def update(self, routing: RoutingStats) -> list[str]:
-        """Look at one logged step of a whole global batch; returns new lines for the user.
-
-        Waits for the device.
-        """
+        """Look at a logged step of a global batch; return new lines. Waits for the device."""
         counts_LE, tokens = routing.counts_LE.cpu(), int(routing.num_tokens)
         crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * counts_LE.float().mean())
         found = []

@@ -5,13 +5,11 @@ tried in the order of what they cost, each by the same estimate, until one does;
 tried that change results by no more than rounding. Left out on purpose: speed, which
 :mod:`moetrain.train.speed` estimates.
 
-:func:`check_host` is about host memory, most of it pinned: it cannot be swapped out, and a process
-that takes too much is killed without a word. All processes of a machine share its memory, so ranks
-tell the main one what they will take and what their machine has. The limit of a control group (of
-the second version) decides where there is one, and free memory (``MemAvailable``) elsewhere. Beside
-a limit, too little free memory is worth a warning alone, since some virtual machines get memory
-only as they use it. Left out on purpose: the few GiB that a process takes anyway, and host memory
-of settings that are tried.
+:func:`check_host` is about host memory, most of it pinned: a process that takes too much is killed
+without a word. Processes of a machine share it, so ranks tell the main one what they will take. The
+limit of a control group (of the second version) decides where there is one, beside which too little
+free memory is worth a warning alone: some virtual machines get memory only as they use it. Left out
+on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.
 
 Bytes unless a name says otherwise.
 """
@@ -58,11 +56,7 @@ class MemoryPlan(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
-        """Plan ``config`` as it is.
-
-        Raises:
-            ConfigError: a setting has no effect on such a machine.
-        """
+        """Plan ``config`` as it is; ConfigError: a setting has no effect on such a machine."""
         machine = planned_machine(config)
         kind = machine.device.type
         config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
@@ -110,9 +104,8 @@ def _largest(ranks: Iterable[MemoryEstimate]) -> MemoryEstimate:
 def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
     """Describe the machine, the estimate, whether it fits and host memory; needs no device.
 
-    Raises:
-        ConfigError: the degrees do not fit the model or the number of processes, a setting has no
-            effect on such a machine, or a run that generates does not fit into it.
+    Raises ConfigError: the degrees do not fit the model or the number of processes, a setting has
+    no effect on such a machine, or a run that generates does not fit into it.
     """
     plan = MemoryPlan.of(config, arch, generates=generates)
     ranks, machine = plan.ranks(), plan.machine
@@ -176,7 +169,6 @@ def _changes(plan: MemoryPlan) -> Iterator[_Change]:
 
 
 def _smaller(config: Config) -> list[_Change]:
-    """Smaller micro-batches, then more recomputation."""
     rows, policies = config.train.micro_batch_size, ("none", "selective", "full")
     batches = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
     more = policies[policies.index(config.activation.policy) + 1 :]
@@ -230,11 +222,9 @@ class _Room(NamedTuple):
 def check_host(ranks: Sequence[RankSizes], world: World) -> None:
     """Refuse a run that takes more host memory than one of its machines has. Collective.
 
-    Args:
-        ranks: the sizes of every pipeline rank.
+    ``ranks``: the sizes of every pipeline rank.
 
-    Raises:
-        ConfigError: it names the setting that takes most, and how much memory there is.
+    Raises ConfigError: it names the setting that takes most, and how much memory there is.
     """
     of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
@@ -252,8 +242,7 @@ def _what_is_wrong(
 ) -> tuple[str, str] | None:
     """Return a setting and its problem, or None if all machines have enough; may warn.
 
-    Args:
-        reports: for each process its machine's name, what it takes, and a :class:`_Room`.
+    ``reports``: for each process its machine's name, what it takes, and a :class:`_Room`.
     """
     by_host: dict[str, list[tuple[_Takes, _Room]]] = {}
     for name, takes, room in reports:
@@ -278,7 +267,6 @@ def _what_is_wrong(
 
 
 def _sum(takes: Iterable[_Takes]) -> _Takes:
-    """Add up what several processes take."""
     total: Counter[str] = Counter()
     for one in takes:
         total.update(one)  # pyright: ignore[reportArgumentType] - it adds whatever adds up
@@ -292,11 +280,7 @@ def _described(takes: _Takes) -> str:
 
 
 def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
-    """Return the memory left on this machine by Linux's account; elsewhere all counts as free.
-
-    Args:
-        proc, groups: folders in which the kernel shows processes and control groups.
-    """
+    """Return the memory left here by Linux's ``proc`` and control ``groups``; else all counts."""
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0
@@ -325,6 +309,5 @@ def _text(path: Path) -> str:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
     words = map(str.split, _text(path).splitlines())
     return {name: int(number) for name, number, *_ in words}

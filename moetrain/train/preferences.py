@@ -1,13 +1,10 @@
 """Learning from preferences: DPO, IPO and KTO over pairs of answers to one prompt.
 
-    python -m moetrain.train --data.path pairs.jsonl --train.objective dpo
-    Trainer(config, **preferences(config, pairs, "dpo", beta=0.1)).fit()
-
 A pair is one row (:class:`~moetrain.data.packing.PairDataset`). For KTO a third segment has the
 prompt with another pair's chosen answer, from which the divergence from the reference is estimated.
 
-The reference is the model that the run begins from; adapters (LoRA) begin as zero. A resumed run
-reads its log-probabilities from ``output_dir/reference.npz``.
+The reference is the model that the run begins from. A resumed run reads its log-probabilities from
+``output_dir/reference.npz``.
 
 Left out on purpose: pairs that share a row, and a reference other than the first weights.
 
@@ -104,7 +101,6 @@ class Preference:
         return {name: Term(x, float(name == "preference")) for name, x in sums.items()}
 
     def _scores(self, ratio_T: torch.Tensor, batch: Batch) -> Scores:
-        """Sum log-ratios over the answers of each pair."""
         pairs, segments = len(batch.targets_BS), len(batch.cu_seqlens) - 1
         index_T = torch.arange(len(ratio_T), device=ratio_T.device)
         segment_T = torch.bucketize(index_T, batch.cu_seqlens[1:], right=True)
@@ -214,12 +210,10 @@ def preferences(
 ) -> dict[str, Any]:
     """Return the arguments of a trainer that learns from ``pairs``.
 
-    Args:
-        pairs: mappings with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
+    ``pairs``: mappings with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
 
-    Raises:
-        ConfigError: an answer has no token, a pair has no room in ``data.seq_len`` tokens, or
-            ``kind`` is none of :data:`LOSSES`.
+    Raises ConfigError: an answer has no token, a pair has no room in ``data.seq_len`` tokens, or
+    ``kind`` is none of :data:`LOSSES`.
     """
     if kind not in LOSSES:
         raise ConfigError("kind", f"{kind!r} is none of {', '.join(LOSSES)}")

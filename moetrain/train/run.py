@@ -76,8 +76,7 @@ class _StepWatch:
             skipped: 0-d bool, the same on every rank.
             requests: 0-d, as :meth:`Run.sum_requests` returns it.
 
-        Raises:
-            _BadSteps: the limit was reached by the steps before this one.
+        Raises _BadSteps: the limit was reached by the steps before this one.
         """
         self.check()
         self._steps += 1
@@ -126,11 +125,7 @@ class Run(ABC):
     total_steps: int
 
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
-        """Build the run, and resume it if there is something to resume.
-
-        Raises:
-            ConfigError: a setting is wrong, or the run cannot be made of it here.
-        """
+        """Build the run, and resume it if there is something to; ConfigError: it cannot be made."""
         sleep = config.rl.sleep if self.generates else None
         self.session = Session(*prepare(config), sleep)
         self.config, self.world = self.session.config, self.session.world
@@ -197,10 +192,7 @@ class Run(ABC):
         """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
 
     def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        """Return this rank's parts of a checkpoint's groups besides the engine's.
-
-        Called after :meth:`progress`. Every rank names every group.
-        """
+        """Return this rank's parts of a checkpoint's further groups, after :meth:`progress`."""
         return {}
 
     @abstractmethod
@@ -401,11 +393,7 @@ class Run(ABC):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def save(self, *, failed: bool = False) -> Path:
-        """Write a checkpoint of the current step, unless there is one, and wait for its end.
-
-        Raises:
-            RunFailed: it, or the one that was being written, cannot be written.
-        """
+        """Write this step's checkpoint, unless there is one, and wait; RunFailed: it fails."""
         path = self.begin_save(failed=failed)
         self.report_saved(self.snapshots.wait())
         return path

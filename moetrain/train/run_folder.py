@@ -62,9 +62,8 @@ class RunFolder:
     def check_usable(self) -> None:
         """Check that a run can write here, without creating anything.
 
-        Raises:
-            ConfigError: the folder or a path in it is blocked by another file, has too long a name,
-                or cannot be written to.
+        Raises ConfigError: the folder or a path in it is blocked by another file, has too long a
+        name, or cannot be written to.
         """
         folder, absolute = self.path, Path(os.path.abspath(self.path))
 
@@ -96,11 +95,7 @@ class RunFolder:
             raise error(f"cannot be written to: {failure.strerror}") from None
 
     def check_room(self, config: Config, arch: Architecture) -> None:
-        """Check that the disk has room for what the run will write.
-
-        Raises:
-            ConfigError: it names the free bytes, the bytes needed, and what needs them.
-        """
+        """Raise ConfigError, with what needs how much, unless the disk has room for the run."""
         checkpoint, steps = config.checkpoint, config.train.steps
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
@@ -140,8 +135,7 @@ class RunFolder:
         however the process ends. A folder made for a run whose settings or data turn out to be
         wrong is removed again.
 
-        Raises:
-            ConfigError: another run writes to it, or it cannot be written to.
+        Raises ConfigError: another run writes to it, or it cannot be written to.
         """
         folder = self.path
         made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -171,9 +165,8 @@ class RunFolder:
         Each rank writes a small file, which the main rank must be able to read; all are removed
         again. Collective: all ranks return, or all raise the same error.
 
-        Raises:
-            ConfigError: a rank cannot write there, or the main rank does not see its file, as on
-                machines that each have their own disk.
+        Raises ConfigError: a rank cannot write there, or the main rank does not see its file, as on
+        machines that each have their own disk.
         """
         if world.size == 1:
             return
@@ -221,9 +214,8 @@ class RunFolder:
         ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
         of step ``before`` and later are known to be damaged.
 
-        Raises:
-            ConfigError: a named folder is not an intact checkpoint, none here is, or the
-                newest that is not damaged has another version of the format.
+        Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
+        that is not damaged has another version of the format.
         """
         if resume == "never":
             return None
@@ -253,11 +245,7 @@ class RunFolder:
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> Checkpoint | None:
-        """Open the checkpoint that :meth:`find` finds on the main rank. Collective.
-
-        Raises:
-            ConfigError: as :meth:`find`, or the checkpoint is not of ``arch``.
-        """
+        """Open what :meth:`find` finds on the main rank; ConfigError also for another model's."""
         path = self.find(resume, before) if world.is_main else None
         shared = world.broadcast("" if path is None else str(path))
         if not shared:

@@ -101,9 +101,8 @@ class Session:
 def prepare(config: Config) -> tuple[Config, Architecture]:
     """Resolve the settings and the model, and check the output folder, before anything slow.
 
-    Raises:
-        ConfigError: the run cannot write to its folder, the model or the settings that depend on it
-            are wrong, or there is no room for what will be written.
+    Raises ConfigError: the run cannot write to its folder, the model or the settings that depend on
+    it are wrong, or there is no room for what will be written.
     """
     place = launched_place()
     writes = place is None or place.rank == 0
@@ -153,9 +152,8 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
     what the model takes, up to 4096. Without ``needs_weights`` its ``config.json`` is enough.
 
-    Raises:
-        ConfigError: no such model, one without a tokenizer or without the experts that a setting
-            is for, rows longer than it is made for.
+    Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
+    is for, rows longer than it is made for.
     """
     further = config.train.mtp_weight > 0
     arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)

@@ -45,11 +45,7 @@ _IMBALANCE = 0.1
 
 
 def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
-    """Estimate the seconds of a step on GPUs of one kind; ``ranks``: of every pipeline rank.
-
-    Raises:
-        ConfigError: a setting whose cost was not measured.
-    """
+    """Estimate a step's seconds from every pipeline rank; ConfigError: it was not measured."""
     config, dims = ranks[0].config, ranks[0].dims
     for name, value in {
         "optim.offload_fraction": config.optim.offload_fraction,
@@ -95,10 +91,7 @@ class _Clock:
                     self.others += count * part.numbers(self.share)
 
     def travel(self, size: float, ranks: int, span: int) -> float:
-        """Return how long a rank of ``ranks`` receives all but its own part of ``size`` bytes.
-
-        ``span``: how many neighbours the group lies among.
-        """
+        """Return how long ``ranks`` among ``span`` neighbours take to receive ``size`` bytes."""
         machines = min(ranks, math.ceil(span / GPUS_OF_MACHINE))
         across = size * (1 - 1 / machines) / NETWORK_RATE
         return max(size * (1 - 1 / ranks) / self.link, across)
@@ -143,7 +136,6 @@ class _Clock:
     # ---- of one micro-batch --------------------------------------------------------------------
 
     def _part(self, part: Part) -> float:
-        """Estimate a part's products."""
         seq_len, activation = self.config.data.seq_len, self.config.activation
         own = self.share.tokens / self.dims.tp
         kept = activation.save if activation.policy == "selective" else ()

@@ -54,11 +54,7 @@ class ModelState:
     """The groups of tensors of a :meth:`state`."""
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        """Build the model of ``arch`` with initial values, or those of ``model.path``.
-
-        Raises:
-            ConfigError: ``model.path`` cannot be loaded.
-        """
+        """Build the model of ``arch`` with values; ConfigError: ``model.path`` cannot be loaded."""
         self.config, self.arch, self.world = config, arch, world
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
@@ -121,8 +117,7 @@ class ModelState:
 
         Forgets the step's gradients.
 
-        Raises:
-            ConfigError: tensors of other names, shapes or dtypes.
+        Raises ConfigError: tensors of other names, shapes or dtypes.
         """
         self.fsdp.check_idle()
         self._need("weights", "gradients", "moments")
@@ -256,11 +251,7 @@ class ModelState:
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Bring back what is offloaded; work on the device waits for the parts that it needs.
-
-        Raises:
-            torch.OutOfMemoryError: the memory is in use. Call this again once it is free.
-        """
+        """Bring back what is offloaded; torch.OutOfMemoryError: call again once there is room."""
         for arena in self._arenas.values():  # in the order in which a step needs them
             arena.reload(self._link)
 
@@ -307,8 +298,7 @@ class Snapshots(Saver):
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
 
-        Raises:
-            RunFailed: this checkpoint or the previous one cannot be written.
+        Raises RunFailed: this checkpoint or the previous one cannot be written.
         """
         self.wait()
         engine, rng = self.engine, {}
@@ -342,9 +332,8 @@ class Snapshots(Saver):
             What is damaged, the same on every rank, or an empty text. The engine's state is
             undefined if anything is.
 
-        Raises:
-            ConfigError: tensors have other names, shapes or dtypes, the frozen weights are others,
-                or the run is over and data or ``model.path`` changed.
+        Raises ConfigError: tensors have other names, shapes or dtypes, the frozen weights are
+        others, or the run is over and data or ``model.path`` changed.
         """
         engine, world = self.engine, self.engine.world
         self._check_same_run(found, data, total_steps)

@@ -66,8 +66,7 @@ class Trainer(Run):
                 (:mod:`moetrain.train.objectives`); None: what ``train.objective`` says.
             callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
 
-        Raises:
-            ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
+        Raises ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
         self._given, self._given_eval, self._objective = data, eval_data, objective
         super().__init__(config, callbacks=callbacks)

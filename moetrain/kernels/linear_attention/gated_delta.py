@@ -83,7 +83,7 @@ class Documents(NamedTuple):
         return cls(bounds_N, starts_C.int(), sizes_C.int(), firsts_N.int())
 
 
-RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k, v, g and beta of :func:`gated_delta`."""
 
 
@@ -186,7 +186,7 @@ def _checked(
     v_THV: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-) -> RuleInputs:
+) -> _RuleInputs:
     (T, Q, _), (_, H, _) = k_TQK.shape, v_THV.shape
     fits = q_TQK.shape == k_TQK.shape and v_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H) or beta_TH.shape != (T, H):
@@ -202,7 +202,7 @@ def _fast_inputs(
     v_THV: torch.Tensor,
     g_TH: torch.Tensor,
     beta_TH: torch.Tensor,
-) -> RuleInputs:
+) -> _RuleInputs:
     """Return the inputs as the kernels take them."""
     K, V = k_TQK.shape[2], v_THV.shape[2]
     if K not in WIDTHS or V not in WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:

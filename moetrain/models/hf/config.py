@@ -41,7 +41,11 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """
     family = _family_of(config.get("model_type"))
     own = _own_keys(config, family)
-    given: dict[str, Any] = {**family.defaults, **_rename(own, family)}
+    for other, key in family.aliases.items():
+        if key in own and other in own and own[key] != own[other]:
+            raise _error(f"{other} {own[other]!r} contradicts {key} {own[key]!r}")
+    own = {family.aliases.get(key, key): value for key, value in own.items()}
+    given: dict[str, Any] = {**family.defaults, **own}
     _check_types(given, family)
     if given["hidden_act"] != family.activation:
         problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
@@ -72,14 +76,6 @@ def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     if not isinstance(own, Mapping):
         raise _error(f"{family.section[0]} is {own!r:.80}, expected an object")
     return {**own, **{key: config[key] for key in (_TIED,) if key in config}}
-
-
-def _rename(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Rename each key of ``config`` to the one name that the family's tables use."""
-    for other, key in family.aliases.items():
-        if key in config and other in config and config[key] != config[other]:
-            raise _error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
-    return {family.aliases.get(key, key): value for key, value in config.items()}
 
 
 def _first_problem(error: ValidationError, family: Family) -> str:
@@ -140,7 +136,6 @@ def _carried(source: Mapping[str, Any], spelled: set[str]) -> dict[str, Any]:
 
 
 def _family_of(model_type: object) -> Family:
-    """Return the family of ``model_type``; ConfigError if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         raise _error(f"model_type {model_type!r} is not supported; supported: {supported}")

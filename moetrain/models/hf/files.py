@@ -41,8 +41,6 @@ _MANIFEST = ".moetrain-export.json"
 
 
 class _FileTensor(NamedTuple):
-    """Where a tensor lies, and what it is."""
-
     file: Path
     dtype: torch.dtype
     """That in which it is used, and exported."""
@@ -114,7 +112,6 @@ def _dequantised(
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return a file's size and time."""
     try:
         stat = file.stat()
     except OSError:
@@ -286,10 +283,7 @@ def config_folder(path_or_hub_id: str) -> Path:
 
 
 def export_in(folder: Path) -> Path:
-    """Return ``folder``, or the export in it if it is the output folder of a run.
-
-    Raises ConfigError: it is the output folder of a run that has not exported.
-    """
+    """Return ``folder``, or the export in a run's output folder; ConfigError: that has none."""
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         return folder
     if (folder / EXPORT / CONFIG).is_file():
@@ -322,8 +316,11 @@ def _find_local(name: str) -> Path | None:
         snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    # An interrupted download, or another tool's, may have left only some of the files.
-    return Path(snapshot) if _is_complete(Path(snapshot)) else None
+    try:
+        _shards(Path(snapshot))
+    except ConfigError:  # an interrupted download, or another tool's, left only some of the files
+        return None
+    return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
 
 
 def _download(name: str) -> Path:
@@ -333,14 +330,6 @@ def _download(name: str) -> Path:
         raise error(name, "no such folder, and not a hub id (owner/name)") from None
     except OSError as failure:  # the hub's own errors are OSErrors too
         raise error(name, f"no such folder, and not available from the hub: {failure}") from None
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        _shards(folder)
-    except ConfigError:
-        return False
-    return (folder / CONFIG).is_file()
 
 
 # Reading.
@@ -444,10 +433,7 @@ def _is_inside(name: object) -> bool:
 
 # Writing.
 def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]]) -> list[str]:
-    """Write copies, texts and objects as JSON, each whole or not at all.
-
-    Returns the names of files to copy that are gone.
-    """
+    """Write copies, texts and JSON, each whole or not at all; return the copies that are gone."""
     lost = []
     for name, content in files.items():
         path = folder / name

@@ -308,7 +308,6 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
 
 
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
-    """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names."""
     if section.path is not None:
         folder = resolve(section.path) if needs_weights else config_folder(section.path)
         config = read_json(folder / CONFIG)

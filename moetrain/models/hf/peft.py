@@ -259,8 +259,6 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 
 
 class _AdapterFiles:
-    """The two files of an adapter, opened and checked."""
-
     def __init__(self, folder: str | os.PathLike[str], arch: Architecture) -> None:
         self.folder, self.arch = Path(folder).expanduser(), arch
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
@@ -389,7 +387,6 @@ class _Settings:
         self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
 
     def is_module(self, name: str) -> bool:
-        """Return whether the module ``name`` (``model.layers.0.mlp.up_proj``) has an adapter."""
         if self._excluded(name) or not self._targeted(name):
             return False
         layer = name.removeprefix("model.layers.").partition(".")[0]
@@ -397,7 +394,6 @@ class _Settings:
         return not self._layers or is_named or layer in self._layers
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
-        """Return the rank and the scale of the adapter of ``name``."""
         rank, alpha = (
             next(value for matches, value in values if matches(name))
             for values in (self._ranks, self._alphas)

@@ -64,8 +64,6 @@ def warn_about_router_bias(model: Transformer) -> None:
 
 
 class _Outgoing(NamedTuple):
-    """A tensor to export."""
-
     name: str
     dtype: torch.dtype
     num_bytes: int
@@ -142,10 +140,9 @@ class Export:
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the checkpoint.
 
-        Args:
-            tensors: every weight with its name in the files, in the order of
-                ``Transformer.pieces``. Every process gets all of them; each is valid until the next
-                is requested.
+        ``tensors``: every weight with its name in the files, in the order of
+        ``Transformer.pieces``. Every process gets all of them; each is valid until the next is
+        requested.
         """
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -310,7 +307,6 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
 
 
 def _index(shards: Mapping[str, Sequence[_Outgoing]]) -> dict[str, _File]:
-    """Make the index of several files, by its name."""
     if len(shards) == 1:
         return {}
     total_size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
@@ -324,13 +320,9 @@ def _side_files(
     tokenizer: TokenizerFiles | None,
     dtype: torch.dtype | None,
 ) -> dict[str, _File]:
-    """Make everything but weights, by name in the export.
+    """Make everything but weights, by name in the export; raises as :func:`save_hf`.
 
-    Args:
-        tokenizer: replaces the tokenizer of ``source`` and the ids of its special tokens.
-        dtype: the dtype that config.json names; None: the one that ``source`` names.
-
-    Raises ValueError: the family's format cannot express ``arch``.
+    ``dtype``: the dtype that config.json names; None: the one that ``source`` names.
     """
     config = exported_config(arch, None if source is None else source.config)
     keys = [key for key in ("torch_dtype", "dtype") if key in config]
@@ -364,8 +356,8 @@ def _set_ids(
     """
     ids = tokenizer.ids()
     if source is not None and _is_same_tokenizer(tokenizer, source.folder):
-        known = [x for value in (config, generation) for x in _as_list(value.get(_EOS))]
-        if ids[_EOS] in known:
+        known = (value.get(_EOS) for value in (config, generation))
+        if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
             return
         ids = {_EOS: ids[_EOS]}
     config |= ids
@@ -380,7 +372,3 @@ def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
     if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
         return False
     return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]

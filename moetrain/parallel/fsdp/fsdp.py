@@ -95,7 +95,6 @@ class _Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        """Wait for the gathers, and copy out what must be copied."""
         works, self.works = self.works or [], None
         for work in works:
             if work is not None:
@@ -178,8 +177,7 @@ class FSDP(Sharding):
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
         forward runs), those of 8-bit codes, and all-reduces over replicas.
 
-        Raises:
-            ConfigError: the setting is copy, and ranks do not reach one another's memory.
+        Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
         """
         travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
@@ -362,8 +360,7 @@ class FSDP(Sharding):
 
         Outputs that depend on nothing trained are passed over, as a first stage may have.
 
-        Args:
-            is_last: no other backward follows in this work.
+        ``is_last``: no other backward follows in this work.
         """
         self._is_last = is_last
         if gradients is not None:

@@ -1,12 +1,8 @@
 """How FSDP's shards and gradients travel: by collectives, or by copies within a machine.
 
-Gradients are reduced in one of three modes:
-
-    fp32_accum  rows travel in their own dtype (bf16: half the bytes of fp32) by one all-to-all, and
-                the receiver adds them in fp32, in rank order. No partial sum is rounded to bf16, as
-                it is at each hop of a ring, and the result does not depend on timing.
-    fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
-    bf16        rows are reduce-scattered in their own dtype.
+Gradients are reduced as ``parallel.reduce`` says. With fp32_accum one all-to-all brings rows, which
+the receiver adds in fp32, in rank order: no partial sum is rounded to bf16, as it is at each hop of
+a ring, and the result does not depend on timing. The other modes are reduce-scatters.
 
 Ranks of one machine can copy instead (``parallel.fsdp_transport``): copy engines move bytes between
 GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
@@ -236,9 +232,7 @@ class Peers:
         return start
 
     def open(self) -> None:
-        """Wait, on the device, until no rank reads any shard. Collective.
-
-        The first call makes the memory."""
+        """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
         if self._memory is None:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
             kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
@@ -332,8 +326,7 @@ def reachable(
 
     Collective over ``everyone``.
 
-    Raises:
-        ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
     if not wants_copies(setting, device.type) or everyone.size() == 1:
         return []

@@ -51,10 +51,7 @@ def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
 
 
 class _HostPages:
-    """Pinned pages, and the two streams that fill and read them.
-
-    On a CPU copies are made at once: streams and events are None.
-    """
+    """Pinned pages, and the two streams that fill and read them, which on a CPU are None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_cuda = device, device.type == "cuda"
@@ -68,7 +65,6 @@ class _HostPages:
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
     def current(self) -> Any:
-        """Give the stream that computes."""
         return torch.cuda.current_stream(self.device) if self.on_cuda else None
 
     def copy_down(self, source: torch.Tensor, size: int) -> tuple[Sequence[torch.Tensor], Any]:

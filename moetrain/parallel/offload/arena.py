@@ -117,11 +117,7 @@ class Arena:
         return self._addresses.tensor(start, size)
 
     def need(self) -> None:
-        """Let the work that the device is given from here on find the values.
-
-        Raises:
-            OffloadedError: they are in host memory.
-        """
+        """Let device work from here on find the values; OffloadedError: they are in host memory."""
         if self.is_offloaded:
             raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
         arrived, self._arrived = self._arrived, None
@@ -134,8 +130,7 @@ class Arena:
 
         Without ``keep`` the values are not worth copying, and any will be there afterwards.
 
-        Raises:
-            RunFailed: the system does not give as much pinned memory.
+        Raises RunFailed: the system does not give as much pinned memory.
         """
         self.need()
         pieces = [*self._pieces, *map(_Resized, self._loose.values())]
@@ -158,8 +153,7 @@ class Arena:
     def reload(self, stream: torch.cuda.Stream | None) -> None:
         """Invert :meth:`offload`; copies are under way until :meth:`need`.
 
-        Raises:
-            torch.OutOfMemoryError: others have too much of the device's memory.
+        Raises torch.OutOfMemoryError: others have too much of the device's memory.
         """
         if not self.is_offloaded:
             return

@@ -43,7 +43,9 @@ class Pipeline:
     """Objectives whose terms' names all ranks keep; a run has one or two."""
 
     def __init__(self, model: Transformer, fsdp: FSDP, stages: Stages) -> None:
-        self.model, self.fsdp, self.stages = model, fsdp, stages
+        self.model = model
+        self.fsdp = fsdp
+        self.stages = stages
         self.plan = lru_cache(self._plan)
         self.watch: Callable[[Action], AbstractContextManager[Any]] = lambda _: nullcontext()
         """A context to enter around each of this rank's actions, once what it needs is there."""
@@ -110,8 +112,6 @@ class Pipeline:
 
 
 class _Run:
-    """One call of :meth:`Pipeline.run`."""
-
     def __init__(
         self,
         pipeline: Pipeline,
@@ -120,9 +120,14 @@ class _Run:
         finish: _Finish,
         learns: bool,
     ) -> None:
-        self.model, self.fsdp, self.stages = pipeline.model, pipeline.fsdp, pipeline.stages
-        self.watch, self.schedule, self.batches = pipeline.watch, schedule, batches
-        self.finish, self.learns = finish, learns
+        self.model = pipeline.model
+        self.fsdp = pipeline.fsdp
+        self.stages = pipeline.stages
+        self.watch = pipeline.watch
+        self.schedule = schedule
+        self.batches = batches
+        self.finish = finish
+        self.learns = learns
         self.made: dict[tuple[Action, int], _Tensors] = {}
         """The tensors that an action made for a stage, made here or received."""
         self.arriving: dict[tuple[Action, int], list[dist.Work]] = {}

@@ -71,11 +71,7 @@ class Schedule:
 
     @classmethod
     def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Self:
-        """Make the schedule ``name`` of ``ranks``, each with every ``ranks``-th stage.
-
-        Raises:
-            ConfigError: there is none; the message lists what is possible.
-        """
+        """Make the schedule ``name`` of ``ranks``; ConfigError says what is possible."""
         kind = SCHEDULES[name]
         if kind.by_rounds and micro_batches % ranks:
             others = ", ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
@@ -201,7 +197,6 @@ class _Timeline:
         return max(end for _, end in self.times.values())
 
     def busy(self, rank: int) -> float:
-        """Add up the time for which ``rank`` works."""
         times = [self.times[action] for action in self.schedule.actions[rank]]
         return sum(end - start for start, end in times)
 
@@ -250,7 +245,6 @@ class _ScheduleKind(NamedTuple):
     """Whether micro-batches must be a multiple of the ranks."""
 
     def check_stages(self, name: str, stages: int) -> None:
-        """Raise ConfigError unless a rank can have ``stages`` stages."""
         low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
         if not low <= stages <= high:
             wanted = str(low) if low == high else f"{low} to {high}"

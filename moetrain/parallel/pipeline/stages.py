@@ -115,11 +115,7 @@ class StagePlan:
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Make the schedule of a step of ``micro_batches``.
-
-        Raises:
-            ConfigError: there is none; the message lists what is possible.
-        """
+        """Make the schedule of a step; ConfigError says what is possible."""
         name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
         return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
@@ -206,8 +202,6 @@ class StagePlan:
 
 
 class _ModelTensor(NamedTuple):
-    """A tensor of the whole model."""
-
     shape: torch.Size
     rule: Rule | None
     """The parameter's rule; None for a buffer."""
@@ -237,7 +231,8 @@ class Stages:
         self, config: Config, arch: Architecture, meshes: Meshes, device: torch.device
     ) -> None:
         self.plan, self.arch, self.device = StagePlan(config, arch), arch, device
-        self.token_ranks, self.group = meshes.dims.token_ranks, meshes.dense.get_group("pp")
+        self.token_ranks = meshes.dims.token_ranks
+        self.group = meshes.dense.get_group("pp")
         self.rank = self.group.rank()
         self.blocks = self.plan.blocks_of(self.rank)
         model, rules = plan_model(config, arch, compute_dtype(config, device))

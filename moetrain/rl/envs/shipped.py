@@ -145,7 +145,6 @@ class _Calculator(Environment):
         return _Sum(self, self.sum_of(task))
 
     def demonstrate(self, task: int) -> Demonstration:
-        """Ask the tool for the whole sum, then give its answer."""
         text, tokens, mask = self.sum_of(task), (), ()
         for part, acts in (
             (self.prompts.encode(f"{text}="), False),
