@@ -33,8 +33,9 @@ from torch.distributed import _functional_collectives as functional
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
+from moetrain.kernels.optim.adamw import Settings, adamw, adamw_on_host
 from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
+from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
