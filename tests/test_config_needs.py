@@ -109,6 +109,14 @@ GIVEN = [
         "optim.muon_momentum: 0.9 contradicts optim.name 'adamw'; unset one",
     ),
     (
+        "--optim.muon_qk_clip 100",
+        "optim.muon_qk_clip: 100.0 contradicts optim.name 'adamw'; unset one",
+    ),
+    (
+        "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
+        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex'; unset one",
+    ),
+    (
         "--optim.name muon --lora.rank 8",
         "optim.name: 'muon' contradicts lora.rank 8; use adamw",
     ),

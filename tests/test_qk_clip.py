@@ -108,7 +108,7 @@ def scale_by_hand(weights, path, part, head, gamma):
 
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_steps_that_are_clipped_by_hand(case):
-    tau = 0.004 if case == "nemotron_h" else TAU
+    tau = 0.0023 if case == "nemotron_h" else TAU
     clipped, plain = engine_of(case, tau=tau), engine_of(case, tau=0.0)
     layers = record(plain)
     weights = {name: member.local for name, member in plain.fsdp.members.items()}
@@ -251,7 +251,7 @@ MESHES = {
         "hsdp": ["parallel.dp_replicate=2"],
     },
 }
-MESH_CASES = ["glm4_moe as many kv heads", "gpt_oss", "deepseek_v3 biases"]
+MESH_CASES = ["glm4_moe as many kv heads", "gpt_oss", "deepseek_v3"]
 
 
 def train_on_ranks(runs):
