@@ -20,6 +20,7 @@ Legend: B batch, S sequence, T query tokens, L key tokens, H query heads, G key 
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 import torch
 

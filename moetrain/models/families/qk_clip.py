@@ -46,7 +46,8 @@ class _WatchedCore:
     """Attention ``core`` that raises the peaks of its heads, ``first`` and those behind it."""
 
     def __init__(self, core: Core, peaks_H: torch.Tensor, backend: Backend) -> None:
-        self.core, self.peaks_H, self.backend = core, peaks_H, backend
+        self.core, self.peaks_H = core, peaks_H
+        self.backend: Backend = backend
 
     def __call__(
         self,
@@ -117,7 +118,7 @@ class QKClip:
         """Watch the layers that ``model`` has; its ``core`` is given part ``index`` of ``count``
         equal parts of the heads."""
         self.peaks_LH = self.peaks_LH.to(device)
-        here = dict(model.named_modules())
+        here: dict[str, Any] = dict(model.named_modules())
         for peaks_H, (path, part) in zip(self.peaks_LH, self.parts.items(), strict=True):
             if (holder := here.get(path)) is None:
                 continue
