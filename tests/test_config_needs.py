@@ -16,6 +16,7 @@ PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine"
 PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
 PROBES += (
     "exact",
+    "flex",
     "adamw",
     "muon",
     "rollout",
