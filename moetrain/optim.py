@@ -33,8 +33,10 @@ from torch.distributed import _functional_collectives as functional
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
+from moetrain.kernels.optim.adamw import Settings, adamw, adamw_on_host
 from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
+from moetrain.kernels.optim.rounding import BLOCK
+from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
@@ -137,13 +139,17 @@ class AdamW(torch.optim.Optimizer):
             if bucket.members[0].rule.is_orthogonal:
                 how = (rates_S, decays_B, group["lr"], out_N)
                 muon_update(bucket.shard_N, bucket.gradient_N, *how)
-                continue
-            avg_N, avg_sq_N = self._flat[id(bucket)]
-            tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
-            adamw(*tensors, decays_B, self.settings, origins_B, out_N)
+            else:
+                avg_N, avg_sq_N = self._flat[id(bucket)]
+                tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
+                adamw(*tensors, decays_B, self.settings, origins_B, out_N)
+            self._finish(bucket, out_N)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Do what comes before the updates of single buckets."""
+
+    def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
+        """Do what comes after the update of ``bucket``, and write ``out_N`` too if it is given."""
 
     def update(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Clip to ``optim.max_grad_norm`` and update, unless the loss or the norm is not finite.
@@ -212,13 +218,26 @@ class AdamW(torch.optim.Optimizer):
 class Muon(AdamW):
     """Muon (:mod:`moetrain.kernels.optim.muon`) for blocks' matrices, and AdamW for the rest.
 
-    Ranks of ``group`` hold a replica's parameters together; they exchange parts of matrices.
+    Ranks of ``group`` hold a replica's parameters together; they exchange parts of matrices. With
+    ``clip``, heads are scaled by the largest scores that ``everyone`` has seen.
     """
 
     def __init__(
-        self, fsdp: FSDP, config: OptimSection, seed: int, group: dist.ProcessGroup
+        self,
+        fsdp: FSDP,
+        config: OptimSection,
+        seed: int,
+        group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        clip: QKClip | None = None,
     ) -> None:
         super().__init__(fsdp, config, seed)
+        self._clip, self._everyone = clip, everyone
+        self._scaled = {
+            id(member): clip.scaled[name].part(member.layout.box[0], fsdp.device)
+            for name, member in fsdp.members.items()
+            if clip is not None and name in clip.scaled
+        }
         exchange = partial(functional.all_to_all_single, group=group)
         members = [m for m in fsdp.members.values() if m.rule.is_orthogonal]
         boxes = [
@@ -239,6 +258,21 @@ class Muon(AdamW):
         pieces: Any = [member.local.grad for member in self._members]
         how = (self.config.muon_iterations, self.config.eps, self.config.muon_scale)
         self._matrices.orthogonalise(pieces, *how)
+        if self._clip is not None:
+            gamma_LH = self._clip.take(self._raise_to_largest)
+            self._gamma_LH = torch.where(rates_S[4] != 0, 1.0, gamma_LH)  # a skipped step has none
+
+    def _raise_to_largest(self, x: torch.Tensor) -> None:
+        if self._everyone.size() > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self._everyone)
+
+    def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
+        for member in bucket.members:
+            if (rows := self._scaled.get(id(member))) is not None:
+                factor_R = rows.factor(self._gamma_LH)
+                member.local.mul_(factor_R.view(-1, *[1] * (member.local.dim() - 1)))
+                if out_N is not None:
+                    member.piece_of(out_N).copy_(member.local)
 
 
 def _blocks(member: Member) -> int:

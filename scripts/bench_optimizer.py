@@ -1,16 +1,19 @@
 """AdamW, the cast of its weights and the gradient's norm, at memory speed: ours beside torch's.
 
-    python scripts/bench_optimizer.py [--parameters 600e6] [--sweep] [--matrices 128x768x2048]
+    python scripts/bench_optimizer.py [--parameters 600e6] [--matrices 128x768x2048]
+        [--only-muon] [--sweep]
 
 On one GPU, on one flat shard, as a bucket has it. First whether the numbers are right (against
 torch's fused AdamW after a step, and of rounded moments against the reference's bits), then a line
 for each part: median device milliseconds, and the bytes that it must read and write a second, and
 what these are of what a copy reaches here. Then Muon on ``--matrices``: five Newton-Schulz
-iterations, with what share of the FLOPs a second of one large product they reach, and whole updates
-beside AdamW's. ``--sweep`` times other launch settings.
+iterations, by half of each symmetric product and by whole ones, with what share of the FLOPs a
+second of one large product they reach, counting whole products both times, and whole updates beside
+AdamW's. ``--only-muon`` leaves the rest out; ``--sweep`` times other launch settings.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,9 +23,8 @@ from itertools import product
 import torch
 import triton
 
+from moetrain.kernels.optim import symmetric
 from moetrain.kernels.optim.adamw import (
-    _WARPS,
-    BLOCK,
     Settings,
     _adamw_kernel,
     adamw,
@@ -36,11 +38,21 @@ from moetrain.kernels.optim.muon import (
     orthogonalise,
 )
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
+from moetrain.kernels.optim.rounding import BLOCK, WARPS
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
 LR, DECAY = 1e-3, 0.1
 REPEATS, WARM_UP = 10, 3
 SWEEP = ((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
+SYMMETRIC_SWEEP = (
+    (128, 64, 8, 3, 255),
+    (128, 64, 8, 4, 255),
+    (128, 64, 4, 3, 255),
+    (128, 64, 4, 4, 255),
+    (128, 128, 8, 2, 255),
+    (128, 32, 8, 4, 128),
+    (64, 64, 4, 4, 128),
+)
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -172,15 +184,18 @@ def muon(sizes: tuple[int, int, int]) -> bool:
     wide_BRC = torch.randn(*sizes, device="cuda", generator=generator)
     x_BRC = wide_BRC.bfloat16()
     how = (5, 1e-8)
-    found_RC, exact_RC = newton_schulz(x_BRC, *how)[0], newton_schulz_reference(x_BRC[0], *how)
-    error = ((found_RC - exact_RC).norm() / exact_RC.norm()).item()
-    flops = newton_schulz_flops(sizes, 5)
+    exact_RC = newton_schulz_reference(x_BRC[0], *how)
+    flops, errors = newton_schulz_flops(sizes, 5), []
     big = torch.randn(8192, 8192, device="cuda").bfloat16()
     peak = 2 * 8192**3 / milliseconds(lambda: big @ big)
-    ms = milliseconds(lambda: newton_schulz(x_BRC, *how))
-    print(f"{'x'.join(map(str, sizes))}: Newton-Schulz, five iterations {ms:.3f} ms, "
-          f"{flops / ms / 1e9:.0f} TFLOP/s, {flops / ms / peak:.0%} of one product's; "
-          f"{error:.1e} from the reference")  # fmt: skip
+    print(f"{'x'.join(map(str, sizes))}: Newton-Schulz, five iterations; one large product has "
+          f"{peak / 1e9:.0f} TFLOP/s")  # fmt: skip
+    for name, rows in (("half of symmetric products", 1), ("whole products", math.inf)):
+        run = partial(newton_schulz, x_BRC, *how, rows)
+        errors.append(((run()[0] - exact_RC).norm() / exact_RC.norm()).item())
+        ms = milliseconds(run)
+        print(f"{name:<30}{ms:8.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s by the full work, "
+              f"{flops / ms / peak:.0%} of one product's; {errors[-1]:.1e} off")  # fmt: skip
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -203,7 +218,26 @@ def muon(sizes: tuple[int, int, int]) -> bool:
 
         ours = milliseconds(update)
         print(f"whole update, state in {_word(dtype)}: Muon {ours:.3f} ms, AdamW {adam:.3f} ms")
-    return error < 5e-2
+    return max(errors) < 5e-2
+
+
+def sweep_symmetric(sizes: tuple[int, int, int]) -> None:
+    """Print the times of both symmetric products by launch settings, and by whole products."""
+    batch, short, long = sizes[0], *sorted(sizes[1:])
+    x_BRC = torch.randn(batch, short, long, device="cuda").bfloat16()
+    gram_BRR = torch.bmm(x_BRC, x_BRC.mT)
+    used = symmetric._LAUNCH
+    for launch in (None, used, *map(symmetric._Launch._make, SYMMETRIC_SWEEP)):
+        backend = "reference" if launch is None else "triton"
+        symmetric._LAUNCH = launch or used
+        times = []
+        for given in ((x_BRC,), (gram_BRR, gram_BRR, 2.0, -1.5)):
+            run = partial(symmetric.symmetric_product, *given, backend=backend)
+            ms = milliseconds(run)
+            times.append(f"{ms:.3f} ms {2 * batch * short**2 * given[0].shape[2] / ms / 1e9:.0f}")
+        name = "whole, by a library" if launch is None else f"half, {tuple(launch)}"
+        print(f"{name:<34} X X^T {times[0]}, b A + c A A {times[1]} TFLOP/s by the full work")
+    symmetric._LAUNCH = used
 
 
 def sweep(bench: Bench) -> None:
@@ -224,7 +258,7 @@ def sweep(bench: Bench) -> None:
                 block,
                 num_warps=warps,
             )
-            used = "*" if (block, warps) == (BLOCK, _WARPS) else ""
+            used = "*" if (block, warps) == (BLOCK, WARPS) else ""
             name = f"{_word(dtype)} moments, block {block}, warps {warps}"
             bench.time(f"{name}{used}", bytes_each, launch)
         del moments
@@ -235,17 +269,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=600e6)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only-muon", action="store_true")
     parser.add_argument("--matrices", default="128x768x2048")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    bench = Bench(int(args.parameters))
-    is_right = check(bench)
-    compare(bench)
-    if args.sweep:
-        sweep(bench)
-    del bench
+    is_right = True
+    if not args.only_muon:
+        bench = Bench(int(args.parameters))
+        is_right = check(bench)
+        compare(bench)
+        if args.sweep:
+            sweep(bench)
+        del bench
     count, rows, columns = map(int, args.matrices.split("x"))
     is_right &= muon((count, rows, columns))
+    if args.sweep:
+        sweep_symmetric((count, rows, columns))
     return 0 if is_right else 1
 
 

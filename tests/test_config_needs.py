@@ -16,6 +16,7 @@ PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine"
 PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
 PROBES += (
     "exact",
+    "flex",
     "adamw",
     "muon",
     "rollout",
@@ -107,6 +108,14 @@ GIVEN = [
     (
         "--optim.muon_momentum 0.9",
         "optim.muon_momentum: 0.9 contradicts optim.name 'adamw'; unset one",
+    ),
+    (
+        "--optim.muon_qk_clip 100",
+        "optim.muon_qk_clip: 100.0 contradicts optim.name 'adamw'; unset one",
+    ),
+    (
+        "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
+        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex'; unset one",
     ),
     (
         "--optim.name muon --lora.rank 8",

@@ -49,6 +49,7 @@ NOT_KERNELS = {
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.memory",
     "moetrain.kernels.norm.rope_scaling",
+    "moetrain.kernels.optim.rounding",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",
 }

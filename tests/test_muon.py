@@ -1,5 +1,6 @@
 """Muon: its orthogonal matrices, its steps beside a loop by hand, and the same bits on any mesh."""
 
+import math
 from functools import partial
 from unittest.mock import patch
 
@@ -26,9 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from moetrain.cli.train import main
 from moetrain.config import ConfigError
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.optim import muon
+from moetrain.kernels.optim import muon, symmetric
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.muon import newton_schulz, newton_schulz_reference, orthogonalise
+from moetrain.kernels.optim.rounding import BLOCK
+from moetrain.kernels.optim.symmetric import symmetric_product
 from moetrain.models.families import PRESETS
 from moetrain.models.transformer import Transformer
 from moetrain.train.objectives import CrossEntropy, Term
@@ -78,6 +81,57 @@ def test_a_matrix_without_a_direction_stays_and_epsilon_is_added_to_the_norm():
     x_RC = draw(4, 4)
     once = newton_schulz(x_RC[None] / x_RC.norm(), 1, 1.0)[0]
     torch.testing.assert_close(once, newton_schulz_reference(x_RC, 1, x_RC.norm().item()).float())
+
+
+# ---- symmetric products -------------------------------------------------------------------------
+
+SIZES = [(1, 5, 3), (2, 130, 20), (3, 257, 65), (2, 256, 128)]
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_symmetric_product_is_exactly_so_and_the_same_in_any_batch(sizes, dtype, device):
+    x_BRC = draw(*sizes, device=device).to(dtype)
+    gram_BRR = symmetric_product(x_BRC, backend="triton")
+    added_BRR = symmetric_product(gram_BRR, gram_BRR, 2.0, -1.5, "triton")
+    for y_BRR in (gram_BRR, added_BRR):
+        assert torch.equal(y_BRR, y_BRR.mT)
+    for i, x_RC in enumerate(x_BRC):
+        alone_1RR = symmetric_product(x_RC[None].clone(), backend="triton")
+        assert torch.equal(alone_1RR[0], gram_BRR[i])
+        again_1RR = symmetric_product(alone_1RR, alone_1RR, 2.0, -1.5, "triton")
+        assert torch.equal(again_1RR[0], added_BRR[i])
+
+
+@devices
+def test_the_worked_example_of_symmetric_products(device):
+    x_1RC = torch.tensor([[[1.0, 2], [3, 4]]], device=device)
+    added_1RR = torch.tensor([[[0.0, 1], [1, 0]]], device=device)
+    for backend in ("reference", "triton"):
+        gram_1RR = symmetric_product(x_1RC, backend=backend)
+        assert gram_1RR[0].tolist() == [[5, 11], [11, 25]]
+        found_1RR = symmetric_product(x_1RC, added_1RR, 2.0, 1.0, backend)
+        assert found_1RR[0].tolist() == [[10, 23], [23, 50]]
+
+
+@devices
+@pytest.mark.parametrize("shape", [(260, 300), (300, 260), (40, 257)])
+def test_matrices_by_symmetric_products_are_those_of_the_reference(shape, device, monkeypatch):
+    launched = []
+    product = symmetric._symmetric_product
+    monkeypatch.setattr(symmetric, "use_fast", lambda backend, x: backend == "auto")
+    monkeypatch.setattr(
+        symmetric, "_symmetric_product", lambda *given: launched.append(1) or product(*given)
+    )
+    x_1RC = draw(1, *shape, device=device)
+    expected_RC = newton_schulz_reference(x_1RC[0], 2, 1e-8)
+    for rows, expected in ((256, 4 * (min(shape) >= 256)), (1, 4), (math.inf, 0)):
+        launched.clear()
+        found_1RC = newton_schulz(x_1RC, 2, 1e-8, rows)
+        assert len(launched) == expected
+        error = (found_1RC[0].double() - expected_RC).norm() / expected_RC.norm()
+        assert error < 1e-5
 
 
 @pytest.mark.parametrize("limit", [1, 40, 8 * 20, 3 * 8 * 20, 2**20])
@@ -147,10 +201,10 @@ def test_every_matrix_is_dealt_once_and_no_rank_has_much_more(ranks, limit):
 
 def test_momentum_in_bf16_is_rounded_by_random_bits():
     """So that a gradient far below its last digit is not lost."""
-    numbers = 64 * muon.BLOCK
+    numbers = 64 * BLOCK
     settings, (one, no) = Settings(0.9, 0.95, 1e-8, seed=0), torch.tensor([1.0, 0.0])
     momentum_N = torch.ones(numbers, dtype=torch.bfloat16)
-    origins_B = muon.BLOCK * torch.arange(64)
+    origins_B = BLOCK * torch.arange(64)
     value = 1 + 2**-11
     for step in range(1, 9):
         grad_N = torch.full((numbers,), (value - 0.5) * 2)  # towards the same value

@@ -7,7 +7,8 @@ from test_engine import ROWS, make_batches, make_engine, objective_of, train, we
 from test_kernels import devices
 
 from moetrain.config import ConfigError
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
+from moetrain.kernels.optim.adamw import Settings, adamw
+from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.optim import AdamW
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp import bucket as bucket_module

@@ -145,6 +145,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
+    _Need("optim.muon_qk_clip", {"optim.name": {"muon"}}),
+    _Need("optim.muon_qk_clip", {"kernels.attention": _Other("flex")}),  # shows no documents
     _Need("optim.name", {"lora.rank": {0}}, {"muon"}, "use adamw"),  # adapters are no such matrices
     _Need("optim.offload_fraction", {"optim.name": {"adamw"}}),  # matrices lie in parts on the host
     # The update on the host knows no other dtypes.

@@ -109,6 +109,9 @@ class OptimSection(Section):
     """Newton-Schulz iterations that orthogonalise a matrix."""
     muon_scale: float = Field(default=0.2, gt=0)
     """Root mean square of Muon's updates at learning rate 1; 0.2 is near that of AdamW's."""
+    muon_qk_clip: float = Field(default=0.0, ge=0)
+    """The largest attention score that a head may have; weights of its queries and keys are scaled
+    down after a step with a larger one (QK-clip). 0: off; Kimi K2 has 100."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from moetrain.config import Config
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
+from moetrain.kernels.optim.adamw import Settings, adamw
 from moetrain.kernels.optim.muon import muon_momentum, muon_update
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
+from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, widen_groups
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, Fact, logger
-from moetrain.kernels.optim.adamw import BLOCK
+from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights

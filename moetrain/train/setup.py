@@ -30,6 +30,7 @@ from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
+from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import compute_dtype
@@ -164,6 +165,8 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitting({Fact.EXPERTS: absent})
     check_widths(config, arch)
+    if config.optim.muon_qk_clip:
+        QKClip(arch, config.optim.muon_qk_clip)  # which refuses models that it does not suit
     if config.model.path is not None:
         config = config.filled(_set_by_checkpoint(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
@@ -230,8 +233,9 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     ):
         problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
         raise ConfigError("kernels.attention", problem)
-    needs_cudnn = config.kernels.batch_invariant and device.type == "cuda"
-    if config.kernels.attention == "cudnn" or needs_cudnn:
+    wants_documents = config.optim.muon_qk_clip > 0 and config.kernels.attention == "auto"
+    needs_cudnn = config.kernels.batch_invariant or wants_documents
+    if config.kernels.attention == "cudnn" or (needs_cudnn and device.type == "cuda"):
         try:
             cudnn_attention.require(device, dtype, arch.widest_head())
         except ValueError as error:

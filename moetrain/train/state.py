@@ -22,6 +22,7 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
+from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
@@ -59,8 +60,10 @@ class ModelState:
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
         how = (self.fsdp, config.optim, config.train.seed)
-        ranks = world.meshes.shared_parameters.get_group(2)
-        self.optimizer = AdamW(*how) if config.optim.name == "adamw" else Muon(*how, ranks)
+        ranks = (world.meshes.shared_parameters.get_group(2), world.meshes.everyone)
+        self.clip = self._watched() if config.optim.muon_qk_clip else None
+        is_adamw = config.optim.name == "adamw"
+        self.optimizer = AdamW(*how) if is_adamw else Muon(*how, *ranks, self.clip)
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -76,6 +79,17 @@ class ModelState:
     def forget(self) -> None:
         """Forget the gradients of the step so far."""
         self.fsdp.clear_gradients()
+        if self.clip is not None:
+            self.clip.peaks_LH.zero_()
+
+    def _watched(self) -> QKClip:
+        dense, dims = self.world.meshes.dense, self.world.dims
+        clip = QKClip(self.arch, self.config.optim.muon_qk_clip)
+        index, count = dense.get_local_rank("tp"), dims.tp
+        if dims.cp_method == "ulysses":
+            index, count = index * dims.cp + dense.get_local_rank("cp"), count * dims.cp
+        clip.watch(self.model, self.world.device, index, count)
+        return clip
 
     # ---- in parts and whole --------------------------------------------------------------------
 

@@ -3,15 +3,19 @@
 import itertools
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from moetrain.kernels.attention.attention import (
+    AttentionMask,
     _attention_packed,
     _attention_packed_backward,
     attention_packed,
 )
+from moetrain.kernels.attention.peaks import _raise_peaks, raise_peaks
 from moetrain.kernels.attention.sinks import _attention_with_sinks, attention_packed_with_sinks
+from moetrain.kernels.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
@@ -131,7 +135,62 @@ ATTENTION_WITH_SINKS = replace(
     },
 )
 
+
+def _peaks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    of_mask = ("cu_seqlens", "cu_seqlens_k", "window")
+    return {
+        "peaks_H": case.get("begun", 0.0) + torch.zeros(case["H"], device=generator.device),
+        "q_BSHd": inputs["q_THd"][None],
+        "k_BSGd": inputs["k_TGd"][None],
+        "mask": AttentionMask("cudnn", **{name: inputs.get(name) for name in of_mask}),
+        "scale": inputs["scale"],
+    }
+
+
+def _peaks_of(backend: Backend, *, peaks_H: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Without touching its inputs, so that it can run twice on them."""
+    peaks_H = peaks_H.clone()
+    raise_peaks(peaks_H, **inputs, backend=backend)
+    return peaks_H
+
+
+def _peaks_cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
+    pairs = sum(heads * length**2 for length in case["lengths"])  # half of them hidden
+    return Cost(2.0 * tokens * width * (heads + kv_heads), 1.0 * pairs * width), Cost()
+
+
+SCORE_PEAKS = KernelSpec(
+    name="score_peaks",
+    fast=partial(_peaks_of, "triton"),
+    reference=partial(_peaks_of, "reference"),
+    make_inputs=_peaks_inputs,
+    cases=(
+        *ATTENTION_PACKED.cases,
+        {"lengths": (20, 30), "H": 2, "G": 2, "d": 16, "begun": 2.0},
+        {"lengths": (0, 0), "H": 2, "G": 1, "d": 16},
+    ),
+    benches=(
+        Bench({"lengths": (4096,) * 4, **_QWEN3}),
+        Bench({"lengths": _MIX, **_QWEN3}),
+        Bench({"lengths": (4096,) * 4, **_LATENT}),
+    ),
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},  # products of bf16 are exact in fp32
+    cost=_peaks_cost,
+    ops=(_raise_peaks,),
+    bad_inputs={
+        r"takes \[H\], \[B, S, H, d\]": lambda x: x | {"peaks_H": x["peaks_H"][1:]},
+        "queries and keys in one dtype": lambda x: x | {"k_BSGd": x["k_BSGd"].double()},
+        "mask of flex": lambda x: x | {"mask": AttentionMask("flex")},
+        "takes bf16, fp16 or fp32": lambda x: (
+            x | {name: x[name].double() for name in ("q_BSHd", "k_BSGd")}
+        ),
+    },
+)
+
 SPECS = (
+    SCORE_PEAKS,
     ATTENTION_PACKED,
     replace(
         ATTENTION_PACKED,

@@ -1,12 +1,12 @@
 """Specs of the AdamW step and of the reduction of gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.optim.adamw import (
-    BLOCK,
     Settings,
     _adamw,
     adamw,
@@ -22,6 +22,8 @@ from moetrain.kernels.optim.reduction import (
     num_blocks,
     sum_chunks,
 )
+from moetrain.kernels.optim.rounding import BLOCK
+from moetrain.kernels.optim.symmetric import _symmetric_product, symmetric_product
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
@@ -269,6 +271,62 @@ def _reduction_cost(case: Case) -> tuple[Cost, Cost]:
     ), Cost()
 
 
+def _symmetric_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    batch, rows, columns = (case[name] for name in "BRC")
+    x_BRC = normal(generator, batch, rows, columns).to(dtype)
+    if case.get("tall"):  # a tall matrix is given as the transposed view that it is
+        x_BRC = x_BRC.mT.contiguous().mT
+    added_BRR = normal(generator, batch, rows, rows)
+    return {
+        "x_BRC": x_BRC,
+        "added_BRR": (added_BRR + added_BRR.mT).to(dtype) if case.get("added") else None,
+        "alpha": case.get("alpha", 1.0),
+        "beta": -1.5,
+    }
+
+
+def _symmetric_cost(case: Case) -> tuple[Cost, Cost]:
+    batch, rows, columns = (case[name] for name in "BRC")
+    numbers = batch * rows * (columns + rows * (2 if case.get("added") else 1))
+    return Cost(bytes=2 * numbers, flops=batch * rows * (rows + 1) * columns), Cost()
+
+
+_SYMMETRIC_SPEC = KernelSpec(
+    name="symmetric_product",
+    fast=partial(symmetric_product, backend="triton"),
+    reference=partial(symmetric_product, backend="reference"),
+    make_inputs=_symmetric_inputs,
+    cases=(
+        {"B": 2, "R": 40, "C": 100, "added": True},
+        {"B": 1, "R": 1, "C": 1},
+        {"B": 3, "R": 7, "C": 65, "alpha": 0.5},
+        {"B": 1, "R": 128, "C": 64},
+        {"B": 2, "R": 256, "C": 128, "added": True, "alpha": 2.0},
+        {"B": 1, "R": 300, "C": 70, "tall": True},
+        {"B": 2, "R": 129, "C": 33, "added": True, "tall": True},
+        {"B": 1, "R": 513, "C": 1},
+    ),
+    benches=(
+        Bench({"B": 42, "R": 768, "C": 2048}),
+        Bench({"B": 42, "R": 768, "C": 768, "added": True}),
+        Bench({"B": 4, "R": 4096, "C": 4096}),
+    ),
+    # A rounding; Triton's interpreter even cuts off.
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
+    cost=_symmetric_cost,
+    ops=(_symmetric_product,),
+    bad_inputs={
+        r"takes \[B, R, C\]": lambda i: i | {"x_BRC": i["x_BRC"][0]},
+        "added torch.float64": lambda i: i | {"added_BRR": i["added_BRR"].double()},
+        r"added torch.float32 \(2, 39, 40\)": lambda i: i | {"added_BRR": i["added_BRR"][:, 1:]},
+        "with strides": lambda i: i | {"added_BRR": i["added_BRR"].mT},
+        "that is not empty": lambda i: i | {"x_BRC": i["x_BRC"][..., :0]},
+        "given x torch.float64": lambda i: (
+            i | {name: i[name].double() for name in ("x_BRC", "added_BRR")}
+        ),
+    },
+)
+
 _TARGET = {"forward_fraction": 0.85}
 _BENCH_SIZE = 32 << 20  # elements: 64 MiB of bf16 a chunk
 _NARROW = {"out": torch.bfloat16}
@@ -323,4 +381,4 @@ _REDUCTION_SPECS = (
     ),
 )
 
-SPECS = (*_ADAMW_SPECS, *_MUON_SPECS, *_REDUCTION_SPECS)
+SPECS = (*_ADAMW_SPECS, *_MUON_SPECS, _SYMMETRIC_SPEC, *_REDUCTION_SPECS)

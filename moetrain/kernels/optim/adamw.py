@@ -7,11 +7,8 @@
 The kernel reads what changes from step to step on the device (:meth:`Settings.rates`), the decision
 to skip included: then it writes the copy alone.
 
-bf16 moments are rounded stochastically, so that the mean is exact: a second moment at beta2 0.95
-would otherwise lose all that is below 1/256 of it. The 16 random bits of a moment are Philox's
-(Salmon et al. 2011, ten rounds) of the seed, the step and the number's place: a rerun repeats them,
-and so does another layout. Worked example: 1 + 2^-9 becomes 1 + 2^-7, the next bf16 number, for one
-in four values of the bits.
+bf16 moments are rounded stochastically (:mod:`moetrain.kernels.optim.rounding`), so that the mean
+is exact: a second moment at beta2 0.95 would otherwise lose all that is below 1/256 of it.
 
 Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
 
@@ -26,11 +23,16 @@ from typing import NamedTuple
 import torch
 
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
-
-BLOCK = 1024  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
-_WARPS = 4
-_STATE_DTYPES = (torch.float32, torch.bfloat16)  # of gradients and of moments
-_OUT_DTYPES = (*_STATE_DTYPES, torch.float16)
+from moetrain.kernels.optim.rounding import (
+    BLOCK,
+    OUT_DTYPES,
+    STATE_DTYPES,
+    WARPS,
+    random_bits,
+    random_bits_reference,
+    round_by,
+    round_by_reference,
+)
 
 
 class Settings(NamedTuple):
@@ -107,8 +109,8 @@ def adamw(
     p_N = p_N - size * m_N / (v_N.sqrt() * root + settings.eps)
     if avg_N.dtype == torch.bfloat16:
         assert origins_B is not None  # checked
-        bits_N = _philox_reference(origins_B, step, settings.seed)[: param_N.numel()]
-        m_N, v_N = _round_reference(m_N, bits_N & 0xFFFF), _round_reference(v_N, bits_N >> 16)
+        bits_N = random_bits_reference(origins_B, step, settings.seed)[: param_N.numel()]
+        m_N, v_N = round_by_reference(m_N, bits_N & 0xFFFF), round_by_reference(v_N, bits_N >> 16)
     is_kept = skipped != 0
     for old_N, new_N in ((param_N, p_N), (avg_N, m_N), (avg_sq_N, v_N)):
         old_N.copy_(torch.where(is_kept, old_N, new_N))
@@ -162,7 +164,7 @@ def _check(
     state = flat["avg"].dtype
     is_wide = flat["param"].dtype == torch.float64 and not is_fast
     blocks = -(-shape.numel() // BLOCK)
-    kinds = {"grad": _STATE_DTYPES, "avg": _STATE_DTYPES, "avg_sq": (state,), "out": _OUT_DTYPES}
+    kinds = {"grad": STATE_DTYPES, "avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
     for name, tensor in flat.items():
         dtypes = (torch.float64,) if is_wide else kinds.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
@@ -174,33 +176,6 @@ def _check(
     if (origins_B is None) == (state == torch.bfloat16):
         takes = f"int64 [{blocks}] with bf16 moments, and with those alone"
         raise refusal("adamw", takes, moments=state, origins=origins_B)
-
-
-def _round_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to bf16 by 16 random bits."""
-    bits_N = x_N.view(torch.int32) + noise_N.to(torch.int32)
-    return (bits_N & -65536).view(torch.float32).bfloat16()
-
-
-def _philox_reference(origins_B: torch.Tensor, step: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return 32 random bits (int64) for each number of the blocks."""
-    mask = 0xFFFFFFFF
-    groups = origins_B[:, None] // 4 + torch.arange(BLOCK // 4, device=origins_B.device)
-    c0 = groups & mask
-    c1 = (groups >> 32) & mask
-    c2 = step.long().expand_as(groups)
-    c3 = torch.zeros_like(groups)
-    k0, k1 = seed & mask, (seed >> 32) & mask
-    for _ in range(10):
-        # Products wrap in int64, which leaves the bits of unsigned ones.
-        product0 = c0 * 0xD2511F53
-        product2 = c2 * 0xCD9E8D57
-        c0, c2 = ((product2 >> 32) & mask) ^ c1 ^ k0, ((product0 >> 32) & mask) ^ c3 ^ k1
-        c1 = product2 & mask
-        c3 = product0 & mask
-        k0 = (k0 + 0x9E3779B9) & mask
-        k1 = (k1 + 0xBB67AE85) & mask
-    return torch.stack([c0, c1, c2, c3], dim=-1).flatten()
 
 
 @torch.library.custom_op("moetrain::adamw", mutates_args=("param_N", "avg_N", "avg_sq_N", "out_N"))
@@ -226,7 +201,7 @@ def _adamw(
     tensors = (*written, rates_S, decays_B, origins_B)
     betas = (beta1, 1 - beta1, beta2, 1 - beta2)
     grid = (triton.cdiv(size, BLOCK),)
-    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=_WARPS)
+    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=WARPS)
 
 
 @_adamw.register_fake
@@ -267,27 +242,9 @@ def _adamw_kernel(
         tl.store(param + at, p, mask)
         if origins is not None:
             step = tl.load(rates + 5).to(tl.int32)
-            bits = _philox(tl.load(origins + block), step, seed, BLOCK)
-            m, v = _round(m, bits & 0xFFFF), _round(v, (bits >> 16) & 0xFFFF)
+            bits = random_bits(tl.load(origins + block), step, seed, BLOCK)
+            m, v = round_by(m, bits & 0xFFFF), round_by(v, (bits >> 16) & 0xFFFF)
         tl.store(avg + at, m.to(avg.dtype.element_ty), mask)
         tl.store(avg_sq + at, v.to(avg_sq.dtype.element_ty), mask)
     if out is not None:
         tl.store(out + at, p.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def _round(x, noise):
-    """fp32 to numbers that bf16 has, by 16 random bits."""
-    bits = x.to(tl.int32, bitcast=True) + noise
-    return (bits & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _philox(origin, step, seed, BLOCK: tl.constexpr):
-    """32 random bits (int32) for each of a block's numbers."""
-    group = (origin >> 2) + tl.arange(0, BLOCK // 4)
-    low, high = group.to(tl.int32), (group >> 32).to(tl.int32)
-    zero = low * 0
-    r0, r1, r2, r3 = tl.philox(seed, low, high, zero + step, zero)
-    bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))  # r0, r1, r2, r3, r0, ...
-    return bits.to(tl.int32, bitcast=True)

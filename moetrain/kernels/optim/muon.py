@@ -18,11 +18,13 @@ diag(0.6 a + 0.6^3 b + 0.6^5 c, ...) = diag(1.193, 0.977).
 
 :func:`muon_momentum` and :func:`muon_update` are one pass over a flat shard each, like
 :func:`~moetrain.kernels.optim.adamw.adamw`, whose rates they read and whose random bits round a
-momentum in bf16. The products in between are a library's, of many matrices at once: in bf16 on a
-GPU, with sums in fp32. On a CPU they are in fp32, and one matrix after the other, since the bits of
-a batched product depend on the batch there: a matrix's bits depend on nothing but the matrix.
+momentum in bf16. The products in between are of many matrices at once: in bf16 on a GPU, with sums
+in fp32. A and b A + c A A are symmetric, and of large matrices half of them is computed
+(:mod:`moetrain.kernels.optim.symmetric`); the last product is a library's. On a CPU all are in
+fp32, and one matrix after the other, since the bits of a batched product depend on the batch there:
+a matrix's bits depend on nothing but the matrix.
 
-Left out on purpose: kernels that compute half of X X^T, which is symmetric; other coefficients.
+Left out on purpose: other coefficients.
 
 Legend: N numbers of a shard, B blocks of ``BLOCK`` of them, or matrices in a batch, R rows, C
 columns, S rates.
@@ -38,48 +40,57 @@ from typing import NamedTuple
 import torch
 
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
-from moetrain.kernels.optim.adamw import (
-    _WARPS,
+from moetrain.kernels.optim.rounding import (
     BLOCK,
-    _philox,
-    _philox_reference,
-    _round,
-    _round_reference,
+    OUT_DTYPES,
+    STATE_DTYPES,
+    WARPS,
+    random_bits,
+    random_bits_reference,
+    round_by,
+    round_by_reference,
 )
+from moetrain.kernels.optim.symmetric import symmetric_product
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of X, A X and A A X."""
+_SYMMETRIC_FROM = 256
+"""Rows (of the shorter side) from which on a GPU computes half of a symmetric product alone;
+math.inf: never."""
 _BATCH_NUMBERS = 2**26
 """Numbers of the matrices that are orthogonalised together: 42 of 768 x 2048 fill a GPU."""
 _COPIES = 5
 """Tensors of that size that exist at once: the batch, X before and after, A, and A A."""
-_STATE_DTYPES = (torch.float32, torch.bfloat16)  # of gradients and of the momentum
-_OUT_DTYPES = (*_STATE_DTYPES, torch.float16)
 
 
 # ---- orthogonalisation --------------------------------------------------------------------------
 
 
-def newton_schulz(x_BRC: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+def newton_schulz(
+    x_BRC: torch.Tensor, iterations: int, eps: float, symmetric_from: float = _SYMMETRIC_FROM
+) -> torch.Tensor:
     """Orthogonalise each of B matrices; the result has the dtype of ``x_BRC``.
 
     Args:
         x_BRC: fp32 or bf16, in which products are computed, with sums in fp32.
         eps: added to each Frobenius norm; a matrix of zeros gives zeros.
+        symmetric_from: with a shorter side of so many, half of symmetric products is computed.
     """
     if x_BRC.device.type == "cpu" and len(x_BRC) > 1:
+        how = (iterations, eps, symmetric_from)
         # In memory of its own: where a matrix lies decides on bits too.
-        each = (newton_schulz(x_1RC.clone(), iterations, eps) for x_1RC in x_BRC.split(1))
+        each = (newton_schulz(x_1RC.clone(), *how) for x_1RC in x_BRC.split(1))
         return torch.cat(list(each))
     is_tall = x_BRC.shape[1] > x_BRC.shape[2]
     x_BRC = x_BRC.mT if is_tall else x_BRC
     norm_B11 = torch.linalg.vector_norm(x_BRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
     factor_B11 = (norm_B11 + eps).reciprocal()
     x_BRC = torch.mul(x_BRC, factor_B11, out=torch.empty_like(x_BRC))
+    backend = "auto" if x_BRC.shape[1] >= symmetric_from else "reference"
     a, b, c = _COEFFICIENTS
     for _ in range(iterations):
-        gram_BRR = torch.bmm(x_BRC, x_BRC.mT)
-        sum_BRR = torch.baddbmm(gram_BRR, gram_BRR, gram_BRR, beta=b, alpha=c)
+        gram_BRR = symmetric_product(x_BRC, backend=backend)
+        sum_BRR = symmetric_product(gram_BRR, gram_BRR, c, b, backend)
         x_BRC = torch.baddbmm(x_BRC, sum_BRR, x_BRC, beta=a)
     return x_BRC.mT if is_tall else x_BRC
 
@@ -316,7 +327,7 @@ def muon_momentum(
     """
     flat = {"grad": grad_N, "momentum": momentum_N}
     blocks = -(-grad_N.numel() // BLOCK)
-    _check("muon_momentum", flat, dict.fromkeys(flat, _STATE_DTYPES))
+    _check("muon_momentum", flat, dict.fromkeys(flat, STATE_DTYPES))
     if (origins_B is None) == (momentum_N.dtype == torch.bfloat16):
         takes = f"int64 [{blocks}] with a momentum in bf16, and with that alone"
         raise refusal("muon_momentum", takes, momentum=momentum_N.dtype, origins=origins_B)
@@ -329,8 +340,8 @@ def muon_momentum(
     m_N = momentum * momentum_N.to(wide) + g_N
     u_N = momentum * m_N + g_N
     if origins_B is not None:
-        bits_N = _philox_reference(origins_B, step, seed)[: grad_N.numel()]
-        m_N = _round_reference(m_N, bits_N & 0xFFFF)
+        bits_N = random_bits_reference(origins_B, step, seed)[: grad_N.numel()]
+        m_N = round_by_reference(m_N, bits_N & 0xFFFF)
     is_kept = skipped != 0
     for old_N, new_N in ((momentum_N, m_N), (grad_N, u_N)):
         old_N.copy_(torch.where(is_kept, old_N, new_N))
@@ -356,7 +367,7 @@ def muon_update(
         out_N: of any float dtype: the new parameters, rounded to nearest.
     """
     flat = {"param": param_N, "update": update_N} | ({} if out_N is None else {"out": out_N})
-    dtypes = {"param": (torch.float32,), "update": _STATE_DTYPES, "out": _OUT_DTYPES}
+    dtypes = {"param": (torch.float32,), "update": STATE_DTYPES, "out": OUT_DTYPES}
     _check("muon_update", flat, dtypes)
     blocks = -(-param_N.numel() // BLOCK)
     if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
@@ -403,7 +414,7 @@ def _muon_momentum(
     if size := grad_N.numel():
         tensors = (grad_N, momentum_N, rates_S, origins_B)
         grid = (triton.cdiv(size, BLOCK),)
-        _momentum_kernel[grid](*tensors, size, momentum, rest, seed, BLOCK, num_warps=_WARPS)
+        _momentum_kernel[grid](*tensors, size, momentum, rest, seed, BLOCK, num_warps=WARPS)
 
 
 @_muon_momentum.register_fake
@@ -424,7 +435,7 @@ def _muon_update(
     if size := param_N.numel():
         tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, decays_B)
         grid = (triton.cdiv(size, BLOCK),)
-        _update_kernel[grid](*tensors, size, lr, BLOCK, num_warps=_WARPS)
+        _update_kernel[grid](*tensors, size, lr, BLOCK, num_warps=WARPS)
 
 
 @_muon_update.register_fake
@@ -453,8 +464,8 @@ def _momentum_kernel(
         u = mu * m + g
         if origins is not None:
             step = tl.load(rates + 5).to(tl.int32)
-            bits = _philox(tl.load(origins + block), step, seed, BLOCK)
-            m = _round(m, bits & 0xFFFF)
+            bits = random_bits(tl.load(origins + block), step, seed, BLOCK)
+            m = round_by(m, bits & 0xFFFF)
         tl.store(momentum + at, m.to(momentum.dtype.element_ty), mask)
         tl.store(grad + at, u.to(grad.dtype.element_ty), mask)
 
