@@ -1,6 +1,6 @@
-"""AdamW and Muon on fp32 master weights, updates on the host, and learning-rate schedules.
+"""AdamW and Muon on master weights, updates on the host, and learning-rate schedules.
 
-One kernel updates a bucket. Clipping and the decision to skip a non-finite step both ride inside
+One kernel updates a bucket, or with moments in float8 a parameter. Clipping and the decision to skip a non-finite step both ride inside
 the update: the norm never comes back to the host, so the next step's kernels are queued while this
 one still runs. The update also writes what the next gather sends, in the compute dtype
 (:meth:`FSDP.updates`).
@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,12 +35,14 @@ from torch.distributed import _functional_collectives as functional
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
+from moetrain.kernels.optim.adamw_float8 import Float8Moment, adamw_float8, groups_of
 from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
+from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.mesh import Sliceable, TensorSlice
+from moetrain.parallel.mesh import Layout, Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
@@ -47,7 +50,7 @@ from moetrain.parallel.pipeline.stages import Stages
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
 
-    Moments in bf16 are rounded by random bits. These depend on the seed, the step, and a number's
+    Moments in fewer bits are rounded by random bits. These depend on the seed, the step, and a number's
     place in the whole parameter. So copies on several ranks stay equal, and a resumed run has the
     same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
     shard begins at no multiple of four numbers.
@@ -58,7 +61,8 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
-        self.dtype: torch.dtype = getattr(torch, config.state_dtype)
+        is_float8 = config.state_dtype == "float8"
+        self.dtype = torch.uint8 if is_float8 else getattr(torch, config.state_dtype)
         """Dtype of the moments."""
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
@@ -87,23 +91,29 @@ class AdamW(torch.optim.Optimizer):
     def _make(self) -> None:
         names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
-            if not bucket.is_trained:
-                continue
-            numel, device = bucket.shard_N.numel(), bucket.shard_N.device
-            new = self.arena.empty if bucket.host is None else torch.empty
-            keys = self.moments_of(bucket.members[0].rule)
-            flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
-            self._flat[id(bucket)] = flat
-            # Whether each block is of a parameter with weight decay.
-            decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
-            counts = torch.tensor([_blocks(member) for member in bucket.members])
-            decays_B = decays.repeat_interleave(counts).to(device)
-            origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
-            self._tables[id(bucket)] = (decays_B, origins_B)
-            for member in bucket.members:
-                pieces = (member.piece_of(moment_N) for moment_N in flat)
-                moments = dict(zip(keys, pieces, strict=True))
-                self._states[member.local] = {"step": self.steps, **moments}
+            if bucket.is_trained:
+                self._make_moments(bucket, names)
+
+    def _make_moments(self, bucket: Bucket, names: Mapping[int, str]) -> None:
+        numel, device = bucket.shard_N.numel(), bucket.shard_N.device
+        new = self.arena.empty if bucket.host is None else torch.empty
+        keys = self.moments_of(bucket.members[0].rule)
+        flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
+        self._flat[id(bucket)] = flat
+        # Whether each block is of a parameter with weight decay.
+        decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
+        counts = torch.tensor([_blocks(member) for member in bucket.members])
+        decays_B = decays.repeat_interleave(counts).to(device)
+        origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
+        self._tables[id(bucket)] = (decays_B, origins_B)
+        for member in bucket.members:
+            pieces = (member.piece_of(moment_N) for moment_N in flat)
+            moments = dict(zip(keys, pieces, strict=True))
+            self._states[member.local] = {"step": self.steps, **moments}
+
+    def layout_of(self, member: Member, key: str) -> Layout:
+        """Return the layout of the tensor ``key`` of a parameter's moments."""
+        return member.layout
 
     @classmethod
     def moments_of(cls, rule: Rule) -> tuple[str, ...]:
@@ -132,15 +142,18 @@ class AdamW(torch.optim.Optimizer):
             self._host.start(rates_S, group["lr"], moments)
         self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
-            assert bucket.gradient_N is not None  # the norm is of all of them
-            decays_B, origins_B = self._tables[id(bucket)]
-            if bucket.members[0].rule.is_orthogonal:
-                how = (rates_S, decays_B, group["lr"], out_N)
-                muon_update(bucket.shard_N, bucket.gradient_N, *how)
-                continue
-            avg_N, avg_sq_N = self._flat[id(bucket)]
-            tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
-            adamw(*tensors, decays_B, self.settings, origins_B, out_N)
+            self._update(bucket, rates_S, out_N)
+
+    def _update(self, bucket: Bucket, rates_S: torch.Tensor, out_N: torch.Tensor | None) -> None:
+        assert bucket.gradient_N is not None  # the norm is of all of them
+        decays_B, origins_B = self._tables[id(bucket)]
+        if bucket.members[0].rule.is_orthogonal:
+            how = (rates_S, decays_B, self.param_groups[0]["lr"], out_N)
+            muon_update(bucket.shard_N, bucket.gradient_N, *how)
+            return
+        avg_N, avg_sq_N = self._flat[id(bucket)]
+        tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
+        adamw(*tensors, decays_B, self.settings, origins_B, out_N)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Do what comes before the updates of single buckets."""
@@ -165,7 +178,10 @@ class AdamW(torch.optim.Optimizer):
         return {
             # The step is a scalar, the same on every rank.
             f"{name}.{key}": stages.among(
-                name, member.layout.common(value) if key == "step" else member.layout.part(value)
+                name,
+                member.layout.common(value)
+                if key == "step"
+                else self.layout_of(member, key).part(value),
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -186,6 +202,11 @@ class AdamW(torch.optim.Optimizer):
             return
         members, keys = self.fsdp.members.items(), self.moments_of
         trained = {name: member for name, member in members if member.rule.trainable}
+        setting = "optim.state_dtype"
+        for name, member in trained.items():
+            first = f"{name}.{keys(member.rule)[0]}"
+            if first in state:
+                check_like(first, state[first], member.layout.shape, self.dtype, setting)
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
             why = f"not of this model and optim.name {self.config.name!r}; change it or set never"
@@ -193,20 +214,77 @@ class AdamW(torch.optim.Optimizer):
                 "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
-            for moment in (f"{name}.{key}" for key in keys(member.rule)):
-                theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
-                if theirs != ours and theirs in ("float32", "bfloat16"):
-                    raise ConfigError(
-                        "optim.state_dtype",
-                        f"{ours!r} was asked for, and the checkpoint's {moment!r} is {theirs}; set "
-                        "it to that, or start again with checkpoint.resume never",
-                    )
-                check_like(moment, state[moment], member.layout.shape, self.dtype)
+            for key in keys(member.rule):
+                moment, shape = f"{name}.{key}", self.layout_of(member, key).shape
+                check_like(moment, state[moment], shape, self.dtype, setting)
             check_like(f"{name}.step", state[f"{name}.step"], ())
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                value.copy_(state[f"{name}.{key}"][() if key == "step" else member.layout.box])
+                box = () if key == "step" else self.layout_of(member, key).box
+                value.copy_(state[f"{name}.{key}"][box])
+
+
+class Float8AdamW(AdamW):
+    """AdamW with moments in float8 (:mod:`moetrain.kernels.optim.adamw_float8`), whose kernel
+    updates one parameter; its groups of 32 numbers are the same on every mesh."""
+
+    MOMENTS = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
+
+    def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
+        """Raises ConfigError if tensor parallel ranks cut a weight's columns within a group."""
+        super().__init__(fsdp, config, seed)
+        self._origins: dict[int, torch.Tensor] = {}
+        for name, member in fsdp.members.items():
+            layout, ranks = member.layout, member.layout.mesh.size(1)
+            is_cut = layout.gathered_box[1:] != tuple(slice(0, n) for n in layout.shape[1:])
+            if member.rule.trainable and is_cut and layout.shape[1] % (ranks * SCALED):
+                raise ConfigError(
+                    "optim.state_dtype",
+                    f"'float8' has a scale for each {SCALED} numbers of a row, and parallel.tp "
+                    f"{ranks} cuts the {layout.shape[1]} of {name!r} between; use bfloat16",
+                )
+
+    def layout_of(self, member: Member, key: str) -> Layout:
+        if not key.endswith("_scales"):
+            return member.layout
+        rows, *columns = member.layout.shape
+        return replace(member.layout, shape=torch.Size((rows, groups_of(math.prod(columns)))))
+
+    def _make_moments(self, bucket: Bucket, names: Mapping[int, str]) -> None:
+        made: list[torch.Tensor] = []
+        for member in bucket.members:
+            state = {"step": self.steps}
+            for key in self.MOMENTS:
+                shape = self.layout_of(member, key).local_shape
+                made.append(self.arena.empty(shape.numel(), self.dtype))
+                state[key] = made[-1].view(shape)
+            self._states[member.local] = state
+            layout = self.layout_of(member, "_scales")
+            row, group = (part.start for part in layout.box)
+            place = (row * layout.shape[1] + group) * SCALED + _key(names[id(member)])
+            numbers = torch.tensor([place, layout.shape[1] * SCALED])
+            self._origins[id(member)] = numbers.to(member.local.device)
+        self._flat[id(bucket)] = made
+
+    def _update(self, bucket: Bucket, rates_S: torch.Tensor, out_N: torch.Tensor | None) -> None:
+        for member in bucket.members:
+            shape = member.layout.local_shape
+            rows = (shape[0], math.prod(shape[1:]))
+            codes, scales, *others = (self.state[member.local][key] for key in self.MOMENTS)
+            first = Float8Moment(codes.view(rows), scales)
+            second = Float8Moment(others[0].view(rows), others[1])
+            flat = (member.local, member.piece_of(bucket.gradient_N))
+            adamw_float8(
+                *(x.view(rows) for x in flat),
+                first,
+                second,
+                rates_S,
+                self.settings,
+                self._origins[id(member)],
+                member.rule.decay,
+                None if out_N is None else member.piece_of(out_N).view(rows),
+            )
 
 
 class Muon(AdamW):
@@ -241,6 +319,11 @@ class Muon(AdamW):
         self._matrices.orthogonalise(pieces, *how)
 
 
+def _key(name: str) -> int:
+    """Return the place of a parameter's first number among those of all."""
+    return zlib.crc32(name.encode()) << 30
+
+
 def _blocks(member: Member) -> int:
     return -(-member.layout.padded_numel // BLOCK)
 
@@ -252,7 +335,7 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
         layout, place = member.layout, 0
         for size, part in zip(layout.shape, layout.box, strict=True):
             place = place * size + part.start
-        place += zlib.crc32(names[id(member)].encode()) << 30
+        place += _key(names[id(member)])
         starts.append(place + BLOCK * torch.arange(_blocks(member), device=device))
     return torch.cat(starts)
 

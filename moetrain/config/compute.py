@@ -113,9 +113,14 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """Dtype of AdamW's two moments and of Muon's momentum. bfloat16 takes half the bytes and rounds
-    stochastically (by train.seed). A run keeps the dtype it began with."""
+    stochastically (by train.seed), as float8 does: codes of 8 bits with a scale for every 32, for
+    AdamW alone. A run keeps the dtype it began with."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which ranks keep the matrices that are used in the compute dtype, embedding and head
+    included. bfloat16, with state_dtype float8, keeps no fp32 master: updates round stochastically.
+    A run keeps the dtype it began with."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
     instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small
@@ -124,6 +129,11 @@ class OptimSection(Section):
     """Share of the trained parameters, in bytes, whose fp32 weights and moments live in host
     memory, where the CPU updates them while the device goes on. Of these the device holds the 2
     bytes a parameter that it computes with, the host 16: weight, moments and gradient."""
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of one number of a moment."""
+        return {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / 32}[self.state_dtype]
 
     def warmup(self, total_steps: int) -> int:
         """Return the steps of linear warmup in a run of ``total_steps``."""

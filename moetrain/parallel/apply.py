@@ -367,7 +367,8 @@ def load_whole_state(
             f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
         )
     for name, entry in stages.saved.items():
-        check_like(name, state[name], entry.shape)
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        check_like(name, state[name], entry.shape, dtype, "optim.weight_dtype")
     for name, member in fsdp.members.items():
         if member.rule.trainable:
             member.local.copy_(state[name][member.layout.box])
@@ -376,12 +377,23 @@ def load_whole_state(
 
 
 def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    name: str,
+    saved: Sliceable,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    setting: str | None = None,
 ) -> None:
     """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence."""
+    would broadcast, cut or round it in silence. ``setting``: what decides on the dtype."""
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        words = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        theirs, ours = ({"uint8": "float8"}.get(word, word) for word in words)
+        if setting and theirs != ours and theirs in ("float32", "bfloat16", "float8"):
+            raise ConfigError(
+                setting,
+                f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to "
+                "that, or start again with checkpoint.resume never",
+            )
         raise ConfigError(
             "checkpoint.resume",
             f"its {name!r} is {theirs} of shape {list(saved.shape)}, "

@@ -52,7 +52,8 @@ class MemoryEstimate:
     """Measured relative error: a run is refused only if it cannot fit despite it."""
 
     weights: float = 0.0
-    """This rank's parameters: in fp32 if they are trained, else in the compute dtype."""
+    """This rank's parameters: in fp32 or ``optim.weight_dtype`` if they are trained, else in the
+    compute dtype."""
     gradients: float = 0.0
     """Gradients that exist at the peak."""
     moments: float = 0.0
@@ -161,7 +162,8 @@ class RankSizes:
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
-        sections |= {"optim": OptimSection(name=config.optim.name)}
+        optim = {name: getattr(config.optim, name) for name in ("name", "weight_dtype")}
+        sections |= {"optim": OptimSection(**optim)}
         key: Any = Config().model_copy(update={**sections, "train": train})
         parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
         plan = StagePlan(config, arch)
@@ -250,7 +252,9 @@ class RankSizes:
         self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
         if self.is_alone:
-            self._unlike_kept = 0.0 if dtype.itemsize == FP32 else self._share_updated
+            wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
+            share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
+            self._unlike_kept = share * (1 - config.optim.offload_fraction)
         self._blocks = {layer: self._block(layer) for layer in self.layers}
 
     def _block(self, layer: _Layer) -> _Block:
@@ -372,8 +376,7 @@ class RankSizes:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
 
     def _moments(self) -> float:
-        numbers = 2 * self._updated - self.orthogonal
-        return numbers * getattr(torch, self.config.optim.state_dtype).itemsize
+        return (2 * self._updated - self.orthogonal) * self.config.optim.moment_bytes
 
     def _orthogonalising(self) -> float:
         weights = (w for layer in self.layers for part in layer for w in part.weights.values())
