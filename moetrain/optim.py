@@ -1,6 +1,6 @@
 """AdamW and Muon on master weights, updates on the host, and learning-rate schedules.
 
-One kernel updates a bucket, or with moments in float8 a parameter. Clipping and the decision to skip a non-finite step both ride inside
+One kernel updates a bucket. Clipping and the decision to skip a non-finite step both ride inside
 the update: the norm never comes back to the host, so the next step's kernels are queued while this
 one still runs. The update also writes what the next gather sends, in the compute dtype
 (:meth:`FSDP.updates`).
@@ -24,7 +24,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -35,14 +34,13 @@ from torch.distributed import _functional_collectives as functional
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_on_host
-from moetrain.kernels.optim.adamw_float8 import Float8Moment, adamw_float8, groups_of
+from moetrain.kernels.optim.adamw_float8 import Float8Moments, moment_place
 from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
-from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.mesh import Layout, Sliceable, TensorSlice
+from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
@@ -50,20 +48,19 @@ from moetrain.parallel.pipeline.stages import Stages
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
 
-    Moments in fewer bits are rounded by random bits. These depend on the seed, the step, and a number's
-    place in the whole parameter. So copies on several ranks stay equal, and a resumed run has the
-    same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
-    shard begins at no multiple of four numbers.
+    Moments in bf16 and float8 are rounded by random bits. These depend on the seed, the step, and a
+    number's place in the whole parameter. So copies on several ranks stay equal, and a resumed run
+    has the same bits, on another mesh too, except, in bf16, where tensor parallel ranks cut a
+    weight by columns or a shard begins at no multiple of four numbers.
     """
 
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
-    """Names of the moments, each of which has its parameter's shape."""
+    """Names of the moments, each of which has its parameter's shape; in float8 there are others."""
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
-        is_float8 = config.state_dtype == "float8"
-        self.dtype = torch.uint8 if is_float8 else getattr(torch, config.state_dtype)
-        """Dtype of the moments."""
+        self.dtype: torch.dtype = getattr(torch, config.state_dtype, torch.uint8)
+        """Dtype of the moments; uint8: codes, and the scales that are beside them in float8."""
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
@@ -75,8 +72,10 @@ class AdamW(torch.optim.Optimizer):
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
         self._host = _HostUpdates(hosted, config, self.settings)
-        trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
-        super().__init__(trained, {"lr": config.lr})
+        members = {n: m for n, m in fsdp.members.items() if m.rule.trainable}
+        # Refuses what cannot be cut, before anything runs.
+        _ = [self.place_of(m, key) for m in members.values() for key in self.moments_of(m.rule)]
+        super().__init__([(n, m.local) for n, m in members.items()], {"lr": config.lr})
 
     def begin(self) -> None:
         """Reset to zero steps, and create or zero the moments."""
@@ -91,34 +90,39 @@ class AdamW(torch.optim.Optimizer):
     def _make(self) -> None:
         names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
-            if bucket.is_trained:
-                self._make_moments(bucket, names)
+            if not bucket.is_trained:
+                continue
+            if self.dtype == torch.uint8:
+                for member in bucket.members:
+                    layout, key = member.layout, zlib.crc32(names[id(member)].encode()) << 30
+                    moments = Float8Moments(layout.shape, layout.box, key, self.arena.empty)
+                    self._flat[id(member)] = moments
+                    self._states[member.local] = {"step": self.steps, **moments.tensors}
+                continue
+            numel, device = bucket.shard_N.numel(), bucket.shard_N.device
+            new = self.arena.empty if bucket.host is None else torch.empty
+            keys = self.moments_of(bucket.members[0].rule)
+            flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
+            self._flat[id(bucket)] = flat
+            # Whether each block is of a parameter with weight decay.
+            decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
+            counts = torch.tensor([_blocks(member) for member in bucket.members])
+            decays_B = decays.repeat_interleave(counts).to(device)
+            origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
+            self._tables[id(bucket)] = (decays_B, origins_B)
+            for member in bucket.members:
+                pieces = (member.piece_of(moment_N) for moment_N in flat)
+                moments = dict(zip(keys, pieces, strict=True))
+                self._states[member.local] = {"step": self.steps, **moments}
 
-    def _make_moments(self, bucket: Bucket, names: Mapping[int, str]) -> None:
-        numel, device = bucket.shard_N.numel(), bucket.shard_N.device
-        new = self.arena.empty if bucket.host is None else torch.empty
-        keys = self.moments_of(bucket.members[0].rule)
-        flat = tuple(new(numel, dtype=self.dtype) for _ in keys)
-        self._flat[id(bucket)] = flat
-        # Whether each block is of a parameter with weight decay.
-        decays = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
-        counts = torch.tensor([_blocks(member) for member in bucket.members])
-        decays_B = decays.repeat_interleave(counts).to(device)
-        origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
-        self._tables[id(bucket)] = (decays_B, origins_B)
-        for member in bucket.members:
-            pieces = (member.piece_of(moment_N) for moment_N in flat)
-            moments = dict(zip(keys, pieces, strict=True))
-            self._states[member.local] = {"step": self.steps, **moments}
-
-    def layout_of(self, member: Member, key: str) -> Layout:
-        """Return the layout of the tensor ``key`` of a parameter's moments."""
-        return member.layout
-
-    @classmethod
-    def moments_of(cls, rule: Rule) -> tuple[str, ...]:
+    def moments_of(self, rule: Rule) -> tuple[str, ...]:
         """Return the names of the moments of a parameter."""
-        return ("momentum",) if rule.is_orthogonal else cls.MOMENTS
+        names = self.MOMENTS if self.dtype != torch.uint8 else Float8Moments.NAMES
+        return ("momentum",) if rule.is_orthogonal else names
+
+    def place_of(self, member: Member, key: str) -> dict[str, Any]:
+        """Return the ``shape`` of a parameter's moment, and this rank's ``box``."""
+        return moment_place(key, member.layout.shape, member.layout.box)
 
     def forget(self) -> None:
         """Reset to zero steps, without moments."""
@@ -142,18 +146,22 @@ class AdamW(torch.optim.Optimizer):
             self._host.start(rates_S, group["lr"], moments)
         self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
-            self._update(bucket, rates_S, out_N)
-
-    def _update(self, bucket: Bucket, rates_S: torch.Tensor, out_N: torch.Tensor | None) -> None:
-        assert bucket.gradient_N is not None  # the norm is of all of them
-        decays_B, origins_B = self._tables[id(bucket)]
-        if bucket.members[0].rule.is_orthogonal:
-            how = (rates_S, decays_B, self.param_groups[0]["lr"], out_N)
-            muon_update(bucket.shard_N, bucket.gradient_N, *how)
-            return
-        avg_N, avg_sq_N = self._flat[id(bucket)]
-        tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
-        adamw(*tensors, decays_B, self.settings, origins_B, out_N)
+            assert bucket.gradient_N is not None  # the norm is of all of them
+            if self.dtype == torch.uint8:
+                for member in bucket.members:
+                    out = None if out_N is None else member.piece_of(out_N)
+                    tensors = (member.local, member.piece_of(bucket.gradient_N), rates_S)
+                    how = (self.settings, member.rule.decay, out)
+                    self._flat[id(member)].update(*tensors, *how)
+                continue
+            decays_B, origins_B = self._tables[id(bucket)]
+            if bucket.members[0].rule.is_orthogonal:
+                how = (rates_S, decays_B, group["lr"], out_N)
+                muon_update(bucket.shard_N, bucket.gradient_N, *how)
+                continue
+            avg_N, avg_sq_N = self._flat[id(bucket)]
+            tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
+            adamw(*tensors, decays_B, self.settings, origins_B, out_N)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Do what comes before the updates of single buckets."""
@@ -181,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
                 name,
                 member.layout.common(value)
                 if key == "step"
-                else self.layout_of(member, key).part(value),
+                else member.layout.part(value)._replace(**self.place_of(member, key)),
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -202,89 +210,30 @@ class AdamW(torch.optim.Optimizer):
             return
         members, keys = self.fsdp.members.items(), self.moments_of
         trained = {name: member for name, member in members if member.rule.trainable}
-        setting = "optim.state_dtype"
-        for name, member in trained.items():
-            first = f"{name}.{keys(member.rule)[0]}"
-            if first in state:
-                check_like(first, state[first], member.layout.shape, self.dtype, setting)
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            why = f"not of this model and optim.name {self.config.name!r}; change it or set never"
+            how = f"optim.name {self.config.name!r}, optim.state_dtype {self.config.state_dtype!r}"
+            why = f"not of this model, {how}; change these or set never"
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
             for key in keys(member.rule):
-                moment, shape = f"{name}.{key}", self.layout_of(member, key).shape
-                check_like(moment, state[moment], shape, self.dtype, setting)
-            check_like(f"{name}.step", state[f"{name}.step"], ())
+                moment, shape = f"{name}.{key}", self.place_of(member, key)["shape"]
+                theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
+                if theirs != ours and theirs in ("float32", "bfloat16"):
+                    raise ConfigError(
+                        "optim.state_dtype",
+                        f"{ours!r} was asked for, and the checkpoint's {moment!r} is {theirs}; set "
+                        "it to that, or start again with checkpoint.resume never",
+                    )
+                check_like(moment, state[moment], shape, self.dtype)
+            check_like(f"{name}.step", state[f"{name}.step"], (), torch.float32)
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                box = () if key == "step" else self.layout_of(member, key).box
+                box = () if key == "step" else self.place_of(member, key)["box"]
                 value.copy_(state[f"{name}.{key}"][box])
-
-
-class Float8AdamW(AdamW):
-    """AdamW with moments in float8 (:mod:`moetrain.kernels.optim.adamw_float8`), whose kernel
-    updates one parameter; its groups of 32 numbers are the same on every mesh."""
-
-    MOMENTS = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
-
-    def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
-        """Raises ConfigError if tensor parallel ranks cut a weight's columns within a group."""
-        super().__init__(fsdp, config, seed)
-        self._origins: dict[int, torch.Tensor] = {}
-        for name, member in fsdp.members.items():
-            layout, ranks = member.layout, member.layout.mesh.size(1)
-            is_cut = layout.gathered_box[1:] != tuple(slice(0, n) for n in layout.shape[1:])
-            if member.rule.trainable and is_cut and layout.shape[1] % (ranks * SCALED):
-                raise ConfigError(
-                    "optim.state_dtype",
-                    f"'float8' has a scale for each {SCALED} numbers of a row, and parallel.tp "
-                    f"{ranks} cuts the {layout.shape[1]} of {name!r} between; use bfloat16",
-                )
-
-    def layout_of(self, member: Member, key: str) -> Layout:
-        if not key.endswith("_scales"):
-            return member.layout
-        rows, *columns = member.layout.shape
-        return replace(member.layout, shape=torch.Size((rows, groups_of(math.prod(columns)))))
-
-    def _make_moments(self, bucket: Bucket, names: Mapping[int, str]) -> None:
-        made: list[torch.Tensor] = []
-        for member in bucket.members:
-            state = {"step": self.steps}
-            for key in self.MOMENTS:
-                shape = self.layout_of(member, key).local_shape
-                made.append(self.arena.empty(shape.numel(), self.dtype))
-                state[key] = made[-1].view(shape)
-            self._states[member.local] = state
-            layout = self.layout_of(member, "_scales")
-            row, group = (part.start for part in layout.box)
-            place = (row * layout.shape[1] + group) * SCALED + _key(names[id(member)])
-            numbers = torch.tensor([place, layout.shape[1] * SCALED])
-            self._origins[id(member)] = numbers.to(member.local.device)
-        self._flat[id(bucket)] = made
-
-    def _update(self, bucket: Bucket, rates_S: torch.Tensor, out_N: torch.Tensor | None) -> None:
-        for member in bucket.members:
-            shape = member.layout.local_shape
-            rows = (shape[0], math.prod(shape[1:]))
-            codes, scales, *others = (self.state[member.local][key] for key in self.MOMENTS)
-            first = Float8Moment(codes.view(rows), scales)
-            second = Float8Moment(others[0].view(rows), others[1])
-            flat = (member.local, member.piece_of(bucket.gradient_N))
-            adamw_float8(
-                *(x.view(rows) for x in flat),
-                first,
-                second,
-                rates_S,
-                self.settings,
-                self._origins[id(member)],
-                member.rule.decay,
-                None if out_N is None else member.piece_of(out_N).view(rows),
-            )
 
 
 class Muon(AdamW):
@@ -319,11 +268,6 @@ class Muon(AdamW):
         self._matrices.orthogonalise(pieces, *how)
 
 
-def _key(name: str) -> int:
-    """Return the place of a parameter's first number among those of all."""
-    return zlib.crc32(name.encode()) << 30
-
-
 def _blocks(member: Member) -> int:
     return -(-member.layout.padded_numel // BLOCK)
 
@@ -335,7 +279,7 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
         layout, place = member.layout, 0
         for size, part in zip(layout.shape, layout.box, strict=True):
             place = place * size + part.start
-        place += _key(names[id(member)])
+        place += zlib.crc32(names[id(member)].encode()) << 30
         starts.append(place + BLOCK * torch.arange(_blocks(member), device=device))
     return torch.cat(starts)
 

@@ -130,11 +130,6 @@ class OptimSection(Section):
     memory, where the CPU updates them while the device goes on. Of these the device holds the 2
     bytes a parameter that it computes with, the host 16: weight, moments and gradient."""
 
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of one number of a moment."""
-        return {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / 32}[self.state_dtype]
-
     def warmup(self, total_steps: int) -> int:
         """Return the steps of linear warmup in a run of ``total_steps``."""
         if self.warmup_fraction is None:

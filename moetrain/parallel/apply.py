@@ -368,7 +368,7 @@ def load_whole_state(
         )
     for name, entry in stages.saved.items():
         dtype = torch.float32 if entry.rule is None else entry.rule.storage
-        check_like(name, state[name], entry.shape, dtype, "optim.weight_dtype")
+        check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
     for name, member in fsdp.members.items():
         if member.rule.trainable:
             member.local.copy_(state[name][member.layout.box])
@@ -377,27 +377,16 @@ def load_whole_state(
 
 
 def check_like(
-    name: str,
-    saved: Sliceable,
-    shape: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    setting: str | None = None,
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
 ) -> None:
     """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``setting``: what decides on the dtype."""
+    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        words = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        theirs, ours = ({"uint8": "float8"}.get(word, word) for word in words)
-        if setting and theirs != ours and theirs in ("float32", "bfloat16", "float8"):
-            raise ConfigError(
-                setting,
-                f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to "
-                "that, or start again with checkpoint.resume never",
-            )
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
         raise ConfigError(
             "checkpoint.resume",
             f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}",
+            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
         )
 
 

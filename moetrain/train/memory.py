@@ -29,6 +29,7 @@ from moetrain.config.rl import SleepName
 from moetrain.config.sections import TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.kernels.optim.muon import orthogonalising_bytes
+from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
@@ -290,7 +291,7 @@ class RankSizes:
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
-        kept = MemoryEstimate(weights, moments=self._moments(), peers=self._peers)
+        kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
         training = replace(kept, host=self._host())
         generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
@@ -315,7 +316,7 @@ class RankSizes:
         wanted = {
             "optim.offload_fraction": _HOSTED_BYTES * self._hosted,
             "activation.offload": self._host(),
-            "rl.offload": self.config.rl.offload * self._moments(),
+            "rl.offload": self.config.rl.offload * self.moment_bytes(),
         }
         return {name: size for name, size in wanted.items() if size}
 
@@ -375,8 +376,10 @@ class RankSizes:
     def _of_all(self, of_one: Callable[[_Block], float]) -> float:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
 
-    def _moments(self) -> float:
-        return (2 * self._updated - self.orthogonal) * self.config.optim.moment_bytes
+    def moment_bytes(self) -> float:
+        """Count bytes of the moments that this rank's device updates."""
+        each = {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / SCALED}
+        return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
 
     def _orthogonalising(self) -> float:
         weights = (w for layer in self.layers for part in layer for w in part.weights.values())

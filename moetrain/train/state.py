@@ -7,6 +7,7 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.optim import AdamW, Float8AdamW, Muon
+from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
@@ -64,10 +65,7 @@ class ModelState:
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
         how = (self.fsdp, config.optim, config.train.seed)
         ranks = world.meshes.shared_parameters.get_group(2)
-        if config.optim.name == "muon":
-            self.optimizer: AdamW = Muon(*how, ranks)
-        else:
-            self.optimizer = (AdamW, Float8AdamW)[config.optim.state_dtype == "float8"](*how)
+        self.optimizer = AdamW(*how) if config.optim.name == "adamw" else Muon(*how, ranks)
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -113,7 +111,8 @@ class ModelState:
             part, optimizer = member.layout.part(member.local), self.optimizer
             sizes = {name: part.tensor.nbytes}
             for key in optimizer.moments_of(member.rule):
-                numel = optimizer.layout_of(member, key).local_shape.numel()
+                box = optimizer.place_of(member, key)["box"]
+                numel = math.prod(part.stop - part.start for part in box)
                 sizes[f"{name}.{key}"] = optimizer.dtype.itemsize * numel
             total += sum(aligned(n) for key, n in sizes.items() if part.is_written_here(key))
             total += aligned(1)

@@ -31,13 +31,17 @@ Left out on purpose: updates on the host, momenta of Muon, moments in fewer bits
 Legend: R rows, C numbers a row, G groups a row, S numbers of a group, N numbers.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from moetrain.config import ConfigError
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
 from moetrain.kernels.optim.adamw import (
     _WARPS,
@@ -57,7 +61,7 @@ _SMALLEST = 2.0**-14
 _FIRST = tl.constexpr(_SMALLEST)
 
 
-class Float8Moment(NamedTuple):
+class _Moment(NamedTuple):
     """A moment of R rows; groups of zeros alone have the scale 0."""
 
     codes_RC: torch.Tensor
@@ -99,135 +103,213 @@ class Float8Moment(NamedTuple):
         self.scales_RG.copy_(scales_RG)
 
 
-def groups_of(columns: int) -> int:
-    """Return how many groups a row of ``columns`` numbers has."""
-    return -(-columns // SCALED)
+def moment_place(key: str, shape: Sequence[int], box: Sequence[slice]) -> dict[str, Any]:
+    """Return the ``shape`` of the tensor ``key`` of a parameter's moments, and a rank's ``box``.
+
+    Scales have the shape [R, G], and all else has the parameter's.
+
+    Args:
+        shape, box: of the parameter. Ranks cut rows, and of a matrix columns too.
+
+    Raises:
+        ConfigError: the rank's columns begin or end within what shares a scale.
+    """
+    if not key.endswith("_scales"):
+        return {"shape": shape, "box": box}
+    columns = math.prod(shape[1:])
+    mine = box[1] if len(shape) == 2 else slice(0, columns)
+    if mine.start % SCALED or (mine.stop % SCALED and mine.stop < columns):
+        raise ConfigError(
+            "optim.state_dtype",
+            f"'float8' has a scale for each {SCALED} numbers of a row, and parallel.tp cuts one of "
+            f"{columns} at {mine.start or mine.stop}; use bfloat16, or another parallel.tp",
+        )
+    groups = slice(mine.start // SCALED, _groups(mine.stop))
+    return {"shape": (shape[0], _groups(columns)), "box": (box[0], groups)}
+
+
+class Float8Moments:
+    """Both moments of a rank's part of a parameter; their :attr:`tensors` are uint8."""
+
+    NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        box: Sequence[slice],
+        key: int,
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
+        """Allocate them, without values; zeros are moments of zeros.
+
+        Args:
+            shape, box: as :func:`moment_place` takes them.
+            key: the place of the parameter's first number among those of all parameters.
+            empty: makes a flat tensor, of a number of numbers and a ``dtype``.
+        """
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name in self.NAMES:
+            sizes = [part.stop - part.start for part in moment_place(name, shape, box)["box"]]
+            self.tensors[name] = empty(math.prod(sizes), dtype=torch.uint8).view(sizes)
+        scales = moment_place("_scales", shape, box)
+        (row, group), (_, groups) = (part.start for part in scales["box"]), scales["shape"]
+        places = torch.tensor([key + SCALED * (row * groups + group), SCALED * groups])
+        self.places_2 = places.to(self.tensors["exp_avg"].device)
+        """As :func:`adamw_float8` takes them."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors.values())
+
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        rates_S: torch.Tensor,
+        settings: Settings,
+        decays: bool,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Do a step of :func:`adamw_float8`; tensors may be flat."""
+        shape = self.tensors["exp_avg"].shape
+        out = None if out is None else out.view(shape)
+        how = (rates_S, self.places_2, settings, decays, out)
+        adamw_float8(param.view(shape), grad.view(shape), *self, *how)
 
 
 def adamw_float8(
-    param_RC: torch.Tensor,
-    grad_RC: torch.Tensor,
-    avg: Float8Moment,
-    avg_sq: Float8Moment,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    avg: torch.Tensor,
+    avg_scales_RG: torch.Tensor,
+    avg_sq: torch.Tensor,
+    avg_sq_scales_RG: torch.Tensor,
     rates_S: torch.Tensor,
+    places_2: torch.Tensor,
     settings: Settings,
-    origin_2: torch.Tensor,
     decays: bool,
-    out_RC: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Update the rows of one parameter and its moments in place, and write ``out_RC`` if given.
+    """Update one parameter and its moments in place, and write ``out`` if it is given.
 
     Args:
-        param_RC: fp32 or bf16, contiguous, as is all else; bf16 is rounded stochastically.
-        grad_RC: fp32 or bf16.
+        param: fp32, or bf16, which is rounded stochastically; contiguous, as is all else.
+        grad: fp32 or bf16, of the shape of ``param``.
+        avg, avg_scales_RG, avg_sq, avg_sq_scales_RG: uint8, the moments' codes and scales; zeros
+            are a moment of zeros.
         rates_S: made by :meth:`~moetrain.kernels.optim.adamw.Settings.rates`; of a skipped step
-            only ``out_RC`` is written.
-        origin_2: int64 [2]: the place of the first group's first number among those of all
+            ``out`` alone is written.
+        places_2: int64 [2]: the place of the first group's first number among those of all
             parameters, a multiple of 32, and how far on that of the next row is.
         decays: whether weight decay applies.
-        out_RC: of any float dtype: the new parameters, rounded to nearest.
+        out: of any float dtype: the new parameters, rounded to nearest.
     """
-    _check(param_RC, grad_RC, avg, avg_sq, origin_2, out_RC)
-    if use_fast(backend, param_RC):
+    shape = (param.shape[0], math.prod(param.shape[1:]))
+    moments = (avg, avg_scales_RG, avg_sq, avg_sq_scales_RG)
+    _check(param, grad, moments, places_2, out)
+    param_RC, grad_RC = param.view(shape), grad.view(shape)
+    if use_fast(backend, param):
         # In torch 2.11 an argument that an op writes must be a tensor.
-        out_RC = param_RC.new_empty(0) if out_RC is None else out_RC
-        tensors = (param_RC, grad_RC, *avg, *avg_sq, rates_S, origin_2)
-        _adamw_float8(*tensors, out_RC, decays, *settings)
+        out = param.new_empty(0) if out is None else out
+        _adamw_float8(param_RC, grad_RC, *moments, rates_S, places_2, out, decays, *settings)
         return
+    first = _Moment(avg.view(shape), avg_scales_RG)
+    second = _Moment(avg_sq.view(shape), avg_sq_scales_RG)
     clip, decay, size, root, skipped, step = rates_S.unbind()
     p_RC, g_RC = param_RC.float(), grad_RC.float() * clip
-    m_RC = settings.beta1 * avg.widen(is_signed=True) + (1 - settings.beta1) * g_RC
-    v_RC = settings.beta2 * avg_sq.widen(is_signed=False) + (1 - settings.beta2) * g_RC * g_RC
+    m_RC = settings.beta1 * first.widen(is_signed=True) + (1 - settings.beta1) * g_RC
+    v_RC = settings.beta2 * second.widen(is_signed=False) + (1 - settings.beta2) * g_RC * g_RC
     p_RC = p_RC - decay * decays * p_RC
     p_RC = p_RC - size * m_RC / (v_RC.sqrt() * root + settings.eps)
-    bits_RC = _bits_reference(param_RC.shape, origin_2, step, settings.seed)
-    if param_RC.dtype == torch.bfloat16:
+    bits_RC = _bits_reference(param_RC.shape, places_2, step, settings.seed)
+    if param.dtype == torch.bfloat16:
         p_RC = _round_reference(p_RC, (bits_RC >> 20 << 4) + 8)
     if skipped == 0:
         param_RC.copy_(p_RC)
-        avg.narrow(m_RC, ((bits_RC & 0xFF) << 12) + 2048, is_signed=True)
-        avg_sq.narrow(v_RC, ((bits_RC >> 8 & 0xFFF) << 8) + 128, is_signed=False)
-    if out_RC is not None:
-        out_RC.copy_(param_RC)
+        first.narrow(m_RC, ((bits_RC & 0xFF) << 12) + 2048, is_signed=True)
+        second.narrow(v_RC, ((bits_RC >> 8 & 0xFFF) << 8) + 128, is_signed=False)
+    if out is not None:
+        out.copy_(param)
+
+
+def _groups(columns: int) -> int:
+    return -(-columns // SCALED)
 
 
 def _grouped(x_RC: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [R, G, S], with zeros behind a row."""
     rows, columns = x_RC.shape
-    return F.pad(x_RC, (0, -columns % SCALED)).view(rows, groups_of(columns), SCALED)
+    return F.pad(x_RC, (0, -columns % SCALED)).view(rows, _groups(columns), SCALED)
 
 
 def _bits_reference(
-    shape: torch.Size, origin_2: torch.Tensor, step: torch.Tensor, seed: int
+    shape: torch.Size, places_2: torch.Tensor, step: torch.Tensor, seed: int
 ) -> torch.Tensor:
     """Return 32 random bits (int64) for each number of R rows of C."""
-    (rows, columns), device = shape, origin_2.device
-    within_G = SCALED * torch.arange(groups_of(columns), device=device)
-    places_RG = origin_2[0] + origin_2[1] * torch.arange(rows, device=device)[:, None] + within_G
+    (rows, columns), device = shape, places_2.device
+    within_G = torch.arange(0, columns, SCALED, device=device)
+    places_RG = places_2[0] + places_2[1] * torch.arange(rows, device=device)[:, None] + within_G
     bits_N = _philox_reference(places_RG.flatten(), step, seed, SCALED)
     return bits_N.view(rows, len(within_G) * SCALED)[:, :columns]
 
 
 def _check(
-    param_RC: torch.Tensor,
-    grad_RC: torch.Tensor,
-    avg: Float8Moment,
-    avg_sq: Float8Moment,
-    origin_2: torch.Tensor,
-    out_RC: torch.Tensor | None,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    places_2: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> None:
-    rows, columns = param_RC.shape
-    codes = {"avg": avg.codes_RC, "avg_sq": avg_sq.codes_RC}
-    scales = {"avg_scales": avg.scales_RG, "avg_sq_scales": avg_sq.scales_RG}
-    outs = {} if out_RC is None else {"out": out_RC}
-    for tensors, width, dtypes in (
-        ({"param": param_RC, "grad": grad_RC}, columns, _DTYPES),
-        (codes, columns, (torch.uint8,)),
-        (scales, groups_of(columns), (torch.uint8,)),
-        (outs, columns, _OUT_DTYPES),
-    ):
-        for name, tensor in tensors.items():
-            is_right = tensor.shape == (rows, width) and tensor.dtype in dtypes
-            if not is_right or not tensor.is_contiguous():
-                takes = f"a contiguous {(rows, width)} of {' or '.join(map(str, dtypes))}"
-                raise refusal("adamw_float8", takes, **{name: tensor})
-    if origin_2.shape != (2,) or origin_2.dtype != torch.int64:
-        raise refusal("adamw_float8", "int64 [2]", origin=origin_2)
+    avg, avg_scales_RG, avg_sq, avg_sq_scales_RG = moments
+    like_param, codes = param.shape, (torch.uint8,)
+    like_scales = torch.Size((param.shape[0], _groups(math.prod(param.shape[1:]))))
+    tensors = {
+        "param": (param, like_param, _DTYPES),
+        "grad": (grad, like_param, _DTYPES),
+        "avg": (avg, like_param, codes),
+        "avg_scales": (avg_scales_RG, like_scales, codes),
+        "avg_sq": (avg_sq, like_param, codes),
+        "avg_sq_scales": (avg_sq_scales_RG, like_scales, codes),
+        "out": (param if out is None else out, like_param, _OUT_DTYPES),
+    }
+    for name, (tensor, shape, dtypes) in tensors.items():
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
+            raise refusal("adamw_float8", takes, **{name: tensor})
+    if places_2.shape != (2,) or places_2.dtype != torch.int64:
+        raise refusal("adamw_float8", "int64 [2]", places=places_2)
 
 
-_WRITTEN = ("param_RC", "avg_RC", "avg_scales_RG", "avg_sq_RC", "avg_sq_scales_RG", "out_RC")
+_WRITTEN = ("param_RC", "avg", "avg_scales_RG", "avg_sq", "avg_sq_scales_RG", "out")
 
 
 @torch.library.custom_op("moetrain::adamw_float8", mutates_args=_WRITTEN)
 def _adamw_float8(
     param_RC: torch.Tensor,
     grad_RC: torch.Tensor,
-    avg_RC: torch.Tensor,
+    avg: torch.Tensor,
     avg_scales_RG: torch.Tensor,
-    avg_sq_RC: torch.Tensor,
+    avg_sq: torch.Tensor,
     avg_sq_scales_RG: torch.Tensor,
     rates_S: torch.Tensor,
-    origin_2: torch.Tensor,
-    out_RC: torch.Tensor,
+    places_2: torch.Tensor,
+    out: torch.Tensor,
     decays: bool,
     beta1: float,
     beta2: float,
     eps: float,
     seed: int,
 ) -> None:
-    """Update in place; an empty ``out_RC`` stands for none."""
+    """Update in place; an empty ``out`` stands for none."""
     groups, columns = avg_scales_RG.numel(), param_RC.shape[1]
     if not groups:
         return
-    out = out_RC if out_RC.numel() else None
-    moments = (avg_RC, avg_scales_RG, avg_sq_RC, avg_sq_scales_RG)
-    tensors = (param_RC, grad_RC, *moments, out, rates_S, origin_2)
+    moments = (avg, avg_scales_RG, avg_sq, avg_sq_scales_RG)
+    tensors = (param_RC, grad_RC, *moments, out if out.numel() else None, rates_S, places_2)
     numbers = (float(decays), beta1, 1 - beta1, beta2, 1 - beta2, eps, seed)
     grid = (triton.cdiv(groups, _GROUPS),)
-    _adamw_float8_kernel[grid](
-        *tensors, groups, columns, *numbers, _GROUPS, SCALED, num_warps=_WARPS
-    )
+    sizes = (_GROUPS, SCALED)
+    _adamw_float8_kernel[grid](*tensors, groups, columns, *numbers, *sizes, num_warps=_WARPS)
 
 
 @_adamw_float8.register_fake
@@ -245,7 +327,7 @@ def _adamw_float8_kernel(
     avg_sq_scales,
     out,
     rates,
-    origin,
+    places,
     groups,
     columns,
     decays,
@@ -268,12 +350,14 @@ def _adamw_float8_kernel(
     mask = is_group[:, None] & (column < columns)
     p = tl.load(param + at, mask, 0.0).to(tl.float32)
     if tl.load(rates + 4) == 0.0:
-        place = tl.load(origin) + row * tl.load(origin + 1) + part * SCALED
+        place = tl.load(places) + row * tl.load(places + 1) + part * SCALED
         bits = _philox(place[:, None], tl.load(rates + 5).to(tl.int32), seed, SCALED)
         g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates)
         m = _widen(tl.load(avg + at, mask, 0), tl.load(avg_scales + group, is_group, 0), True)
-        v = _widen(tl.load(avg_sq + at, mask, 0), tl.load(avg_sq_scales + group, is_group, 0), False)
         m = beta1 * m + rest1 * g
+        v = _widen(
+            tl.load(avg_sq + at, mask, 0), tl.load(avg_sq_scales + group, is_group, 0), False
+        )
         v = beta2 * v + rest2 * g * g
         p -= tl.load(rates + 1) * decays * p
         # The division and root that round as torch's do; the plain ones are approximate.
