@@ -212,8 +212,10 @@ class AdamW(torch.optim.Optimizer):
         trained = {name: member for name, member in members if member.rule.trainable}
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            how = f"optim.name {self.config.name!r}, optim.state_dtype {self.config.state_dtype!r}"
-            why = f"not of this model, {how}; change these or set never"
+            how = (
+                f"optim.state_dtype {self.config.state_dtype!r} and optim.name {self.config.name!r}"
+            )
+            why = f"not of this model, {how}; change it or set never"
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
