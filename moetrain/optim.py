@@ -74,7 +74,7 @@ class AdamW(torch.optim.Optimizer):
         self._host = _HostUpdates(hosted, config, self.settings)
         members = {n: m for n, m in fsdp.members.items() if m.rule.trainable}
         # Refuses what cannot be cut, before anything runs.
-        _ = [self.place_of(m, key) for m in members.values() for key in self.moments_of(m.rule)]
+        _ = [moment_place(k, m.layout) for m in members.values() for k in self.moments_of(m.rule)]
         super().__init__([(n, m.local) for n, m in members.items()], {"lr": config.lr})
 
     def begin(self) -> None:
@@ -94,8 +94,8 @@ class AdamW(torch.optim.Optimizer):
                 continue
             if self.dtype == torch.uint8:
                 for member in bucket.members:
-                    layout, key = member.layout, zlib.crc32(names[id(member)].encode()) << 30
-                    moments = Float8Moments(layout.shape, layout.box, key, self.arena.empty)
+                    key = zlib.crc32(names[id(member)].encode()) << 30
+                    moments = Float8Moments(member.layout, key, self.arena.empty)
                     self._flat[id(member)] = moments
                     self._states[member.local] = {"step": self.steps, **moments.tensors}
                 continue
@@ -119,10 +119,6 @@ class AdamW(torch.optim.Optimizer):
         """Return the names of the moments of a parameter."""
         names = self.MOMENTS if self.dtype != torch.uint8 else Float8Moments.NAMES
         return ("momentum",) if rule.is_orthogonal else names
-
-    def place_of(self, member: Member, key: str) -> dict[str, Any]:
-        """Return the ``shape`` of a parameter's moment, and this rank's ``box``."""
-        return moment_place(key, member.layout.shape, member.layout.box)
 
     def forget(self) -> None:
         """Reset to zero steps, without moments."""
@@ -150,9 +146,8 @@ class AdamW(torch.optim.Optimizer):
             if self.dtype == torch.uint8:
                 for member in bucket.members:
                     out = None if out_N is None else member.piece_of(out_N)
-                    tensors = (member.local, member.piece_of(bucket.gradient_N), rates_S)
-                    how = (self.settings, member.rule.decay, out)
-                    self._flat[id(member)].update(*tensors, *how)
+                    tensors = (member.local, member.piece_of(bucket.gradient_N), out, rates_S)
+                    self._flat[id(member)].update(*tensors, self.settings, member.rule.decay)
                 continue
             decays_B, origins_B = self._tables[id(bucket)]
             if bucket.members[0].rule.is_orthogonal:
@@ -189,7 +184,7 @@ class AdamW(torch.optim.Optimizer):
                 name,
                 member.layout.common(value)
                 if key == "step"
-                else member.layout.part(value)._replace(**self.place_of(member, key)),
+                else member.layout.part(value)._replace(**moment_place(key, member.layout)),
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -212,16 +207,14 @@ class AdamW(torch.optim.Optimizer):
         trained = {name: member for name, member in members if member.rule.trainable}
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            how = (
-                f"optim.state_dtype {self.config.state_dtype!r} and optim.name {self.config.name!r}"
-            )
-            why = f"not of this model, {how}; change it or set never"
+            how = f"{self.config.state_dtype!r} and optim.name {self.config.name!r}"
+            why = f"not of this model, optim.state_dtype {how}; change it or set never"
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
             for key in keys(member.rule):
-                moment, shape = f"{name}.{key}", self.place_of(member, key)["shape"]
+                moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]
                 theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
                 if theirs != ours and theirs in ("float32", "bfloat16"):
                     raise ConfigError(
@@ -234,8 +227,7 @@ class AdamW(torch.optim.Optimizer):
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                box = () if key == "step" else self.place_of(member, key)["box"]
-                value.copy_(state[f"{name}.{key}"][box])
+                value.copy_(state[f"{name}.{key}"][moment_place(key, member.layout)["box"]])
 
 
 class Muon(AdamW):

@@ -1,5 +1,7 @@
 """Moments in float8 and weights in bf16: the codes, their rounding, meshes and checkpoints."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from distributed import spawn
@@ -23,13 +25,18 @@ def rates(step=5, clip=1.0, skipped=0, device="cpu", settings=SETTINGS, lr=1e-2,
     return settings.rates(*scalars, lr, decay)
 
 
+class Part(NamedTuple):
+    shape: torch.Size
+    box: tuple[slice, ...]
+
+
 def moments_of(shape, box=None, key=0, device="cpu"):
     box = tuple(slice(0, n) for n in shape) if box is None else box
 
     def zeros(numel, dtype):
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    return Float8Moments(shape, box, key, zeros)
+    return Float8Moments(Part(torch.Size(shape), box), key, zeros)
 
 
 def draw(shape, seed, dtype=torch.float32):
@@ -48,7 +55,7 @@ def stored(first, second, settings=SETTINGS, step=5):
     found = []
     for grad in (first, second.sqrt()):
         moments = moments_of(grad.shape)
-        moments.update(torch.zeros_like(grad), grad, rates(step, settings=one), one, False, None)
+        moments.update(torch.zeros_like(grad), grad, None, rates(step, settings=one), one, False)
         found.append(widened(*moments)[len(found)])
     return found
 
@@ -110,12 +117,12 @@ def test_a_second_moment_is_never_lost_beside_others():
 def test_a_second_moment_decays_by_less_than_a_code_a_step():
     settings = Settings(0.9, 0.9995, 1e-8, seed=3)
     moments, param = moments_of((64, 256)), torch.zeros(64, 256)
-    moments.update(param, draw((64, 256), 0), rates(1, settings=settings), settings, True, None)
+    moments.update(param, draw((64, 256), 0), None, rates(1, settings=settings), settings, True)
     before = widened(*moments)[1].mean()
     nothing = torch.zeros(64, 256)
     for step in range(2, 202):
         rates_S = rates(step, settings=settings)
-        moments.update(param, nothing, rates_S, settings, True, None)
+        moments.update(param, nothing, None, rates_S, settings, True)
     assert widened(*moments)[1].mean() / before == pytest.approx(0.9995**200, rel=0.02)
 
 
@@ -126,7 +133,7 @@ def test_bf16_weights_move_by_less_than_their_spacing_on_average():
     grad = -torch.ones(param.shape)
     for step in range(1, 9):
         rates_S = rates(step, lr=lr, decay=0.0)
-        moments.update(param, grad, rates_S, SETTINGS, True, None)
+        moments.update(param, grad, None, rates_S, SETTINGS, True)
     moved = param.double().mean() - value
     assert moved == pytest.approx(8 * lr, rel=0.03)
     assert set(param.unique().tolist()) > {1.0, 1 + 2**-7}
@@ -182,7 +189,7 @@ def test_the_first_step_is_torchs(backend, device):
 def test_a_skipped_step_writes_the_copy_alone(backend, device):
     param, grad = draw((3, 64), 0, torch.bfloat16).to(device), draw((3, 64), 1).to(device)
     moments = moments_of((3, 64), device=device)
-    moments.update(param, grad, rates(1, device=device), SETTINGS, True, None)
+    moments.update(param, grad, None, rates(1, device=device), SETTINGS, True)
     before = [x.clone() for x in (param, *moments)]
     out, nothing = torch.empty_like(param), torch.full_like(grad, float("nan"))
     skipped = rates(2, float("nan"), 1, device)
@@ -212,18 +219,18 @@ def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
     for i, box in enumerate(boxes):
         assert torch.equal(params[i], params["whole"][box])
         for key, part in states[i].items():
-            place = moment_place(key, shape, box)
+            place = moment_place(key, Part(shape, box))
             assert torch.equal(part, states["whole"][key][place["box"]])
             assert states["whole"][key].shape == tuple(place["shape"])
 
 
 def test_what_shares_a_scale_is_never_cut():
     with pytest.raises(ConfigError, match=r"parallel\.tp cuts one of 96 at 48; use bfloat16") as no:
-        moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(0, 48)))
+        moment_place("exp_avg_scales", Part((4, 96), (slice(0, 4), slice(0, 48))))
     assert no.value.field == "optim.state_dtype"
     with pytest.raises(ConfigError, match="at 48"):
-        moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(48, 96)))
-    place = moment_place("exp_avg_scales", (4, 100), (slice(0, 4), slice(64, 100)))
+        moment_place("exp_avg_scales", Part((4, 96), (slice(0, 4), slice(48, 96))))
+    place = moment_place("exp_avg_scales", Part((4, 100), (slice(0, 4), slice(64, 100))))
     assert place == {"shape": (4, 4), "box": (slice(0, 4), slice(2, 4))}
 
 
@@ -297,7 +304,7 @@ def words_of(name):
 
 
 def micro_of(name):
-    return ROWS if name in ("one", "tp") else ROWS // 2
+    return ROWS if name in ("one", "other bits", "tp") else ROWS // 2
 
 
 def go_on(states):
@@ -307,6 +314,8 @@ def go_on(states):
         engine = make_engine(*words_of(name), micro=micro_of(name))
         if state is not None:
             engine.load_state(state)
+        if name == "other bits":
+            engine.optimizer.settings = engine.optimizer.settings._replace(seed=1)
         steps = range(2) if state is None else range(2, 4)
         numbers = train(engine, steps, micro_of(name), lr=1e-3)
         parts = {
@@ -342,8 +351,12 @@ def unlike(ours, theirs):
 
 def test_every_mesh_rounds_alike_and_goes_on_from_every_other():
     """But for the few on the edge between two roundings: gradients are sums in another order."""
-    one = go_on({"one": None})
-    state = together([one], "one")
+    one = go_on({"one": None, "other bits": None})
+    state, others = (together([one], name) for name in one)
+    weights = {key: x for key, x in state["model"].items() if x.dtype == torch.bfloat16}
+    codes = {key: x for key, x in state["optim"].items() if x.dtype == torch.uint8}
+    assert unlike(others["model"], weights) > 0.2
+    assert unlike(others["optim"], codes) > 0.2
     straight = go_on({"one": state})["one"]
     ranks = spawn(2, go_on, dict.fromkeys(MESHES), timeout=300)
     moved = spawn(2, go_on, dict.fromkeys(MESHES, state), timeout=300)
@@ -355,9 +368,7 @@ def test_every_mesh_rounds_alike_and_goes_on_from_every_other():
             key: x.shape for key, x in state["optim"].items()
         }
         if not narrow:
-            trained = {key: x for key, x in state["model"].items() if x.dtype == torch.bfloat16}
-            assert unlike(found["model"], trained) < 1e-3, name
-            codes = {key: x for key, x in state["optim"].items() if x.dtype == torch.uint8}
+            assert unlike(found["model"], weights) < 5e-3, name
             assert unlike(found["optim"], codes) < 5e-3, name
         for answers in moved:
             assert answers[name][0] == moved[0][name][0]

@@ -118,9 +118,8 @@ class OptimSection(Section):
     stochastically (by train.seed), as float8 does: codes of 8 bits with a scale for every 32, for
     AdamW alone. A run keeps the dtype it began with."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks keep the matrices that are used in the compute dtype, embedding and head
-    included. bfloat16, with state_dtype float8, keeps no fp32 master: updates round stochastically.
-    A run keeps the dtype it began with."""
+    """Dtype in which ranks keep trained matrices. With bfloat16 (and state_dtype float8) no master
+    is fp32: updates are rounded stochastically. A run keeps the dtype it began with."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
     instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small

@@ -52,7 +52,6 @@ class FakeStep:
             kernels = config.kernels.model_copy(update={"attention": "reference"})
             config = config.model_copy(update={"kernels": kernels})
         model, rules = plan_model(config, self.arch, self.dtype)
-        # Kernels for rows differ by what divides their widths.
         widths = {n: math.gcd(math.prod(x.shape[1:]), 16) for n, x in model.named_parameters()}
         self._run_micro_batch(model, rules)
         trained = ((widths[name], rule) for name, rule in rules.items() if rule.trainable)
@@ -111,10 +110,9 @@ class FakeStep:
         outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
         settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
         if optim.state_dtype == "float8":
-            rows = slice(0, size // width), slice(0, width)
-            moments = Float8Moments((size // width, width), rows, 0, empty)
+            moments = Float8Moments.of_whole((size // width, width), empty)
             for out_N in outs:
-                moments.update(master_N, gradient_N, empty(6), settings, True, out_N)
+                moments.update(master_N, gradient_N, out_N, empty(6), settings, True)
             return
         avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
         decays_B = empty(size // BLOCK, dtype=torch.uint8)

@@ -53,8 +53,7 @@ class MemoryEstimate:
     """Measured relative error: a run is refused only if it cannot fit despite it."""
 
     weights: float = 0.0
-    """This rank's parameters: in fp32 or ``optim.weight_dtype`` if they are trained, else in the
-    compute dtype."""
+    """This rank's parameters: in fp32 or bf16 if they are trained, else in the compute dtype."""
     gradients: float = 0.0
     """Gradients that exist at the peak."""
     moments: float = 0.0

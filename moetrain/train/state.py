@@ -21,6 +21,7 @@ from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
+from moetrain.kernels.optim.adamw_float8 import moment_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import TokenizerFiles
@@ -111,7 +112,7 @@ class ModelState:
             part, optimizer = member.layout.part(member.local), self.optimizer
             sizes = {name: part.tensor.nbytes}
             for key in optimizer.moments_of(member.rule):
-                box = optimizer.place_of(member, key)["box"]
+                box = moment_place(key, member.layout)["box"]
                 numel = math.prod(part.stop - part.start for part in box)
                 sizes[f"{name}.{key}"] = optimizer.dtype.itemsize * numel
             total += sum(aligned(n) for key, n in sizes.items() if part.is_written_here(key))

@@ -36,7 +36,7 @@ Legend: R rows, C numbers a row, G groups a row, S numbers of a group, N numbers
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional as F
@@ -103,19 +103,37 @@ class _Moment(NamedTuple):
         self.scales_RG.copy_(scales_RG)
 
 
-def moment_place(key: str, shape: Sequence[int], box: Sequence[slice]) -> dict[str, Any]:
+class _Part(Protocol):
+    """A rank's part of a parameter."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The whole parameter's."""
+        ...
+
+    @property
+    def box(self) -> tuple[slice, ...]: ...
+
+
+class _Whole(NamedTuple):
+    shape: torch.Size
+    box: tuple[slice, ...]
+
+
+def moment_place(key: str, part: _Part) -> dict[str, Any]:
     """Return the ``shape`` of the tensor ``key`` of a parameter's moments, and a rank's ``box``.
 
-    Scales have the shape [R, G], and all else has the parameter's.
+    Scales have the shape [R, G], a ``step`` has none, and all else has the parameter's.
 
     Args:
-        shape, box: of the parameter. Ranks cut rows, and of a matrix columns too.
+        part: ranks cut rows, and of a matrix columns too.
 
     Raises:
         ConfigError: the rank's columns begin or end within what shares a scale.
     """
+    shape, box = part.shape, part.box
     if not key.endswith("_scales"):
-        return {"shape": shape, "box": box}
+        return {"shape": (), "box": ()} if key == "step" else {"shape": shape, "box": box}
     columns = math.prod(shape[1:])
     mine = box[1] if len(shape) == 2 else slice(0, columns)
     if mine.start % SCALED or (mine.stop % SCALED and mine.stop < columns):
@@ -133,29 +151,27 @@ class Float8Moments:
 
     NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        box: Sequence[slice],
-        key: int,
-        empty: Callable[..., torch.Tensor],
-    ) -> None:
+    def __init__(self, part: _Part, key: int, empty: Callable[..., torch.Tensor]) -> None:
         """Allocate them, without values; zeros are moments of zeros.
 
         Args:
-            shape, box: as :func:`moment_place` takes them.
             key: the place of the parameter's first number among those of all parameters.
             empty: makes a flat tensor, of a number of numbers and a ``dtype``.
         """
         self.tensors: dict[str, torch.Tensor] = {}
         for name in self.NAMES:
-            sizes = [part.stop - part.start for part in moment_place(name, shape, box)["box"]]
+            sizes = [one.stop - one.start for one in moment_place(name, part)["box"]]
             self.tensors[name] = empty(math.prod(sizes), dtype=torch.uint8).view(sizes)
-        scales = moment_place("_scales", shape, box)
-        (row, group), (_, groups) = (part.start for part in scales["box"]), scales["shape"]
+        scales = moment_place("_scales", part)
+        (row, group), (_, groups) = (one.start for one in scales["box"]), scales["shape"]
         places = torch.tensor([key + SCALED * (row * groups + group), SCALED * groups])
         self.places_2 = places.to(self.tensors["exp_avg"].device)
         """As :func:`adamw_float8` takes them."""
+
+    @classmethod
+    def of_whole(cls, shape: Sequence[int], empty: Callable[..., torch.Tensor]) -> Self:
+        """Make them for a whole parameter of ``shape``, the only one."""
+        return cls(_Whole(torch.Size(shape), tuple(slice(0, n) for n in shape)), 0, empty)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tensors.values())
@@ -164,10 +180,10 @@ class Float8Moments:
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
+        out: torch.Tensor | None,
         rates_S: torch.Tensor,
         settings: Settings,
         decays: bool,
-        out: torch.Tensor | None,
     ) -> None:
         """Do a step of :func:`adamw_float8`; tensors may be flat."""
         shape = self.tensors["exp_avg"].shape
