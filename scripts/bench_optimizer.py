@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -155,8 +156,9 @@ def check_float8(bench: Bench) -> bool:
         param = bench.param_N[: 1 << 20].bfloat16().view(rows, WIDTH)
         moments = float8_moments(rows)
         for grad in grads:
-            tensors = (*moments, bench.rates_S, moments.places_2, SETTINGS)
-            adamw_float8(param, grad, *tensors, True, backend=backend)
+            tensors = (*moments.tensors.values(), bench.rates_S, moments.places_2)
+            how: Any = (*tensors, SETTINGS, True, None, backend)
+            adamw_float8(param, grad, *how)
         found.append((param, *moments))
     wrong = [(a != b).float().mean().item() for a, b in zip(*found, strict=True)]
     print(f"float8: weights, codes and scales that are not the reference's: {max(wrong):.1e}")

@@ -112,8 +112,7 @@ class ModelState:
             part, optimizer = member.layout.part(member.local), self.optimizer
             sizes = {name: part.tensor.nbytes}
             for key in optimizer.moments_of(member.rule):
-                box = moment_place(key, member.layout)["box"]
-                numel = math.prod(part.stop - part.start for part in box)
+                numel = math.prod(x.stop - x.start for x in moment_place(key, member.layout)["box"])
                 sizes[f"{name}.{key}"] = optimizer.dtype.itemsize * numel
             total += sum(aligned(n) for key, n in sizes.items() if part.is_written_here(key))
             total += aligned(1)

@@ -112,7 +112,9 @@ class _Part(Protocol):
         ...
 
     @property
-    def box(self) -> tuple[slice, ...]: ...
+    def box(self) -> Any:
+        """The rank's slice of each of its dims."""
+        ...
 
 
 class _Whole(NamedTuple):
