@@ -237,7 +237,14 @@ def test_what_shares_a_scale_is_never_cut():
 # ---- runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[MOMENTS], SMALL], ids=["moments", "and weights"])
+RUNS = {
+    "moments": [MOMENTS],
+    "and weights": SMALL,
+    "adapters": [MOMENTS, "lora.rank=8", "moe.bias_update_rate=0"],
+}
+
+
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_a_loaded_state_goes_on_bit_for_bit(words):
     straight = make_engine(*words)
     numbers = train(straight, range(5))
@@ -268,6 +275,15 @@ def test_they_take_four_bytes_a_parameter():
         if member.local.dim() > 1:
             width = member.local[0].numel()
             assert sum(sizes.values()) == 2 * len(member.local) * (width + -(-width // 32)), name
+
+
+def test_offloaded_states_come_back():
+    engine, other = make_engine(*SMALL), make_engine(*SMALL)
+    numbers = train(other, range(4))
+    found = train(engine, range(2))
+    engine.offload()
+    engine.reload()
+    assert found + train(engine, range(2, 4)) == numbers
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

@@ -103,7 +103,7 @@ class _Moment(NamedTuple):
         self.scales_RG.copy_(scales_RG)
 
 
-class _Part(Protocol):
+class _Sliced(Protocol):
     """A rank's part of a parameter."""
 
     @property
@@ -122,7 +122,7 @@ class _Whole(NamedTuple):
     box: tuple[slice, ...]
 
 
-def moment_place(key: str, part: _Part) -> dict[str, Any]:
+def moment_place(key: str, part: _Sliced) -> dict[str, Any]:
     """Return the ``shape`` of the tensor ``key`` of a parameter's moments, and a rank's ``box``.
 
     Scales have the shape [R, G], a ``step`` has none, and all else has the parameter's.
@@ -153,7 +153,7 @@ class Float8Moments:
 
     NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
 
-    def __init__(self, part: _Part, key: int, empty: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, part: _Sliced, key: int, empty: Callable[..., torch.Tensor]) -> None:
         """Allocate them, without values; zeros are moments of zeros.
 
         Args:
