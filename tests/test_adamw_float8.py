@@ -165,7 +165,7 @@ def test_the_kernel_rounds_by_the_references_bits(shape, dtype, device):
     if dtype == torch.bfloat16:
         assert (ours != theirs).sum() <= few
     else:
-        assert ((ours - theirs).abs() > 1e-6).sum() <= few
+        assert ((ours - theirs).abs() > 2e-6).sum() <= few
 
 
 @devices

@@ -14,7 +14,9 @@ A code is the upper bits of a number in fp32, once the scale has brought its gro
 most 1.875. So steps between codes are a sixteenth to an eighth of a number whatever the scale is.
 
 All is rounded stochastically, so that the mean is exact: a second moment at beta2 0.999 moves by
-less than a code's step, and would stay where it is for ever. A weight in bf16 has no master in fp32
+less than a code's step, and would stay where it is for ever. Of simulated gradients at beta2 0.95
+(0.999) a step is then off by 10 (12) % of its norm, and the sum of 200 steps by 4 (6) %; by 17 (34)
+and 9 (17) % if codes are rounded to the nearest. A weight in bf16 has no master in fp32
 beside it: its mean is what a master would be. The 32 random bits of a number are Philox's, of the
 seed, the step and the place: 12 round the weight, 12 the second moment and 8 the first.
 
@@ -378,8 +380,8 @@ def _adamw_float8_kernel(
         )
         v = beta2 * v + rest2 * g * g
         p -= tl.load(rates + 1) * decays * p
-        # The division and root that round as torch's do; the plain ones are approximate.
-        p -= tl.div_rn(tl.load(rates + 2) * m, tl.sqrt_rn(v) * tl.load(rates + 3) + eps)
+        # Approximate to an ulp or two, far below what moments are rounded by.
+        p -= tl.load(rates + 2) * m / (tl.sqrt(v) * tl.load(rates + 3) + eps)
         if param.dtype.element_ty == tl.bfloat16:
             p = _round(p, (((bits >> 20) & 0xFFF) << 4) + 8)
         tl.store(param + at, p.to(param.dtype.element_ty), mask)
