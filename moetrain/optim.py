@@ -1,4 +1,4 @@
-"""AdamW and Muon on fp32 master weights, updates on the host, and learning-rate schedules.
+"""AdamW and Muon on master weights, updates on the host, and learning-rate schedules.
 
 One kernel updates a bucket. Clipping and the decision to skip a non-finite step both ride inside
 the update: the norm never comes back to the host, so the next step's kernels are queued while this
@@ -34,6 +34,7 @@ from torch.distributed import _functional_collectives as functional
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import Settings, adamw, adamw_on_host
+from moetrain.kernels.optim.adamw_float8 import Float8Moments, moment_place
 from moetrain.kernels.optim.muon import Matrices, muon_momentum, muon_update
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.families.qk_clip import QKClip
@@ -49,19 +50,19 @@ from moetrain.parallel.pipeline.stages import Stages
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
 
-    Moments in bf16 are rounded by random bits. These depend on the seed, the step, and a number's
-    place in the whole parameter. So copies on several ranks stay equal, and a resumed run has the
-    same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
-    shard begins at no multiple of four numbers.
+    Moments in bf16 and float8 are rounded by random bits. These depend on the seed, the step, and a
+    number's place in the whole parameter. So copies on several ranks stay equal, and a resumed run
+    has the same bits, on another mesh too, except, in bf16, where tensor parallel ranks cut a
+    weight by columns or a shard begins at no multiple of four numbers.
     """
 
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
-    """Names of the moments, each of which has its parameter's shape."""
+    """Names of the moments, each of which has its parameter's shape; in float8 there are others."""
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
-        self.dtype: torch.dtype = getattr(torch, config.state_dtype)
-        """Dtype of the moments."""
+        self.dtype: torch.dtype = getattr(torch, config.state_dtype, torch.uint8)
+        """Dtype of the moments; uint8: codes, and the scales that are beside them in float8."""
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
@@ -73,8 +74,10 @@ class AdamW(torch.optim.Optimizer):
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
         self._host = _HostUpdates(hosted, config, self.settings)
-        trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
-        super().__init__(trained, {"lr": config.lr})
+        members = {n: m for n, m in fsdp.members.items() if m.rule.trainable}
+        # Refuses what cannot be cut, before anything runs.
+        _ = [moment_place(k, m.layout) for m in members.values() for k in self.moments_of(m.rule)]
+        super().__init__([(n, m.local) for n, m in members.items()], {"lr": config.lr})
 
     def begin(self) -> None:
         """Reset to zero steps, and create or zero the moments."""
@@ -90,6 +93,13 @@ class AdamW(torch.optim.Optimizer):
         names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
             if not bucket.is_trained:
+                continue
+            if self.dtype == torch.uint8:
+                for member in bucket.members:
+                    key = zlib.crc32(names[id(member)].encode()) << 30
+                    moments = Float8Moments(member.layout, key, self.arena.empty)
+                    self._flat[id(member)] = moments
+                    self._states[member.local] = {"step": self.steps, **moments.tensors}
                 continue
             numel, device = bucket.shard_N.numel(), bucket.shard_N.device
             new = self.arena.empty if bucket.host is None else torch.empty
@@ -107,10 +117,10 @@ class AdamW(torch.optim.Optimizer):
                 moments = dict(zip(keys, pieces, strict=True))
                 self._states[member.local] = {"step": self.steps, **moments}
 
-    @classmethod
-    def moments_of(cls, rule: Rule) -> tuple[str, ...]:
+    def moments_of(self, rule: Rule) -> tuple[str, ...]:
         """Return the names of the moments of a parameter."""
-        return ("momentum",) if rule.is_orthogonal else cls.MOMENTS
+        names = self.MOMENTS if self.dtype != torch.uint8 else Float8Moments.NAMES
+        return ("momentum",) if rule.is_orthogonal else names
 
     def forget(self) -> None:
         """Reset to zero steps, without moments."""
@@ -135,6 +145,12 @@ class AdamW(torch.optim.Optimizer):
         self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
             assert bucket.gradient_N is not None  # the norm is of all of them
+            if self.dtype == torch.uint8:
+                for member in bucket.members:
+                    out = None if out_N is None else member.piece_of(out_N)
+                    tensors = (member.local, member.piece_of(bucket.gradient_N), out, rates_S)
+                    self._flat[id(member)].update(*tensors, self.settings, member.rule.decay)
+                continue
             decays_B, origins_B = self._tables[id(bucket)]
             if bucket.members[0].rule.is_orthogonal:
                 how = (rates_S, decays_B, group["lr"], out_N)
@@ -171,7 +187,10 @@ class AdamW(torch.optim.Optimizer):
         return {
             # The step is a scalar, the same on every rank.
             f"{name}.{key}": stages.among(
-                name, member.layout.common(value) if key == "step" else member.layout.part(value)
+                name,
+                member.layout.common(value)
+                if key == "step"
+                else member.layout.part(value)._replace(**moment_place(key, member.layout)),
             )
             for name, member in self.fsdp.members.items()
             for key, value in self.state.get(member.local, {}).items()
@@ -194,12 +213,14 @@ class AdamW(torch.optim.Optimizer):
         trained = {name: member for name, member in members if member.rule.trainable}
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
-            why = f"not of this model and optim.name {self.config.name!r}; change it or set never"
+            how = f"{self.config.state_dtype!r} and optim.name {self.config.name!r}"
+            why = f"not of this model, optim.state_dtype {how}; change it or set never"
             raise ConfigError(
                 "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
             )
         for name, member in trained.items():
-            for moment in (f"{name}.{key}" for key in keys(member.rule)):
+            for key in keys(member.rule):
+                moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]
                 theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
                 if theirs != ours and theirs in ("float32", "bfloat16"):
                     raise ConfigError(
@@ -207,12 +228,12 @@ class AdamW(torch.optim.Optimizer):
                         f"{ours!r} was asked for, and the checkpoint's {moment!r} is {theirs}; set "
                         "it to that, or start again with checkpoint.resume never",
                     )
-                check_like(moment, state[moment], member.layout.shape, self.dtype)
-            check_like(f"{name}.step", state[f"{name}.step"], ())
+                check_like(moment, state[moment], shape, self.dtype)
+            check_like(f"{name}.step", state[f"{name}.step"], (), torch.float32)
         self.begin()
         for name, member in trained.items():
             for key, value in self.state[member.local].items():
-                value.copy_(state[f"{name}.{key}"][() if key == "step" else member.layout.box])
+                value.copy_(state[f"{name}.{key}"][moment_place(key, member.layout)["box"]])
 
 
 class Muon(AdamW):

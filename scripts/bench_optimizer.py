@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,12 @@ from moetrain.kernels.optim.adamw import (
     Settings,
     _adamw_kernel,
     adamw,
+)
+from moetrain.kernels.optim.adamw_float8 import (
+    _GROUPS,
+    Float8Moments,
+    _adamw_float8_kernel,
+    adamw_float8,
 )
 from moetrain.kernels.optim.muon import (
     muon_momentum,
@@ -39,9 +46,12 @@ from moetrain.kernels.optim.muon import (
 )
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.optim.rounding import BLOCK, WARPS
+from moetrain.kernels.quant.e4m3 import SCALED
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
 LR, DECAY = 1e-3, 0.1
+WIDTH = 2048
+"""Numbers of a row, for moments in float8."""
 REPEATS, WARM_UP = 10, 3
 SWEEP = ((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
 SYMMETRIC_SWEEP = (
@@ -140,6 +150,63 @@ def check(bench: Bench) -> bool:
     wrong = [(a != b).float().mean().item() for a, b in zip(ours, expected, strict=True)]
     print(f"rounded moments that are not the reference's: {wrong[0]:.1e}, {wrong[1]:.1e}")
     return difference < 1e-3 * step and same_cast and max(wrong) < 1e-3
+
+
+def float8_moments(rows: int) -> Float8Moments:
+    """Zeros, of rows of :data:`WIDTH` numbers."""
+    moments = Float8Moments.of_whole((rows, WIDTH), partial(torch.zeros, device="cuda"))
+    for moment in moments:
+        moment.zero_()
+    return moments
+
+
+def check_float8(bench: Bench) -> bool:
+    """Whether codes and weights in bf16 are the reference's, but for a few at an edge."""
+    rows, found = (1 << 20) // WIDTH, []
+    grads = [x.view(rows, WIDTH) for x in bench.grad_N[: 3 << 20].split(1 << 20)]
+    for backend in ("triton", "reference"):
+        param = bench.param_N[: 1 << 20].bfloat16().view(rows, WIDTH)
+        moments = float8_moments(rows)
+        for grad in grads:
+            tensors = (*moments.tensors.values(), bench.rates_S, moments.places_2)
+            how: Any = (*tensors, SETTINGS, True, None, backend)
+            adamw_float8(param, grad, *how)
+        found.append((param, *moments))
+    wrong = [(a != b).float().mean().item() for a, b in zip(*found, strict=True)]
+    print(f"float8: weights, codes and scales that are not the reference's: {max(wrong):.1e}")
+    return max(wrong) < 1e-3
+
+
+def compare_float8(bench: Bench) -> None:
+    """Lines of moments in float8, of weights in fp32 and in bf16."""
+    rows = bench.numbers // WIDTH
+    few = rows * WIDTH
+    narrow_N, moments = bench.grad_N[:few].bfloat16(), float8_moments(rows)
+    weights = {4: bench.param_N.detach()[:few], 2: bench.param_N.detach()[:few].bfloat16()}
+    for (width, param_N), grad_N in product(weights.items(), (bench.grad_N[:few], narrow_N)):
+        for out_N in (None, bench.out_N[:few]) if width == 4 else (None,):
+            spent = 2 * width + grad_N.itemsize + 4 * (1 + 1 / SCALED) + 2 * (out_N is not None)
+            name = f"ours, {_word(param_N.dtype)} weights, float8 moments, {_word(grad_N.dtype)}"
+            also = "" if out_N is None else ", and the copy"
+            tensors = (param_N, grad_N, out_N, bench.rates_S, SETTINGS, True)
+            bench.time(name + also, spent * few / bench.numbers, partial(moments.update, *tensors))
+
+
+def sweep_float8(bench: Bench) -> None:
+    """Other launch settings of weights in bf16; ``*`` are those in use."""
+    rows = bench.numbers // WIDTH
+    few = rows * WIDTH
+    param_N, moments = bench.param_N.detach()[:few].bfloat16(), float8_moments(rows)
+    tensors = (param_N, bench.grad_N[:few].bfloat16(), *moments, None, bench.rates_S)
+    groups = few // SCALED
+    numbers = (groups, WIDTH, 1.0, 0.9, 0.1, 0.95, 0.05, 1e-8, 0)
+    for each, warps in ((16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+        kernel = _adamw_float8_kernel[(triton.cdiv(groups, each),)]
+        sizes = (each, SCALED)
+        launch = partial(kernel, *tensors, moments.places_2, *numbers, *sizes, num_warps=warps)
+        used = "*" if (each, warps) == (_GROUPS, WARPS) else ""
+        spent = (2 * 2 + 2 + 4 * (1 + 1 / SCALED)) * few / bench.numbers
+        bench.time(f"float8, bf16 weights, {each} groups, warps {warps}{used}", spent, launch)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -276,10 +343,12 @@ def main() -> int:
     is_right = True
     if not args.only_muon:
         bench = Bench(int(args.parameters))
-        is_right = check(bench)
+        is_right = check(bench) & check_float8(bench)
         compare(bench)
+        compare_float8(bench)
         if args.sweep:
             sweep(bench)
+            sweep_float8(bench)
         del bench
     count, rows, columns = map(int, args.matrices.split("x"))
     is_right &= muon((count, rows, columns))

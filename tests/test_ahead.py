@@ -28,6 +28,14 @@ CASES = {
         "moe.z_loss_coef=0",
     ],
     "bf16": ["train.dtype=bfloat16", "moe.z_loss_coef=0", "activation.policy=full"],
+    "float8": ["optim.state_dtype=float8", "train.dtype=bfloat16", "moe.z_loss_coef=0"],
+    "float8 bf16": [
+        "optim.state_dtype=float8",
+        "optim.weight_dtype=bfloat16",
+        "optim.gradient_dtype=bfloat16",
+        "train.dtype=bfloat16",
+        "moe.z_loss_coef=0",
+    ],
     "balanced": ["moe.force_balanced=yes", "moe.bias_update_rate=0"],
 }
 
@@ -73,7 +81,7 @@ ONE_LAYER = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1
 
 def as_on_a_gpu(monkeypatch):
     """Kernels that have no setting are launched as well."""
-    for kernel in ("adamw", "muon", "reduction"):
+    for kernel in ("adamw", "adamw_float8", "muon", "reduction"):
         monkeypatch.setattr(
             sys.modules[f"moetrain.kernels.optim.{kernel}"],
             "use_fast",

@@ -34,6 +34,8 @@ PROBES += (
     "token",
     "k1",
     "reward",
+    "bfloat16",
+    "float8",
 )
 
 
@@ -120,6 +122,10 @@ GIVEN = [
     (
         "--optim.name muon --lora.rank 8",
         "optim.name: 'muon' contradicts lora.rank 8; use adamw",
+    ),
+    (
+        "--optim.name muon --optim.state_dtype float8",
+        "optim.state_dtype: 'float8' contradicts optim.name 'muon'; use bfloat16",
     ),
     (
         "--optim.name muon --optim.offload_fraction 0.5",

@@ -25,6 +25,7 @@ SHARED = [
     ["lora.rank=8"],
     ["lora.rank=8", "lora.dropout=0.3", "lora.targets=*.attn.*"],
     ["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"],
+    ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"],
     ["activation.policy=full"],
 ]
 """What both engines are set to, beside a dtype."""
@@ -152,7 +153,7 @@ def drawn(seed):
     draw = random.Random(seed)
     words = [*draw.choice(SHARED), f"train.dtype={draw.choice(['float32', 'bfloat16'])}"]
     moves = {name: draw.choice(values) for name, values in MOVES.items()}
-    if "optim.state_dtype=bfloat16" in words:
+    if any(word.startswith("optim.state_dtype") for word in words):
         moves["optim.offload_fraction"] = 0
     if "activation.policy=full" in words:  # there is nothing left to travel
         moves["activation.offload"] = 0

@@ -312,10 +312,11 @@ def test_a_backward_after_its_work_is_refused(tiny_words):
         loss.backward()
 
 
-def test_what_is_trained_is_stored_in_fp32():
-    Rule("colwise", storage=torch.bfloat16, trainable=False)
-    with pytest.raises(ValueError, match="bfloat16 cannot be trained"):
-        Rule("colwise", storage=torch.bfloat16)
+def test_what_is_trained_is_stored_in_fp32_or_bf16():
+    Rule("colwise", storage=torch.float16, trainable=False)
+    Rule("colwise", storage=torch.bfloat16)
+    with pytest.raises(ValueError, match="float16 cannot be trained"):
+        Rule("colwise", storage=torch.float16)
 
 
 def reduce_what_the_last_lacks(words):

@@ -196,6 +196,7 @@ WAYS = {
     "last": ["parallel.reduce_at=last"],
     "global": ["moe.aux_loss_scope=global_batch"],
     "bf16 state": ["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"],
+    "float8 state": ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"],
     "offload": ["optim.offload_fraction=0.5"],
     "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
     "compiled": ["compile.enabled=yes"],

@@ -122,6 +122,8 @@ LAYOUTS = [
     "optim.gradient_dtype=bfloat16 optim.state_dtype=bfloat16",
     "optim.name=muon",
     "optim.name=muon parallel.ep=2 optim.state_dtype=bfloat16",
+    "optim.state_dtype=float8",
+    "optim.state_dtype=float8 optim.weight_dtype=bfloat16 parallel.ep=2",
 ]
 
 

@@ -141,11 +141,15 @@ def test_the_copy_is_torchs_cast():
 # ---- the copy ----------------------------------------------------------------------------------
 
 BF16 = "train.dtype=bfloat16"
+FLOAT8 = ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"]
 COPIES = {
     1: {
         "alone": [BF16],
         "alone turns": [BF16, "parallel.reshard_after_forward=yes"],
         "alone muon": [BF16, "optim.name=muon"],
+        "alone float8": [BF16, *FLOAT8],
+        "alone float8 fp32": ["train.dtype=float32", *FLOAT8],
+        "alone float8 moments": [BF16, FLOAT8[0]],
     },
     2: {
         "dp": [BF16],
@@ -155,6 +159,10 @@ COPIES = {
         "replicas": [BF16, "parallel.dp_replicate=2"],
         "fp32": ["train.dtype=float32"],
         "muon": [BF16, "optim.name=muon", "optim.state_dtype=bfloat16"],
+        "float8": [BF16, *FLOAT8],
+        "float8 copied": [BF16, *FLOAT8, "parallel.fsdp_transport=copy"],
+        "float8 turns": [BF16, *FLOAT8, "parallel.reshard_after_forward=yes"],
+        "float8 fp32": ["train.dtype=float32", *FLOAT8, "parallel.ep=2"],
         "muon turns": [BF16, "optim.name=muon", "parallel.reshard_after_forward=yes"],
     },
 }
@@ -179,7 +187,9 @@ def train_twice(runs):
                     assert all(bucket.is_fresh for bucket in buckets)
                     assert bool(buckets) == (name != "fp32")
                     for bucket in buckets:
-                        assert torch.equal(bucket.cast_N, bucket.shard_N.to(bucket.dtype)), name
+                        for member in bucket.members:  # nobody reads what is between them
+                            copy = member.piece_of(bucket.cast_N)
+                            assert torch.equal(copy, member.local.to(bucket.dtype)), name
                 for bucket in buckets:
                     if not keeps:
                         bucket._version = None

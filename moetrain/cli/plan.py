@@ -226,7 +226,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
             continue
         change = dict(zip(options, values, strict=True))
         if not config.is_users("optim.gradient_dtype"):
-            change["optim.gradient_dtype"] = states
+            change["optim.gradient_dtype"] = "float32" if states == "float32" else "bfloat16"
         yield change
 
 

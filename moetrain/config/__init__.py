@@ -149,6 +149,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.muon_qk_clip", {"kernels.attention": _Other("flex")}),  # shows no documents
     _Need("optim.name", {"lora.rank": {0}}, {"muon"}, "use adamw"),  # adapters are no such matrices
     _Need("optim.offload_fraction", {"optim.name": {"adamw"}}),  # matrices lie in parts on the host
+    _Need("optim.state_dtype", {"optim.name": {"adamw"}}, {"float8"}, "use bfloat16"),
+    _Need("optim.weight_dtype", {"optim.state_dtype": {"float8"}}, {"bfloat16"}),
+    _Need("optim.weight_dtype", {"lora.rank": {0}}, {"bfloat16"}),  # adapters are fp32
     # The update on the host knows no other dtypes.
     _Need("optim.offload_fraction", {"optim.state_dtype": {"float32"}}),
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),

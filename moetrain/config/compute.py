@@ -116,9 +116,13 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """Dtype of AdamW's two moments and of Muon's momentum. bfloat16 takes half the bytes and rounds
-    stochastically (by train.seed). A run keeps the dtype it began with."""
+    stochastically (by train.seed), as float8 does: codes of 8 bits with a scale for every 32, for
+    AdamW alone. A run keeps the dtype it began with."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which ranks keep trained matrices. With bfloat16 (and state_dtype float8) no master
+    is fp32: updates are rounded stochastically. A run keeps the dtype it began with."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
     instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small

@@ -4,6 +4,7 @@ Left out on purpose: what dispatch launches (indices among a rank's own experts 
 kernels that are compiled for a tensor parallel rank's part of the heads.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 
 from moetrain.config import Config
 from moetrain.kernels.optim.adamw import Settings, adamw
+from moetrain.kernels.optim.adamw_float8 import Float8Moments
 from moetrain.kernels.optim.muon import muon_momentum, muon_update
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.optim.rounding import BLOCK
@@ -48,9 +50,11 @@ class FakeStep:
             kernels = config.kernels.model_copy(update={"attention": "reference"})
             config = config.model_copy(update={"kernels": kernels})
         model, rules = plan_model(config, self.arch, self.dtype)
+        widths = {n: math.gcd(math.prod(x.shape[1:]), 16) for n, x in model.named_parameters()}
         self._run_micro_batch(model, rules)
-        for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.trainable}:
-            self._run_update(dtype)
+        trained = ((widths[name], rule) for name, rule in rules.items() if rule.trainable)
+        for kind in {(rule.gather or self.dtype, rule.storage, width) for width, rule in trained}:
+            self._run_update(*kind)
         for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.is_narrow}:
             codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=self.device)
             scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=self.device)
@@ -89,25 +93,30 @@ class FakeStep:
         )
         torch.autograd.backward(losses)
 
-    def _run_update(self, dtype: torch.dtype) -> None:
+    def _run_update(self, dtype: torch.dtype, storage: torch.dtype, width: int) -> None:
         """Run the cast, the sums of gradients and updates, for a shard gathered in ``dtype``."""
         optim = self.config.optim
         size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
-        master_N, cast_N = empty(size), None
+        master_N, cast_N = empty(size, dtype=storage), None
         if dtype != master_N.dtype:
             cast_N = empty(size, dtype=dtype)
             sum_chunks(master_N[None], out_N=cast_N)
         gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
         for ranks, rank in self.groups:
             self._run_sums(gradient_N, dtype, ranks, rank)
+        outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
+        settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
+        if optim.state_dtype == "float8":
+            moments = Float8Moments.of_whole((size // width, width), empty)
+            for out_N in outs:
+                moments.update(master_N, gradient_N, out_N, empty(6), settings, True)
+            return
         avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
         decays_B = empty(size // BLOCK, dtype=torch.uint8)
         is_narrow = optim.state_dtype == "bfloat16"
         origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
-        settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
         tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
-        outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
         for out_N in outs:
             adamw(*tensors, decays_B, settings, origins_B, out_N)
         if optim.name == "muon" and dtype == self.dtype:  # that of blocks' matrices

@@ -57,7 +57,7 @@ class Rule:
     gather: torch.dtype | None = None
     """The dtype in which it is gathered and used; None: the compute dtype."""
     storage: torch.dtype = torch.float32
-    """The dtype of a rank's shard; one that is trained is fp32."""
+    """The dtype of a rank's shard; one that is trained is fp32, or bf16."""
     trainable: bool = True
     is_narrow: bool = False
     """Whether a rank's shard is stored as 8-bit codes with scales, and read in ``storage``."""
@@ -67,7 +67,7 @@ class Rule:
     """Whether Muon updates it, each matrix by itself; else AdamW does."""
 
     def __post_init__(self) -> None:
-        if self.trainable and self.storage != torch.float32:
+        if self.trainable and self.storage not in (torch.float32, torch.bfloat16):
             raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
 
     @property
@@ -195,6 +195,10 @@ class ShardingPlan(NamedTuple):
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if config.lora.base_dtype == "float8" and is_hidden and not rule.trainable:
                 rule = replace(rule, is_narrow=True)
+            # Norms, biases and adapters are small.
+            is_large = rule.init == "normal" and rule.gather is None
+            if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:
+                rule = replace(rule, storage=torch.bfloat16)
             if config.optim.name == "muon" and is_hidden and rule.trainable:
                 rule = replace(rule, is_orthogonal=True)
             rules[name] = rule

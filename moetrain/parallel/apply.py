@@ -358,7 +358,8 @@ def load_whole_state(
             f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
         )
     for name, entry in stages.saved.items():
-        check_like(name, state[name], entry.shape)
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
     for name, member in fsdp.members.items():
         if member.rule.trainable:
             member.local.copy_(state[name][member.layout.box])
@@ -367,16 +368,16 @@ def load_whole_state(
 
 
 def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
 ) -> None:
     """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence."""
+    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
         theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
         raise ConfigError(
             "checkpoint.resume",
             f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}",
+            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
         )
 
 

@@ -29,6 +29,7 @@ from moetrain.config.rl import SleepName
 from moetrain.config.sections import TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.kernels.optim.muon import orthogonalising_bytes
+from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
@@ -52,7 +53,7 @@ class MemoryEstimate:
     """Measured relative error: a run is refused only if it cannot fit despite it."""
 
     weights: float = 0.0
-    """This rank's parameters: in fp32 if they are trained, else in the compute dtype."""
+    """This rank's parameters: in fp32 or bf16 if they are trained, else in the compute dtype."""
     gradients: float = 0.0
     """Gradients that exist at the peak."""
     moments: float = 0.0
@@ -155,7 +156,8 @@ class RankSizes:
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
-        sections |= {"optim": OptimSection(name=config.optim.name)}
+        optim = {name: getattr(config.optim, name) for name in ("name", "weight_dtype")}
+        sections |= {"optim": OptimSection(**optim)}
         key: Any = Config().model_copy(update={**sections, "train": train})
         parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
         plan = StagePlan(config, arch)
@@ -244,7 +246,9 @@ class RankSizes:
         self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
         if self.is_alone:
-            self._unlike_kept = 0.0 if dtype.itemsize == FP32 else self._share_updated
+            wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
+            share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
+            self._unlike_kept = share * (1 - config.optim.offload_fraction)
         self._blocks = {layer: self._block(layer) for layer in self.layers}
 
     def _block(self, layer: _Layer) -> _Block:
@@ -285,7 +289,7 @@ class RankSizes:
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
-        kept = MemoryEstimate(weights, moments=self._moments(), peers=self._peers)
+        kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
         training = replace(kept, host=self._host())
         generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
@@ -310,7 +314,7 @@ class RankSizes:
         wanted = {
             "optim.offload_fraction": _HOSTED_BYTES * self._hosted,
             "activation.offload": self._host(),
-            "rl.offload": self.config.rl.offload * self._moments(),
+            "rl.offload": self.config.rl.offload * self.moment_bytes(),
         }
         return {name: size for name, size in wanted.items() if size}
 
@@ -370,9 +374,10 @@ class RankSizes:
     def _of_all(self, of_one: Callable[[_Block], float]) -> float:
         return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
 
-    def _moments(self) -> float:
-        numbers = 2 * self._updated - self.orthogonal
-        return numbers * getattr(torch, self.config.optim.state_dtype).itemsize
+    def moment_bytes(self) -> float:
+        """Count bytes of the moments that this rank's device updates."""
+        each = {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / SCALED}
+        return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
 
     def _orthogonalising(self) -> float:
         weights = (w for layer in self.layers for part in layer for w in part.weights.values())

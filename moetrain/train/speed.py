@@ -114,13 +114,14 @@ class _Clock:
     def update(self) -> float:
         """Estimate the update of its shard, and the sum of gradients over replicas."""
         optim, numbers = self.config.optim, self.rank.trained / self.dims.sharding_ranks
-        state, gradient = (
-            getattr(torch, name).itemsize for name in (optim.state_dtype, optim.gradient_dtype)
+        gradient, master = (
+            getattr(torch, name).itemsize for name in (optim.gradient_dtype, optim.weight_dtype)
         )
-        # Master and moments are read and written, the gradient read, the copy written. Muon has
-        # one moment less, and a gradient becomes a direction, and that an orthogonal matrix.
-        moved = numbers * (2 * FP32 + 4 * state + gradient + self.share.width)
-        moved += self.rank.orthogonal * (4 * gradient - 2 * state)
+        # Master and moments are read and written, the gradient read, a copy written. For Muon a
+        # gradient becomes a direction, and that an orthogonal matrix.
+        copy = self.share.width * (master != self.share.width)
+        moved = numbers * (2 * master + gradient + copy) + 2 * self.rank.moment_bytes()
+        moved += self.rank.orthogonal * 4 * gradient
         seconds, ranks = moved / self.memory, self.dims.sharding_ranks
         seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
         if not self.rank.orthogonal:

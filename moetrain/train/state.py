@@ -7,6 +7,7 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
+from moetrain.kernels.optim.adamw_float8 import moment_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.qk_clip import QKClip
@@ -117,12 +119,12 @@ class ModelState:
         for name, member in self.fsdp.members.items():
             if not member.rule.trainable:
                 continue
-            part, dtype = member.layout.part(member.local), self.optimizer.dtype
-            keys = self.optimizer.moments_of(member.rule)
-            sizes = {f"{name}.{key}": dtype.itemsize for key in keys}
-            for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
-                if part.is_written_here(key):
-                    total += aligned(itemsize * part.tensor.numel())
+            part, optimizer = member.layout.part(member.local), self.optimizer
+            sizes = {name: part.tensor.nbytes}
+            for key in optimizer.moments_of(member.rule):
+                numel = math.prod(x.stop - x.start for x in moment_place(key, member.layout)["box"])
+                sizes[f"{name}.{key}"] = optimizer.dtype.itemsize * numel
+            total += sum(aligned(n) for key, n in sizes.items() if part.is_written_here(key))
             total += aligned(1)
         return total
 

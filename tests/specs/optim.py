@@ -11,6 +11,7 @@ from moetrain.kernels.optim.adamw import (
     _adamw,
     adamw,
 )
+from moetrain.kernels.optim.adamw_float8 import _adamw_float8, adamw_float8
 from moetrain.kernels.optim.muon import (
     _muon_momentum,
     _muon_update,
@@ -92,6 +93,121 @@ _ADAMW_SPECS = (
             "given moments torch.float32, origins": lambda i: (
                 i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
             ),
+        },
+    ),
+)
+
+
+def _float8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    (rows, columns), device = case["shape"], generator.device
+    groups = -(-columns // 32)
+    settings = Settings(0.9, 0.95, 1e-8, seed=case.get("seed", 1))
+    scalars = (torch.full((), x, device=device) for x in (3, 0.7, case.get("skipped", 0)))
+
+    def codes(low: int, high: int, *shape: int) -> torch.Tensor:
+        drawn = low + (high - low) * uniform(generator, *shape)
+        return drawn.to(torch.uint8)
+
+    return {
+        "param": normal(generator, rows, columns).to(dtype),
+        "grad": normal(generator, rows, columns).to(case.get("gradients", torch.float32)),
+        "avg": codes(0, 256, rows, columns),
+        "avg_scales_RG": codes(120, 130, rows, groups),
+        "avg_sq": codes(200, 256, rows, columns),
+        "avg_sq_scales_RG": codes(120, 130, rows, groups),
+        "rates_S": settings.rates(*scalars, 1e-2, 0.1),
+        "places_2": torch.tensor([case.get("first", 0), 32 * groups], device=device),
+        "settings": settings,
+        "decays": case.get("decays", True),
+        "out_dtype": dtype,
+    }
+
+
+_FLOAT8_STATE = ("avg", "avg_scales_RG", "avg_sq", "avg_sq_scales_RG")
+
+
+def _float8_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them; moments as numbers."""
+    inputs |= {name: inputs[name].clone() for name in ("param", *_FLOAT8_STATE)}
+    out = torch.empty_like(inputs["param"], dtype=out_dtype)
+    adamw_float8(**inputs, out=out, backend="triton")
+    first, second = widened(*(inputs[name] for name in _FLOAT8_STATE))
+    return inputs["param"], first, second, out
+
+
+def _float8_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Compute :func:`_float8_fast` by the formulas, in the dtype of its inputs: nothing is
+    rounded."""
+    param_RC, settings = inputs["param"], inputs["settings"]
+    m_RC, v_RC = (x.to(param_RC.dtype) for x in widened(*(inputs[name] for name in _FLOAT8_STATE)))
+    clip, decay, size, root, skipped, _ = inputs["rates_S"].to(param_RC.dtype).unbind()
+    if skipped:
+        return param_RC, m_RC, v_RC, param_RC
+    g_RC = inputs["grad"].to(param_RC.dtype) * clip
+    m_RC = m_RC + (1 - settings.beta1) * (g_RC - m_RC)
+    v_RC = v_RC + (1 - settings.beta2) * (g_RC.square() - v_RC)
+    p_RC = param_RC * (1 - decay * inputs["decays"])
+    p_RC = p_RC - size * m_RC / (v_RC.sqrt() * root + settings.eps)
+    return p_RC, m_RC, v_RC, p_RC
+
+
+def widened(
+    avg: torch.Tensor,
+    avg_scales_RG: torch.Tensor,
+    avg_sq: torch.Tensor,
+    avg_sq_scales_RG: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give moments in float8 as fp64, by a table of the codes' numbers."""
+    fields, mantissas = torch.arange(256) // 8, torch.arange(256) % 8 / 8
+    second_256 = (1 + mantissas).double() * 2.0 ** (fields - 31)
+    signs, fields = 1 - 2 * (fields // 16), fields % 16
+    first_256 = torch.where(fields > 0, 1 + mantissas, 2 * mantissas).double() * 2.0 ** (
+        fields - 15
+    )
+    found = []
+    for table_256, codes, scales_RG in (
+        (signs * first_256, avg, avg_scales_RG),
+        (second_256, avg_sq, avg_sq_scales_RG),
+    ):
+        powers_RG = torch.where(scales_RG > 0, 2.0 ** (scales_RG.double() - 127), 0.0)
+        powers_RC = powers_RG.repeat_interleave(32, 1)[:, : codes.shape[1]]
+        found.append(table_256.to(codes.device)[codes.long()] * powers_RC)
+    return found[0], found[1]
+
+
+def _float8_cost(case: Case) -> tuple[Cost, Cost]:
+    rows, columns = case["shape"]
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=rows * columns * (2 * 2 + gradient + 4 * (1 + 1 / 32) + 2)), Cost()
+
+
+_FLOAT8_SPECS = (
+    KernelSpec(
+        name="adamw_float8",
+        fast=_float8_fast,
+        reference=_float8_reference,
+        make_inputs=_float8_inputs,
+        cases=(
+            {"shape": (3, 1056)},
+            {"shape": (7, 1)},
+            {"shape": (2, 100), "decays": False},
+            {"shape": (5, 64), "skipped": 1},
+            {"shape": (33, 96), "seed": 2**40 + 5, "first": 2**36 + 64},
+            {"shape": (4, 33), "gradients": torch.bfloat16},
+            {"shape": (0, 32)},
+        ),
+        benches=(),  # timed in place, by scripts/bench_optimizer.py
+        # Steps between codes are a sixteenth to an eighth of a number.
+        tolerance={torch.float32: 0.05, torch.bfloat16: 0.05},
+        cost=_float8_cost,
+        ops=(_adamw_float8,),
+        bad_inputs={
+            "given grad torch.float64": lambda i: i | {"grad": i["grad"].double()},
+            "given avg torch.float32": lambda i: i | {"avg": i["avg"].float()},
+            r"given avg_sq_scales torch.uint8 \(3, 32\)": lambda i: (
+                i | {"avg_sq_scales_RG": i["avg_sq_scales_RG"][:, :32]}
+            ),
+            "takes int64": lambda i: i | {"places_2": i["places_2"].int()},
         },
     ),
 )
@@ -381,4 +497,4 @@ _REDUCTION_SPECS = (
     ),
 )
 
-SPECS = (*_ADAMW_SPECS, *_MUON_SPECS, _SYMMETRIC_SPEC, *_REDUCTION_SPECS)
+SPECS = (*_ADAMW_SPECS, *_FLOAT8_SPECS, *_MUON_SPECS, _SYMMETRIC_SPEC, *_REDUCTION_SPECS)

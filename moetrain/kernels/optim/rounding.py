@@ -33,10 +33,12 @@ def round_by_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor
     return (bits_N & -65536).view(torch.float32).bfloat16()
 
 
-def random_bits_reference(origins_B: torch.Tensor, step: torch.Tensor, seed: int) -> torch.Tensor:
+def random_bits_reference(
+    origins_B: torch.Tensor, step: torch.Tensor, seed: int, block: int = BLOCK
+) -> torch.Tensor:
     """Return 32 random bits (int64) for each number of the blocks."""
     mask = 0xFFFFFFFF
-    groups = origins_B[:, None] // 4 + torch.arange(BLOCK // 4, device=origins_B.device)
+    groups = origins_B[:, None] // 4 + torch.arange(block // 4, device=origins_B.device)
     c0 = groups & mask
     c1 = (groups >> 32) & mask
     c2 = step.long().expand_as(groups)
