@@ -67,8 +67,9 @@ def test_every_kind_of_layer_gives_the_single_process_answer(world, tmp_path):
     policies = itertools.cycle(POLICIES)
     runs = [
         case_of(name, world, kind, degrees, next(policies))
-        for kind in KINDS
+        for number, kind in enumerate(KINDS)
         for name, degrees in MESHES[world].items()
+        if name != ("dp+keys", "pp+keys")[number % 2]  # neither axis looks into a block
     ]
     check(world, runs, tmp_path)
 
