@@ -103,12 +103,8 @@ def test_adapters_of_gathered_keys(tmp_path):
 
 
 def test_compiled_blocks(tmp_path):
-    """States go through one short row's documents: each is compiled as a chunk of its own."""
     both = [("gpt_oss", "keys", "full"), ("deepseek_v3", "keys", "none")]
     both += [("qwen3_next", "heads", "selective")]
-    runs = []
-    for kind, mesh, how in both:
-        rows = 1 if kind in STATES else 2
-        one = case_of("compiled", 2, kind, MESHES[2][mesh], how, rows=rows)
-        runs.append(one._replace(mesh=[*one.mesh, "compile.enabled=yes"], is_packed=True))
+    runs = [case_of("compiled", 2, kind, MESHES[2][mesh], how, rows=2) for kind, mesh, how in both]
+    runs = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
     check(2, runs, tmp_path, run_compiled)
