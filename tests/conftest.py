@@ -3,6 +3,7 @@
 Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Garbage is not looked for in what stays, thousands of tests among it, and less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session")

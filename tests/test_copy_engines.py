@@ -49,8 +49,6 @@ RUNS = {
     4: {
         "dp": [],
         "reshard": ["parallel.reshard_after_forward=2"],
-        "last": ["parallel.reduce_at=last"],
-        "ep": ["parallel.ep=2"],
         "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
         "adapters": ["lora.rank=8", "moe.bias_update_rate=0", "parallel.ep=2"],
         "hsdp": ["parallel.dp_replicate=2"],

@@ -64,6 +64,7 @@ class Drawn(NamedTuple):
     """Of these rows no token is a target."""
     is_packed: bool
     has_pads: bool
+    steps: int = STEPS
 
 
 def draw(number, world):
@@ -309,7 +310,7 @@ def run(drawn, words):
         g = torch.Generator().manual_seed(zlib.crc32(f"{name} {drawn.number}".encode()))
         bias_E.copy_(0.2 * torch.randn(bias_E.shape, generator=g))
     numbers = []
-    for step in range(STEPS):
+    for step in range(drawn.steps):
         batches = make_batches(drawn, config, step, world.data_rank, world.dims.data_ranks)
         totals = engine.forward_backward(batches, objective)
         outcome = engine.step(0.01)

@@ -11,7 +11,7 @@ from estimates import estimate_memory
 from family_cases import architecture_of, random_reference, tokens
 from safetensors.torch import load_file, save_file
 from test_everything import describe, differences, is_refused
-from test_family_ranks import MESHES, drawn, run_all, run_compiled, run_on_two_ranks
+from test_family_ranks import MESHES, drawn, run_all, run_on_two_ranks
 from test_models import relative_error
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -371,14 +371,6 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     assert not wrong, "\n".join(wrong)
     # CE, balance of experts or none, further tokens, total and norm.
     assert [answers[one.number][0].shape[1] for one in runs] == [5] * (len(runs) - 1) + [4]
-
-
-def test_compiled_blocks_on_two_ranks(tmp_path):
-    runs = [further_case(0, 2, "glm4_moe", {"tp": 2, "ep": 2}, "selective")]
-    compiled = [one._replace(mesh=[*one.mesh, "compile.enabled=yes"]) for one in runs]
-    answers = spawn(2, run_compiled, compiled, str(tmp_path / "running"), timeout=300)[0]
-    wrong = [x for one in runs for x in differences(one, answers[one.number])]
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

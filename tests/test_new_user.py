@@ -53,11 +53,6 @@ def by_moetrain(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     return [(["-m", *run, "--launch.nproc=2"], {})]
 
 
-def by_torchrun(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *run]
-    return [(words, {})]
-
-
 def by_slurm(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """What srun gives to its two tasks."""
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port())}
@@ -100,12 +95,13 @@ def assert_two_ranks_train_as_one(how, words, folder):
     assert list((folder / "out").glob("checkpoints/step-00000002/*-00001-*.safetensors"))
 
 
-@pytest.mark.parametrize("how", [by_moetrain, by_torchrun, by_slurm])
+@pytest.mark.parametrize("how", [by_moetrain, by_slurm])
 def test_two_ranks_train_as_one_process_does_however_they_are_started(how, tiny_words, tmp_path):
     assert_two_ranks_train_as_one(how, tiny_words, tmp_path)
 
 
 def test_two_nodes_train_as_one_process_does(tiny_words, tmp_path):
+    """Of torchrun; tests/test_checkpoint_runs.py has two ranks that it starts on one."""
     assert_two_ranks_train_as_one(by_torchrun_on_two_nodes, tiny_words, tmp_path)
 
 

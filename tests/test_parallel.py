@@ -64,13 +64,14 @@ VARIANTS = {
 }
 # What a variant is about shows in these layouts; the others are with every one. Compiling a block
 # takes ten times as long as a run, so that each graph is compiled in one world, the smallest that
-# has it: what data-parallel ranks do lies outside of it. (Several micro-batches are counted ahead,
-# for which every block is compiled once more.)
+# has it: what data-parallel ranks do lies outside of it, and four ranks only add experts that more
+# share than tokens. (Several micro-batches are counted ahead, for which every block is compiled
+# once more.)
 ONLY = {
     2: {
         "recompute": ["ep", "tp", "cp keys"],
         "compile": [],
-        "compile+recompute": ["dp", "ddp", "tp"],
+        "compile+recompute": ["dp", "ddp", "tp", "ep"],
         "accumulate+last": ["dp", "ep"],
         "compile+accumulate": ["tp+ep"],
         "selective": ["ep"],
@@ -81,9 +82,9 @@ ONLY = {
     4: {
         "recompute": ["hsdp+ep", "dp+tp+ep"],
         "compile": [],
-        "compile+recompute": ["ep+efsdp", "hsdp+ep", "dp+tp", "dp+tp+ep", "hsdp+tp+ep"],
+        "compile+recompute": ["dp+tp+ep"],
         "accumulate+last": ["hsdp", "ep+efsdp", "dp+tp"],
-        "compile+accumulate": ["dp+tp"],
+        "compile+accumulate": [],
         "selective": ["ep+efsdp"],
         "compile+selective": [],
         "reshard": ["dp", "ep+efsdp"],

@@ -165,7 +165,6 @@ def check_cases(world, found, device_type="cpu"):
 
 LARGER = {
     4: {
-        "tp": {"tp": 4},
         "tp+ep": {"tp": 4, "ep": 4},
         "tp+ep+efsdp": {"tp": 4, "ep": 2},
         "cp": {"cp": 4},
@@ -173,10 +172,7 @@ LARGER = {
         "pp+cp+ep": {"pp": 2, "cp": 2, "ep": 2},
     },
     8: {
-        "dp": {},
-        "dp+tp": {"tp": 4},
         "ep": {"ep": 8},
-        "hsdp+ep": {"dp_replicate": 2, "ep": 4},
         "ep+efsdp": {"ep": 4},
         "dp+tp+ep": {"tp": 4, "ep": 8},
         "hsdp+tp+ep": {"dp_replicate": 2, "tp": 2, "ep": 4},
