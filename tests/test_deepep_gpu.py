@@ -114,7 +114,7 @@ def check_nothing_waits() -> None:
 
 def check_memory() -> None:
     """Nothing of a step outlives it, in torch's memory or beside it."""
-    _, ours, _, experts = gpu_setup()
+    ours, _, experts = gpu_setup()
     run = partial(recomputed, partial(run_layer, ours))
     device = f"cuda:{dist.get_rank()}"
     batch = make_batch(LARGE, GPU_TOKENS, "natural", 0, device, BF16)
