@@ -177,7 +177,8 @@ def whole(value):
 def test_a_job_set_has_fields_that_there_are(is_file, printed):
     Path("my.toml").write_text(f'[model]\npreset = "debug"\n# {HOSTILE.splitlines()[0]}\n')
     recipe = ["my.toml", "--data.source", "stdlib"] if is_file else ["debug"]
-    text = printed("k8s", *recipe, *TWO, "--name", "mine", "--train.sample_prompt", HOSTILE)
+    hostile = ["--train.sample_prompt", HOSTILE, "--name", "no"]  # which is YAML's false
+    text = printed("k8s", *recipe, *TWO, *hostile)
     first, *others = yaml.safe_load_all(text)
     assert_fields(first, JOB_SET)
     assert (first["apiVersion"], first["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -191,7 +192,7 @@ def test_a_job_set_has_fields_that_there_are(is_file, printed):
     assert spec["completions"] == spec["parallelism"] == 2
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
     # Of JobSet's documentation: POD's host is JOBSET-JOB-INDEX-POD in the domain.
-    assert f"--master-addr=mine-{job['name']}-0-0.mine" in container["command"]
+    assert f"--master-addr=no-{job['name']}-0-0.no" in container["command"]
     volumes = {each["name"] for each in pod["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
     assert len(others) == is_file
@@ -299,16 +300,17 @@ def test_any_text_comes_through_bash_and_yaml():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("slurm debug --nodes 0", r"launch: argument --nodes: '0' cannot be: machines"),
+        ("slurm debug --nodes 0", r"nodes: '0' cannot be: machines"),
         ("slurm debug --gpus 8", r"launch: .*required: --nodes"),
         ("lsf debug --nodes 2", r"launch: .*invalid choice: 'lsf'"),
         ("slurm none --nodes 2", r"recipe: 'none' is not one of"),
         ("slurm debug --nodes 2 --optim.lrr 1", r"optim\.lrr: unknown setting; did you mean"),
         ("slurm debug --nodes 2 --image x", r"image: unknown setting"),
         ("k8s debug --nodes 2 --image x", r"launch: .*required: --volume"),
-        ("sky debug --nodes 2 --image x --volume s3://b", r"launch: argument --volume: 's3://b'"),
-        ("slurm debug --nodes 2 --name Mine", r"launch: argument --name: 'Mine' cannot be"),
-        ("slurm debug --nodes 2 --sbatch a=b;c=d\n", r"launch: argument --sbatch"),
+        ("sky debug --nodes 2 --image x --volume s3://b", r"volume: 's3://b'"),
+        ("slurm debug --nodes 2 --name Mine", r"name: 'Mine' cannot be"),
+        ("slurm debug --nodes 2 --sbatch a=b;c=d\n", r"sbatch: "),
+        ("slurm debug --nodes 2 --sbatch=--time=60", r"sbatch: '--time=60' cannot be"),
         ("slurm rl-sort --nodes 2", r"recipe: 'rl-sort' is for another command"),
         # Meshes that cannot be.
         ("slurm debug --nodes 3", r"train\.global_batch_size: 16 is not a multiple"),
