@@ -121,11 +121,10 @@ def _shell(word: str) -> str:
     """Quote ``word`` for bash, on one line whatever is in it."""
     if word.isprintable():
         return shlex.quote(word)
-    return "$'" + re.sub(r"[^ -&(-\[\]-~]", _escaped, word) + "'"
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(match[0]))
+    # All but printable ASCII, the quote and the backslash.
+    parts = re.split(r"([^ -&(-\[\]-~]+)", word)
+    parts[1::2] = ["".join(f"\\x{byte:02x}" for byte in os.fsencode(x)) for x in parts[1::2]]
+    return "$'" + "".join(parts) + "'"
 
 
 def _yaml(text: str) -> str:
