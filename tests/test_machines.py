@@ -367,24 +367,35 @@ def test_a_file_is_written_once(capsys):
 # ---- they start again ----------------------------------------------------------------------------
 
 
+SCONTROL = """
+if sys.argv[1:3] == ["show", "job"]:
+    print("   JobState=" + os.environ.get("STATE", "RUNNING"))
+else:
+    open("again", "a").write(" ".join(sys.argv[1:]) + ";")
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "sent", "restarts", "ends", "again"),
+    ("code", "sent", "restarts", "state", "again"),
     [
-        (0, None, 0, 0, False),
-        (1, None, 0, 1, True),
-        (137, None, 2, 137, True),
-        (1, None, 3, 1, False),  # as often as --restarts says
-        (2, None, 0, 2, False),  # a wrong setting
-        (143, None, 0, 143, False),  # scancel stopped the ranks themselves
-        (143, signal.SIGUSR1, 9, 143, True),  # time is up
-        (0, signal.SIGUSR1, 0, 0, False),  # it was done just then
-        (143, signal.SIGTERM, 0, 143, False),
-        (137, signal.SIGTERM, 0, 137, False),
+        (0, None, 0, "RUNNING", False),
+        (1, None, 0, "RUNNING", True),
+        (137, None, 2, "RUNNING", True),
+        (1, None, 3, "RUNNING", False),  # as often as --restarts says
+        (2, None, 0, "RUNNING", False),  # a wrong setting
+        (143, signal.SIGUSR1, 9, "RUNNING", True),  # time is up
+        (137, signal.SIGUSR1, 9, "RUNNING", True),
+        (0, signal.SIGUSR1, 0, "RUNNING", False),  # it was done just then
+        (143, None, 9, "RUNNING", True),  # a preemption whose signal reaches the ranks alone
+        (143, signal.SIGTERM, 9, "RUNNING", True),
+        (143, None, 0, "COMPLETING", False),  # scancel
+        (143, signal.SIGTERM, 0, "COMPLETING", False),
+        (137, signal.SIGTERM, 0, "COMPLETING", False),
     ],
 )
-def test_a_script_queues_its_job_again(code, sent, restarts, ends, again, printed):
+def test_a_script_queues_its_job_again(code, sent, restarts, state, again, printed):
     text = printed("slurm", "debug", *TWO)
-    program("scontrol", "open('again', 'a').write(' '.join(sys.argv[1:]))")
+    program("scontrol", SCONTROL)
     wait = f"""
 def stop(number, frame):
     time.sleep(0.2)
@@ -395,15 +406,15 @@ time.sleep(600 if {sent is not None} else 0)
 sys.exit({code})"""
     program("srun", wait)
     Path("script").write_text(text)
-    own = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": str(restarts)}
+    own = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": str(restarts), "STATE": state}
     job = subprocess.Popen(["bash", "script"], env=clean(**own))
     if sent is not None:
         while not Path("ready").exists():
             time.sleep(0.02)
         job.send_signal(sent)
-    assert job.wait(timeout=60) == ends
+    assert job.wait(timeout=60) == code
     assert Path("again").exists() == again
-    assert not again or Path("again").read_text() == "requeue 77"
+    assert not again or Path("again").read_text() == "requeue 77;"
 
 
 SRUN = """
@@ -447,7 +458,7 @@ def test_a_slurm_job_that_is_stopped_ends_where_an_undisturbed_run_does(sent, pr
     words, expected = settings
     Path("script").write_text(printed("slurm", "debug", "--nodes", "2", "--gpus", "1", *words))
     program("srun", SRUN)
-    program("scontrol", "open('again', 'a').write(' '.join(sys.argv[1:]) + ';')")
+    program("scontrol", SCONTROL)
     environment = clean(SLURM_JOB_ID=str(free_port()), MASTER_PORT=str(free_port()))
     job = subprocess.Popen(["bash", "script"], env=environment)
     wait_for_steps([job], 8)
@@ -455,7 +466,7 @@ def test_a_slurm_job_that_is_stopped_ends_where_an_undisturbed_run_does(sent, pr
     assert job.wait(timeout=120) == 143
     (saved,) = steps_saved()
     assert 8 <= saved < 120
-    assert Path("again").exists() == (sent == signal.SIGUSR1)
+    assert Path("again").read_text() == f"requeue {environment['SLURM_JOB_ID']};"
     more = {"SLURM_RESTART_COUNT": "1", "MASTER_PORT": str(free_port())}
     again = subprocess.run(
         ["bash", "script"], env=environment | more, capture_output=True, text=True, timeout=300
