@@ -315,7 +315,7 @@ def test_any_text_comes_through_bash_and_yaml():
         # Meshes that cannot be.
         ("slurm debug --nodes 3", r"train\.global_batch_size: 16 is not a multiple"),
         ("slurm debug --nodes 2 --parallel.tp 3", r"parallel"),
-        ("slurm debug --nodes 2 --launch.nproc 4", r"launch\.nproc: 4 contradicts launch\.gpus 16"),
+        ("slurm debug --nodes 2 --launch.nproc 4", r"launch\.nproc: 4: the job starts the ranks"),
         ("slurm debug --nodes 2 --launch.max_restarts 1", r"launch\.max_restarts: 1: the job "),
         ("slurm debug --nodes 2 --checkpoint.resume never", r"checkpoint\.resume: 'never': "),
         ("slurm debug --nodes 2 --train.device cpu", r"launch\.gpus: .*train\.device 'cpu'"),

@@ -98,9 +98,11 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
     in_container = given.way != "slurm"
     config = Config.load(given.recipe, words, once=True)
     _PROGRAMS["train"].check(config)
-    for name, needed in (("launch.max_restarts", 0), ("checkpoint.resume", "auto")):
-        if (value := attrgetter(name)(config)) != needed:
-            problem = "the job starts again by --restarts, each time from its newest checkpoint"
+    for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
+        if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
+            problem = (
+                "the job starts the ranks, and again by --restarts, which resume what they saved"
+            )
             raise ConfigError(name, f"{value!r}: {problem}; leave it out")
     for name, origin in config.origins.items():
         if in_container and origin == "environment":
