@@ -100,9 +100,7 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
     _PROGRAMS["train"].check(config)
     for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
         if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
-            problem = (
-                "the job starts the ranks, and again by --restarts, which resume what they saved"
-            )
+            problem = "the job starts the ranks, and again by --restarts, to resume their work"
             raise ConfigError(name, f"{value!r}: {problem}; leave it out")
     for name, origin in config.origins.items():
         if in_container and origin == "environment":
