@@ -40,6 +40,7 @@ def test_bash_completes_commands_settings_and_values(script):
     assert completed(script, "train", "qwen3-30b-a3b-") == ["qwen3-30b-a3b-24l"]
     assert completed(script, "serve", "x", "--auth", "") == ["auto", "token", "none"]
     assert completed(script, "checkpoint", "ver") == ["verify"]
+    assert completed(script, "launch", "sl") == ["slurm"]
     assert completed(script, "completion", "z") == ["zsh"]
     assert completed(script, "generate", "outpu") == []  # a file, which bash then looks for itself
 

@@ -25,7 +25,7 @@ import pytest
 from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
-from moetrain.cli import checkpoint, generate, plan, serve
+from moetrain.cli import checkpoint, generate, machines, plan, serve
 from moetrain.cli.main import main as named
 from moetrain.cli.train import _PROGRAMS, main
 from moetrain.config import Config, Recipes
@@ -163,6 +163,8 @@ def check_module(module, words, world):
         assert generate.main([*words, "--max_tokens", "2"]) == 0
     elif module == "moetrain.plan":
         assert plan.main(words) == 0
+    elif module == "moetrain.launch":
+        assert machines.main([*words, "--dry_run"]) == 0
     elif module == "moetrain.checkpoint":
         differ = words[0] == "diff"
         assert checkpoint.main(words) == differ, words

@@ -16,7 +16,8 @@ def installed(tmp_path_factory):
     """A folder with what the wheel installs, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     package = (path for path in (ROOT / "moetrain").rglob("*") if path.is_file())
-    kept = [path for path in package if path.suffix in (".py", ".toml", ".jinja", ".typed")]
+    kinds = (".py", ".toml", ".jinja", ".typed")
+    kept = [path for path in package if path.suffix in kinds or path.parent.name == "templates"]
     kept += [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
     files = [path.relative_to(ROOT).as_posix() for path in kept]
     for name in files:

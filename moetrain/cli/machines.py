@@ -1,0 +1,132 @@
+"""``moetrain launch slurm|k8s|sky RECIPE --nodes N``: write the job of a run on several machines.
+
+The file, made from ``templates/``, is a script for Slurm's sbatch, a JobSet of Kubernetes or a task
+of SkyPilot. These start the ranks, by srun or torchrun, and start them again after a failure; the
+run then resumes from its newest checkpoint. Nothing is submitted.
+"""
+
+import json
+import os
+import re
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path, PurePath
+
+from jinja2 import StrictUndefined, Template
+
+from moetrain.cli.main import Parser, command
+from moetrain.cli.train import _PROGRAMS
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import GPUS
+from moetrain.config.sources import recipe_names
+
+_WAYS = {
+    "slurm": ("sbatch", "sbatch", {"image", "volume"}),
+    "k8s": ("jobset.yaml", "kubectl apply -f", {"sbatch"}),
+    "sky": ("sky.yaml", "sky jobs launch", {"sbatch"}),
+}
+"""Template, also the file's ending; the command that takes the file; options of other ways."""
+_FOLDER = "/shared"
+"""Where a container has the volume that all machines see; a run's paths are relative to it."""
+_OPTIONS = {
+    "nodes": (r"[1-9]\d{,4}", None, "machines"),
+    "gpus": (r"[1-9]\d?", "8", "GPUs of each machine"),
+    "gpu": ("|".join(GPUS), "h100", f"kind of GPU: {', '.join(GPUS)}"),
+    "restarts": (r"\d{1,4}", "3", "how often all start again after a failure"),
+    "save_seconds": (r"[1-9]\d{,4}", "300", "how long a run that is stopped may save"),
+    "name": (r"([a-z]([-a-z0-9]{,38}[a-z0-9])?)?", "", "of the job, up to 40 of a-z, 0-9 and -"),
+    "file": (".*", "", "to write; NAME.sbatch, NAME.jobset.yaml or NAME.sky.yaml by default"),
+    "sbatch": (r"(\w[^\s\"'#\\]*( |$))*", "", "slurm: more options, 'partition=gpu time=60'"),
+    "image": (r"\S+", None, "k8s, sky: container image that has moetrain"),
+    "volume": ("[a-z0-9][-.a-z0-9]*", None, f"k8s, sky: volume of all machines, seen as {_FOLDER}"),
+}
+"""What each option may be, its default (None: it must be given) and its meaning."""
+
+
+@command
+def main(argv: Sequence[str] | None) -> None:
+    given, words = _parse(sys.argv[1:] if argv is None else argv)
+    template, submit, _ = _WAYS[given.way]
+    print(_estimate(given, words), file=sys.stderr)
+    source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
+    is_file = given.recipe not in recipe_names()
+    facts = {"words": words, "folder": _FOLDER, "python": sys.executable, "shell": _shell}
+    facts |= {"settings": Path(given.recipe).read_text("utf-8-sig") if is_file else None}
+    written = Template(source, undefined=StrictUndefined, trim_blocks=True)
+    text = written.render(vars(given) | facts, yaml=_yaml) + "\n"
+    if given.dry_run:
+        print(text, end="")
+        return
+    path = Path(given.file or f"{given.name}.{template}")
+    try:
+        with path.open("w" if given.overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        problem = f"{str(path)!r}: {error.strerror}; give another by --file"
+        raise ConfigError("file", problem + ", or --overwrite" * path.is_file()) from None
+    print(f"wrote {path}; this starts the run: {submit} {shlex.quote(str(path))}")
+
+
+def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    parser = Parser("launch", __doc__)
+    parser.prog = "moetrain launch"
+    parser.usage = "%(prog)s {slurm,k8s,sky} RECIPE --nodes N [--gpus G] [--section.key value ...]"
+    parser.add_argument("way", choices=list(_WAYS))
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a TOML file of settings")
+    parser.add_argument("--dry_run", action="store_true", help="print the file, and write none")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    *_, others = _WAYS.get(argv[0] if argv else "", (set(),))
+    mine = {name: option for name, option in _OPTIONS.items() if name not in others}
+    for name, (_, default, meaning) in mine.items():
+        meaning += f" (default {default})" * bool(default)
+        parser.add_argument(f"--{name}", default=default, required=default is None, help=meaning)
+    given, words = parser.parse_known_args(argv)
+    for name, (form, _, meaning) in mine.items():
+        if re.fullmatch(form, getattr(given, name)) is None:
+            raise ConfigError(name, f"{getattr(given, name)!r} cannot be: {meaning} (as {form})")
+    return given, words
+
+
+def _estimate(given: Namespace, words: Sequence[str]) -> str:
+    """Check the settings, name the job, and describe the memory that the run takes."""
+    from moetrain.train.plan import plan_memory  # imports torch, which --help need not wait for
+    from moetrain.train.setup import resolve_run
+
+    in_container = given.way != "slurm"
+    config = Config.load(given.recipe, words, once=True)
+    _PROGRAMS["train"].check(config)
+    for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
+        if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
+            problem = "the job starts the ranks, and again by --restarts, to resume their work"
+            raise ConfigError(name, f"{value!r}: {problem}; leave it out")
+    for name, origin in config.origins.items():
+        if in_container and origin == "environment":
+            raise ConfigError(name, f"set in this environment, not in the job's; give --{name}")
+    folder = PurePath(_FOLDER, config.output_dir)
+    if in_container and (".." in folder.parts or not folder.is_relative_to(_FOLDER)):
+        problem = f"machines share {_FOLDER} alone; give a path below it, or a relative one"
+        raise ConfigError("output_dir", f"{config.output_dir!r}: {problem}")
+    own = re.sub(r"[^a-z0-9]+", "-", folder.name.lower())
+    given.name = given.name or f"moetrain-{own}"[:40].rstrip("-")
+    gpus = f"--launch.gpus={int(given.nodes) * int(given.gpus)}", f"--launch.gpu={given.gpu}"
+    # Weights may lie where only the job's containers see them.
+    planned = Config.load(given.recipe, [*words, *gpus], once=True)
+    return plan_memory(*resolve_run(planned, needs_weights=not in_container))
+
+
+def _shell(word: str) -> str:
+    """Quote ``word`` for bash, on one line whatever is in it."""
+    if word.isprintable():
+        return shlex.quote(word)
+    # All but printable ASCII, the quote and the backslash.
+    parts = re.split(r"([^ -&(-\[\]-~]+)", word)
+    parts[1::2] = ["".join(f"\\x{byte:02x}" for byte in os.fsencode(x)) for x in parts[1::2]]
+    return "$'" + "".join(parts) + "'"
+
+
+def _yaml(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", quoted)
