@@ -266,7 +266,8 @@ class Muon(AdamW):
             for rank in dist.get_process_group_ranks(group)
         ]
         shapes: Any = [(*m.layout.shape[-2:], m.rule.stacked) for m in members]
-        self._members, self._matrices = members, Matrices(shapes, boxes, group.rank(), exchange)
+        self._members = members
+        self._matrices = Matrices(shapes, boxes, group.rank(), exchange)
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Update the momentum of matrices, and replace their gradients by orthogonal matrices."""

@@ -90,7 +90,8 @@ class JobSession:
     def __init__(self, config: Config, arch: Architecture) -> None:
         """Build everything; ConfigError for settings that do not fit the model or the device."""
         start = Session(config, arch, sleep="never")
-        self.world, self.config = start.world, start.config
+        self.world = start.world
+        self.config = start.config
         config = self.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_given_up: Callable[[], bool] = lambda: False

@@ -126,7 +126,9 @@ class _Model(TemplateLM):
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer, world: World | None) -> None:
         super().__init__()
-        self.generator, self.text, self.world = generator, tokenizer, world
+        self.generator = generator
+        self.text = tokenizer
+        self.world = world
 
     @property
     def eot_token_id(self) -> int:

@@ -58,7 +58,8 @@ class Pages:
     """Tokens of a page by default: what the kernels on CUDA read at once."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages = num_pages
+        self.page_size = page_size
         self._free = deque(range(num_pages))
         self._references = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()

@@ -42,7 +42,8 @@ class ExpertParallel:
 
         Without ``dispatcher`` an all-to-all sends tokens to the ranks of ``group``.
         """
-        self.group, self.top_k = group, model.arch.num_experts_per_token
+        self.group = group
+        self.top_k = model.arch.num_experts_per_token
         plan = model.arch.plan()
         styles, rules = plan.styles(model), plan.rules(model)
         self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)

@@ -241,7 +241,9 @@ class TextStream:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
     ) -> None:
         """``stop_ids``: tokens that are no text where they are last."""
-        self._tokenizer, self._stop, self._stop_ids = tokenizer, stop, stop_ids
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._stop_ids = stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
         self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []

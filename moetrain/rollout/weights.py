@@ -114,7 +114,8 @@ class WeightUpdate:
 
         Raises ValueError: the models have different parameters.
         """
-        self.engine, self.generator = engine, generator
+        self.engine = engine
+        self.generator = generator
         targets = dict(generator.model.named_parameters())
         if odd := set(targets) ^ set(engine.stages.rules):
             raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")

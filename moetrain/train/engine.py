@@ -251,7 +251,10 @@ class _Pass(Generic[_B]):
         *,
         learns: bool,
     ) -> None:
-        self.engine, self.objective, self.sizes, self.learns = engine, objective, sizes, learns
+        self.engine = engine
+        self.objective = objective
+        self.sizes = sizes
+        self.learns = learns
         self.num_batches = self.num_done = 0
         self.names: list[str] = []
         self.values: list[torch.Tensor] = []

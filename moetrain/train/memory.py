@@ -196,7 +196,9 @@ class RankSizes:
             numels, rules: of every parameter of the model, by name.
         """
         config, arch = plan.config, plan.arch
-        self.config, self.arch, self.dims = config, arch, dims
+        self.config = config
+        self.arch = arch
+        self.dims = dims
         tokens = config.train.micro_batch_size * config.data.seq_len // dims.cp
         how = (dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
         self.share = Workload(tokens, *how, dims.cp, dims.cp_method == "all_gather")

@@ -42,7 +42,8 @@ class Throughput:
     """A clock of training alone, and its tokens; evaluation and checkpoints stop it."""
 
     def __init__(self, flops_per_token: float, device: torch.device) -> None:
-        self.flops_per_token, self.device = flops_per_token, device
+        self.flops_per_token = flops_per_token
+        self.device = device
         self.peak: float | None = None
         """Dense bf16 FLOP/s of the device; None: a CPU or an unknown GPU."""
         if device.type == "cuda":

@@ -74,8 +74,11 @@ class _Clock:
     """One pipeline rank's times on a kind of GPU."""
 
     def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
-        self.rank, self.gpu, self.share = rank, gpu, rank.share
-        self.config, self.dims = rank.config, rank.dims
+        self.rank = rank
+        self.gpu = gpu
+        self.share = rank.share
+        self.config = rank.config
+        self.dims = rank.dims
         self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
         self.flops = gpu.peak_flops
         self.number = self.config.train.micro_batches(self.dims.data_ranks)

@@ -58,7 +58,9 @@ class ModelState:
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch`` with values; ConfigError: ``model.path`` cannot be loaded."""
-        self.config, self.arch, self.world = config, arch, world
+        self.config = config
+        self.arch = arch
+        self.world = world
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
         how = (self.fsdp, config.optim, config.train.seed)

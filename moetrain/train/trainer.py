@@ -68,7 +68,9 @@ class Trainer(Run):
 
         Raises ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
-        self._given, self._given_eval, self._objective = data, eval_data, objective
+        self._given = data
+        self._given_eval = eval_data
+        self._objective = objective
         super().__init__(config, callbacks=callbacks)
 
     def build(self, arch: Architecture) -> None:

@@ -54,7 +54,9 @@ class _Unit:
         takes_turns: bool,
     ) -> None:
         self.index, self.buckets = index, buckets
-        self.region, self.staging, self.takes_turns = region, staging, takes_turns
+        self.region = region
+        self.staging = staging
+        self.takes_turns = takes_turns
         self.works: list[Wait | None] | None = None
         """The gathers under way."""
         self.graphs = 0
@@ -134,7 +136,10 @@ class FSDP(Sharding):
     def __init__(
         self, setting: ParallelSection, device: torch.device, *, is_alone: bool, reshard: int
     ) -> None:
-        self.setting, self.device, self.is_alone, self.reshards = setting, device, is_alone, reshard
+        self.setting = setting
+        self.device = device
+        self.is_alone = is_alone
+        self.reshards = reshard
         self.mode: ReduceMode = setting.reduce
         self.reduce_last = setting.reduce_at == "last"
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
