@@ -139,6 +139,19 @@ def test_bf16_weights_move_by_less_than_their_spacing_on_average():
     assert set(param.unique().tolist()) > {1.0, 1 + 2**-7}
 
 
+def test_a_weight_and_its_moments_are_rounded_by_bits_of_their_own():
+    """Numbers between two codes: whether one goes up says nothing of the others."""
+    one, shape = SETTINGS._replace(beta1=0.0, beta2=0.0), (512, 512)
+    param, moments = torch.ones(shape, dtype=torch.bfloat16), moments_of(shape)
+    grad, rates_S = torch.full(shape, 1.05), rates(1, settings=one, lr=1.5e-3, decay=0.0)
+    moments.update(param, grad, None, rates_S, one, False)
+    rounded = (param, moments.tensors["exp_avg"], moments.tensors["exp_avg_sq"])
+    is_up = torch.stack([(x == x.max()).flatten().double() for x in rounded])
+    assert ((is_up.mean(1) > 0.1) & (is_up.mean(1) < 0.9)).all()
+    related = torch.corrcoef(is_up) - torch.eye(3)
+    assert related.abs().max() < 5 / param.numel() ** 0.5  # five deviations
+
+
 # ---- a step ------------------------------------------------------------------------------------
 
 SHAPES = [(5, 64), (3, 100), (70,), (2, 3, 40), (0, 32), (4, 1, 4), (33, 1056)]
@@ -242,6 +255,28 @@ RUNS = {
     "and weights": SMALL,
     "adapters": [MOMENTS, "lora.rank=8", "moe.bias_update_rate=0"],
 }
+
+
+def test_a_first_step_is_that_of_moments_in_fp32():
+    """Whose decay, clipping and rate each parameter has; nothing is widened yet."""
+    found, expected = make_engine(MOMENTS), make_engine()
+    assert train(found, range(1)) == train(expected, range(1))
+    for name, weight in weights_of(expected).items():
+        torch.testing.assert_close(weights_of(found)[name], weight, rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_with_equal_values_and_gradients_are_rounded_differently():
+    engine = make_engine(*SMALL)
+    engine.forward_backward(make_batches(0), objective_of(engine))
+    engine.fsdp.gradient_norm()
+    first, second = (engine.fsdp.members[f"layers.{i}.attn.wq.weight"].local for i in range(2))
+    second.data.copy_(first)
+    second.grad.copy_(first.grad)
+    engine.step(1e-2)
+    assert not torch.equal(first, second)
+    codes, others = (engine.optimizer.state[x] for x in (first, second))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert (codes[key] != others[key]).double().mean() > 0.2
 
 
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
