@@ -38,6 +38,7 @@ CASES = [
     "gpt_oss",
     "gpt_oss as many kv heads",
     "nemotron_h",
+    "glm4_moe groups, gated",
 ]
 
 
@@ -104,17 +105,17 @@ def scale_by_hand(weights, path, part, head, gamma):
         scale(query, head * (nope + rope), nope, root)
         scale(query, head * (nope + rope) + nope, rope, gamma)
         scale("wkv_b", head * (nope + part.v_head_dim), nope, root)
-    elif part.num_heads == part.num_kv_heads:
-        scale("wq", head * part.head_dim, part.head_dim, root)
-        scale("wk", head * part.head_dim, part.head_dim, root)
-    else:
-        scale("wq", head * part.head_dim, part.head_dim, gamma)
+    else:  # a head's gates lie behind its queries
+        rows, is_alone = part.head_dim, part.num_heads == part.num_kv_heads
+        scale("wq", head * rows * (1 + part.output_gate), rows, root if is_alone else gamma)
+        scale("wk", head * rows, rows * is_alone, root)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_steps_that_are_clipped_by_hand(case):
     tau = 0.0023 if case == "nemotron_h" else TAU
-    clipped, plain = engine_of(case, tau=tau), engine_of(case, tau=0.0)
+    case, is_gated = case.removesuffix(", gated"), case.endswith(", gated")
+    clipped, plain = (engine_of(case, tau=x, output_gate=is_gated) for x in (tau, 0.0))
     layers = record(plain)
     weights = {name: member.local for name, member in plain.fsdp.members.items()}
     counts = [0, 0]
