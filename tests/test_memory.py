@@ -100,7 +100,8 @@ def estimate(recipe, world, micro_batch, accumulated, words, dtype=torch.bfloat1
 def test_the_estimate_is_within_a_tenth_of_what_was_measured(case):
     *run, peak = case
     _, found = estimate(*run)
-    assert found.total / GIB == pytest.approx(peak, rel=0.1)
+    # Of long rows there is little beside the tensors of one block, which the estimate counts.
+    assert found.total / GIB == pytest.approx(peak, rel=0.03 if "max_positions" in run[-1] else 0.1)
     # Parts are bytes of something.
     assert all(value >= 0 for value in vars(found).values())
 
