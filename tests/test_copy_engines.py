@@ -48,7 +48,7 @@ RUNS = {
     },
     4: {
         "dp": [],
-        "last reshard": ["parallel.reduce_at=last", "parallel.reshard_after_forward=2"],
+        "reshard": ["parallel.reshard_after_forward=2"],
         "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
         "adapters": ["lora.rank=8", "moe.bias_update_rate=0", "parallel.ep=2"],
         "hsdp": ["parallel.dp_replicate=2"],
