@@ -6,7 +6,15 @@ import pytest
 import torch
 from distributed import spawn
 from specs.optim import widened
-from test_engine import ROWS, make_batches, make_engine, objective_of, train, weights_of
+from test_engine import (
+    ROWS,
+    assert_near,
+    make_batches,
+    make_engine,
+    objective_of,
+    train,
+    weights_of,
+)
 from test_kernels import devices
 from test_optim import copied
 
@@ -14,6 +22,8 @@ from moetrain.cli.plan import main
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.adamw_float8 import Float8Moments, adamw_float8, moment_place
+from moetrain.optim import AdamW
+from moetrain.parallel.offload.arena import aligned
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 MOMENTS = "optim.state_dtype=float8"
@@ -139,6 +149,19 @@ def test_bf16_weights_move_by_less_than_their_spacing_on_average():
     assert set(param.unique().tolist()) > {1.0, 1 + 2**-7}
 
 
+def test_a_weight_and_its_moments_are_rounded_by_bits_of_their_own():
+    """Numbers between two codes: whether one goes up says nothing of the others."""
+    one, shape = SETTINGS._replace(beta1=0.0, beta2=0.0), (512, 512)
+    param, moments = torch.ones(shape, dtype=torch.bfloat16), moments_of(shape)
+    grad, rates_S = torch.full(shape, 1.05), rates(1, settings=one, lr=1.5e-3, decay=0.0)
+    moments.update(param, grad, None, rates_S, one, False)
+    rounded = (param, moments.tensors["exp_avg"], moments.tensors["exp_avg_sq"])
+    is_up = torch.stack([(x == x.max()).flatten().double() for x in rounded])
+    assert ((is_up.mean(1) > 0.1) & (is_up.mean(1) < 0.9)).all()
+    related = torch.corrcoef(is_up) - torch.eye(3)
+    assert related.abs().max() < 5 / param.numel() ** 0.5  # five deviations
+
+
 # ---- a step ------------------------------------------------------------------------------------
 
 SHAPES = [(5, 64), (3, 100), (70,), (2, 3, 40), (0, 32), (4, 1, 4), (33, 1056)]
@@ -244,6 +267,36 @@ RUNS = {
 }
 
 
+def test_a_first_step_is_that_of_moments_in_fp32():
+    """Nothing is widened yet, and what is stored is a rounding away; gradients are clipped."""
+    clipped = "optim.max_grad_norm=0.1"
+    found, expected = make_engine(MOMENTS, clipped), make_engine(clipped)
+    assert train(found, range(1)) == train(expected, range(1))
+    assert_near(weights_of(found), weights_of(expected), 1e-6)
+    for (name, ours), theirs in zip(
+        found.fsdp.members.items(), expected.fsdp.members.values(), strict=True
+    ):
+        state, wide = (x.optimizer.state[m.local] for x, m in ((found, ours), (expected, theirs)))
+        stored = widened(*(state[key].view(len(ours.local), -1) for key in Float8Moments.NAMES))
+        for x, key in zip(stored, AdamW.MOMENTS, strict=True):
+            difference = x.flatten() - wide[key].flatten()
+            assert difference.norm() < 0.1 * wide[key].norm(), (name, key)
+
+
+def test_parameters_with_equal_values_and_gradients_are_rounded_differently():
+    engine = make_engine(*SMALL)
+    engine.forward_backward(make_batches(0), objective_of(engine))
+    engine.fsdp.gradient_norm()
+    first, second = (engine.fsdp.members[f"layers.{i}.attn.wq.weight"].local for i in range(2))
+    second.data.copy_(first)
+    second.grad.copy_(first.grad)
+    engine.step(1e-2)
+    assert not torch.equal(first, second)
+    codes, others = (engine.optimizer.state[x] for x in (first, second))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert (codes[key] != others[key]).double().mean() > 0.2
+
+
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_a_loaded_state_goes_on_bit_for_bit(words):
     straight = make_engine(*words)
@@ -265,7 +318,7 @@ def test_they_take_four_bytes_a_parameter():
     train(engine, range(1))
     assert engine.state_bytes() == expected
     parts = [part for group in engine.state().values() for part in group.values()]
-    assert expected - 2**20 >= sum(part.tensor.nbytes for part in parts)
+    assert expected - 2**20 == sum(aligned(part.tensor.nbytes) for part in parts)
     rules = engine.stages.rules
     for name, member in engine.fsdp.members.items():
         is_matrix = rules[name].gather is None and "norm" not in name

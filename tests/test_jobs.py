@@ -118,9 +118,12 @@ def asker(service, name):
     return ask
 
 
+def file_of(folder, name, save="final"):
+    return Path(folder) / "jobs" / name / "saves" / save / "adapter" / "adapter_model.safetensors"
+
+
 def adapter_of(folder, name, save="final"):
-    path = Path(folder) / "jobs" / name / "saves" / save / "adapter" / "adapter_model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(file_of(folder, name, save).read_bytes()).hexdigest()
 
 
 def run_alone(folder, seed, *words):

@@ -100,7 +100,8 @@ def estimate(recipe, world, micro_batch, accumulated, words, dtype=torch.bfloat1
 def test_the_estimate_is_within_a_tenth_of_what_was_measured(case):
     *run, peak = case
     _, found = estimate(*run)
-    assert found.total / GIB == pytest.approx(peak, rel=0.1)
+    # Of long rows there is little beside the tensors of one block, which the estimate counts.
+    assert found.total / GIB == pytest.approx(peak, rel=0.03 if "max_positions" in run[-1] else 0.1)
     # Parts are bytes of something.
     assert all(value >= 0 for value in vars(found).values())
 
@@ -123,7 +124,8 @@ LAYOUTS = [
     "optim.name=muon",
     "optim.name=muon parallel.ep=2 optim.state_dtype=bfloat16",
     "optim.state_dtype=float8",
-    "optim.state_dtype=float8 optim.weight_dtype=bfloat16 parallel.ep=2",
+    # Norms are padded to whole blocks, beside matrices in bf16 of which there must be enough.
+    "optim.state_dtype=float8 optim.weight_dtype=bfloat16 model.moe_intermediate_size=512",
 ]
 
 
@@ -197,6 +199,20 @@ def test_the_estimate_of_state_is_what_a_rank_allocates():
 def test_moments_in_fp32_take_twice_the_weights():
     _, found = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6")
     assert found.moments == 2 * found.weights
+    # And a scale for 32 numbers.
+    _, narrow = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 optim.state_dtype=float8")
+    assert narrow.moments == found.moments * 33 / 32 / 4
+
+
+def test_parts_of_a_block_are_recomputed_together_unless_it_is_compiled():
+    """What is kept is what need not be computed again; compiled, the largest part is all."""
+    sums = {}
+    for is_compiled, policy in itertools.product(("no", "yes"), ("full", "selective")):
+        words = f"model.num_layers=1 compile.enabled={is_compiled} activation.policy={policy}"
+        _, found = estimate("qwen3-30b-a3b", 1, 4, 1, words)
+        sums[is_compiled, policy] = found.activations + found.working_set
+    assert sums["no", "selective"] == pytest.approx(sums["no", "full"], rel=1e-9)
+    assert sums["yes", "selective"] < 0.95 * sums["yes", "full"]
 
 
 def test_muon_has_a_momentum_and_a_bounded_working_set():

@@ -18,6 +18,8 @@ from test_engine import (
 from test_kernels import devices
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.attention.peaks import raise_peaks
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.families import PRESETS
 from moetrain.models.families.latent_attention import LatentAttention
@@ -38,6 +40,7 @@ CASES = [
     "gpt_oss",
     "gpt_oss as many kv heads",
     "nemotron_h",
+    "glm4_moe groups, gated",
 ]
 
 
@@ -104,17 +107,17 @@ def scale_by_hand(weights, path, part, head, gamma):
         scale(query, head * (nope + rope), nope, root)
         scale(query, head * (nope + rope) + nope, rope, gamma)
         scale("wkv_b", head * (nope + part.v_head_dim), nope, root)
-    elif part.num_heads == part.num_kv_heads:
-        scale("wq", head * part.head_dim, part.head_dim, root)
-        scale("wk", head * part.head_dim, part.head_dim, root)
-    else:
-        scale("wq", head * part.head_dim, part.head_dim, gamma)
+    else:  # a head's gates lie behind its queries
+        rows, is_alone = part.head_dim, part.num_heads == part.num_kv_heads
+        scale("wq", head * rows * (1 + part.output_gate), rows, root if is_alone else gamma)
+        scale("wk", head * rows, rows * is_alone, root)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_steps_that_are_clipped_by_hand(case):
     tau = 0.0023 if case == "nemotron_h" else TAU
-    clipped, plain = engine_of(case, tau=tau), engine_of(case, tau=0.0)
+    case, is_gated = case.removesuffix(", gated"), case.endswith(", gated")
+    clipped, plain = (engine_of(case, tau=x, output_gate=is_gated) for x in (tau, 0.0))
     layers = record(plain)
     weights = {name: member.local for name, member in plain.fsdp.members.items()}
     counts = [0, 0]
@@ -298,6 +301,34 @@ def test_every_mesh_gives_the_single_process_answer(world):
             for ours, wanted in zip(peaks, seen, strict=True):
                 assert wanted.max() > TAU
                 torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=0)
+
+
+# ---- what a token sees ---------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_peaks_are_those_of_the_keys_that_tokens_see(backend, window, device):
+    """Documents of which a part of the queries is here, behind keys of those before."""
+    sizes, heads = [(5, 7), (0, 0), (7, 10)], 32  # of each document's queries and keys
+    ends, ends_k = (torch.tensor([0, *n]).cumsum(0) for n in zip(*sizes, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    q_THd = torch.randn(int(ends[-1]), heads, 16, generator=generator)
+    k_LGd = torch.randn(int(ends_k[-1]), heads // 2, 16, generator=generator)
+    expected_H = torch.zeros(heads)
+    for (queries, keys), start, start_k in zip(sizes, ends, ends_k, strict=False):
+        for i in range(queries):
+            last = keys - queries + i
+            first = 0 if window is None else max(0, last - window + 1)
+            seen_LHd = k_LGd[start_k + first : start_k + last + 1].repeat_interleave(2, 1)
+            scores_LH = 0.5 * (q_THd[start + i] * seen_LHd).sum(-1)
+            expected_H = torch.maximum(expected_H, scores_LH.amax(0))
+    peaks_H = torch.zeros(heads, device=device)
+    both = [x.int().to(device) for x in (ends, ends_k)]
+    mask = AttentionMask("cudnn", window=window, cu_seqlens=both[0], cu_seqlens_k=both[1])
+    raise_peaks(peaks_H, q_THd[None].to(device), k_LGd[None].to(device), mask, 0.5, backend)
+    torch.testing.assert_close(peaks_H.cpu(), expected_H, rtol=1e-5, atol=1e-5)
 
 
 # ---- packed rows, and a GPU ---------------------------------------------------------------------

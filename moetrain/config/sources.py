@@ -41,7 +41,7 @@ class Recipes(Enum):
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Take those without ``model.path``, with it, and with it and records, if they differ."""
+        """Take the recipes without ``model.path``, with it, and with it and data of records."""
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats

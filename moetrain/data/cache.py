@@ -182,7 +182,7 @@ class Blocks:
         return self._made(found, "sample-0") if found else None
 
     def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
-        """Yield blocks and where each is, from ``at`` on without end; ConfigError: as ``of``."""
+        """Yield blocks and their places, from ``at`` on without end; raises as TokenCache.of."""
         ahead: deque[tuple[_Place, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)

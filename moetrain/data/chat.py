@@ -108,7 +108,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
-        """Take ``data.chat_template``'s file, or ConfigError; else the tokenizer's; else ChatML."""
+        """Read ``file_name``, else take the tokenizer's, else ChatML; ConfigError: a bad file."""
         special = tokenizer.special_tokens
         if file_name is not None:
             template = cls(_read(file_name), special)

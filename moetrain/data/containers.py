@@ -110,7 +110,7 @@ class Files:
         return sum(file.stat().st_size for file in self.files)
 
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
-        """List parts that are read by themselves: of ``line_bytes`` of lines, or whole files."""
+        """List parts that can be read alone; of a file of lines ``line_bytes`` each, or all."""
         if self.table is not None:
             starts = range(0, len(self.table), _ROWS)
             size = sum(file.stat().st_size for file in self.files) // max(1, len(starts))

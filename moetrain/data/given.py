@@ -2,7 +2,7 @@
 
 docs/library.md says what rows may be. Those of a sequence are drawn in an order of ``train.seed``;
 an iterable's come as it gives them, and when it ends, it is begun again. Every rank reads the same
-rows, and takes its own. What a position predicts is also where an objective finds further fields.
+rows, and takes its own. An objective finds a token's further fields where it finds it as a target.
 
 An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have,
 goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.

@@ -47,7 +47,7 @@ class DamagedJob(Refused):
 
 
 def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the folder's jobs are of the base ``mine``, which a new one gets."""
+    """Raise ConfigError if the jobs in ``folder`` have another base; a new folder gets ``mine``."""
     path = folder / "base.json"
     if not path.exists():
         _write_durably(path, mine)

@@ -135,7 +135,7 @@ class RoutedExperts(Part):
         }
 
     def working_set(self, share: Workload) -> float:
-        # A row's gradient, and within the expert those of activation and products, and the former.
+        # A row's gradient; in the expert those of both products and the activation, and the latter.
         row = share.width * (self.hidden_size + 4 * self.moe_intermediate_size)
         rows = share.own_tokens * self.num_experts_per_token * row
         # Shared experts' gradients are made before or after those of the rows.

@@ -49,7 +49,7 @@ _CHECKED_NUMBERS = 2**24
 def place_model(
     config: Config, arch: Architecture, world: World, stages: Stages
 ) -> tuple[Transformer, FSDP]:
-    """Build this rank's stages with values, ready to train; ConfigError: a path does not load."""
+    """Build this rank's stages with values; ConfigError: model.path or lora.path does not load."""
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
     fsdp = _parallelize(model, config, world, stages, dtype)
@@ -140,7 +140,7 @@ def choose_dispatcher(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExpertParallelDispatcher:
-    """Make the dispatcher of ``moe.dispatcher``, or ConfigError; logs the reason. Collective."""
+    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective."""
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":

@@ -280,7 +280,7 @@ def _described(takes: _Takes) -> str:
 
 
 def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
-    """Return the memory left here by Linux's ``proc`` and control ``groups``; else all counts."""
+    """Return the memory that Linux's ``proc`` and ``groups`` say is left, or all there is."""
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0

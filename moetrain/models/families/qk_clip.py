@@ -43,7 +43,7 @@ from moetrain.models.layers import Context
 
 
 class _WatchedCore:
-    """Attention ``core`` that raises the peaks of its heads, ``first`` and those behind it."""
+    """Attention ``core`` that raises ``peaks_H``, of the heads that it is given, as it runs."""
 
     def __init__(self, core: Core, peaks_H: torch.Tensor, backend: Backend) -> None:
         self.core, self.peaks_H = core, peaks_H
