@@ -251,13 +251,22 @@ class RankSizes:
             wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
+        experts = [rule for rule in rules.values() if rule.style == "expert"]
+        self._experts_stay = not self.is_alone and dims.efsdp == 1
+        """Whether experts are used as this rank keeps them."""
+        self._experts_stay &= all(r.storage == dtype and not r.is_narrow for r in experts)
         self._blocks = {layer: self._block(layer) for layer in self.layers}
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
         numbers = sum(part.numbers(share) for part in layer)
         is_narrow = self.config.lora.base_dtype == "float8"
-        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * numbers
+        others = numbers
+        if self._experts_stay:
+            weights = [w for part in layer for w in part.weights.values()]
+            experts = (math.prod(w.shape) for w in weights if w.rule.style == "expert")
+            others -= sum(experts) / share.ep
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
