@@ -252,9 +252,9 @@ class RankSizes:
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
         experts = [rule for rule in rules.values() if rule.style == "expert"]
-        self._experts_stay = not self.is_alone and dims.efsdp == 1
-        """Whether experts are used as this rank keeps them."""
-        self._experts_stay &= all(r.storage == dtype and not r.is_narrow for r in experts)
+        is_used_so = all(rule.storage == dtype and not rule.is_narrow for rule in experts)
+        self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
+        """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
 
     def _block(self, layer: _Layer) -> _Block:
