@@ -128,8 +128,13 @@ class AdamW(torch.optim.Optimizer):
         self.steps.zero_()
 
     @torch.no_grad()
-    def step(self, clip: torch.Tensor, skipped: torch.Tensor) -> None:  # pyright: ignore
-        """Update with gradients times ``clip``, unless ``skipped`` (both 0-d, on the device)."""
+    def step(  # pyright: ignore
+        self, clip: torch.Tensor, skipped: torch.Tensor, lr: torch.Tensor | None = None
+    ) -> None:
+        """Update with gradients times ``clip``, unless ``skipped`` (both 0-d, on the device).
+
+        ``lr``: the group's learning rate, 0-d fp64 on the device; None: it is taken from there.
+        """
         if not self.state:
             self.begin()
         self.steps += ~skipped
@@ -137,7 +142,8 @@ class AdamW(torch.optim.Optimizer):
         # A skipped first step is no step: its rates, which nobody reads, would be infinite.
         steps = self.steps.clamp(min=1)
         decay = self.config.weight_decay
-        rates_S = self.settings.rates(steps, clip, skipped, group["lr"], decay)
+        rate = group["lr"] if lr is None else lr
+        rates_S = self.settings.rates(steps, clip, skipped, rate, decay)
         hosted = self._host.buckets
         if hosted:  # first, since it takes longest
             moments = [self._flat[id(bucket)] for bucket in hosted]
@@ -153,8 +159,7 @@ class AdamW(torch.optim.Optimizer):
                 continue
             decays_B, origins_B = self._tables[id(bucket)]
             if bucket.members[0].rule.is_orthogonal:
-                how = (rates_S, decays_B, group["lr"], out_N)
-                muon_update(bucket.shard_N, bucket.gradient_N, *how)
+                muon_update(bucket.shard_N, bucket.gradient_N, rates_S, decays_B, out_N)
             else:
                 avg_N, avg_sq_N = self._flat[id(bucket)]
                 tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
@@ -167,19 +172,22 @@ class AdamW(torch.optim.Optimizer):
     def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
         """Do what comes after the update of ``bucket``, and write ``out_N`` too if it is given."""
 
-    def update(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def update(
+        self, loss: torch.Tensor, norm: torch.Tensor, lr: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Clip to ``optim.max_grad_norm`` and update, unless the loss or the norm is not finite.
 
         Args:
             loss, norm: loss and gradient norm of the whole step (0-d, on the device), the same on
                 every rank.
+            lr: as :meth:`step` takes it.
 
         Returns:
             Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights
             and moments unchanged.
         """
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        self.step((self.config.max_grad_norm / norm).clamp(max=1.0), skipped)
+        self.step((self.config.max_grad_norm / norm).clamp(max=1.0), skipped, lr)
         return skipped
 
     def parts(self, stages: Stages) -> dict[str, TensorSlice]:
@@ -358,7 +366,7 @@ class _HostUpdates:
         host = bucket.host
         assert host is not None
         # Once they are here, the device no longer uses the weights of before.
-        clip, *_, skipped, step = rates.read().tolist()
+        clip, *_, skipped, step, _ = rates.read().tolist()
         host.await_gradient()
         if skipped:
             return

@@ -63,7 +63,7 @@ def identity_of(engine):
     """By name, which tensor and which storage; and on a GPU where, but for what comes and goes."""
     found = {}
     for name, tensor in tensors_of(engine).items():
-        is_fixed = tensor.is_cuda and not (name.startswith("gradient") and engine.fsdp.is_alone)
+        is_fixed = tensor.is_cuda and not (name.startswith("gradient") and engine.fsdp.frees)
         place = tensor.data_ptr() if is_fixed else None
         which = 0 if name.endswith("as DTensor") else id(tensor)  # made anew at every call
         found[name] = (which, tensor.untyped_storage()._cdata, place)

@@ -259,12 +259,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_any_change_of_weights_is_computed_with(change, is_alone):
+@pytest.mark.parametrize("frees", [True, False])
+def test_any_change_of_weights_is_computed_with(change, frees):
     """Also where memory stays from step to step, as it does on several ranks."""
     engine, other = make_engine(BF16), make_engine(BF16)
     for one in (engine, other):
-        one.fsdp.is_alone = is_alone
+        one.fsdp.frees = frees
         train(one, range(2))
         CHANGES[change](one)
     for unit in other.fsdp.units:

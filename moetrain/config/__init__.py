@@ -165,6 +165,13 @@ _NEEDS: tuple[_Need, ...] = (
     ),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
     _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
+    # A graph holds what a device computes over memory that stays where it is.
+    _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
+    _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
+    _Need("compile.cuda_graphs", {"activation.offload": {0}}, {True}),
+    _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
+    _Need("compile.cuda_graphs", {"lora.base_dtype": _Other("float8")}, {True}),
+    _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     _Need("parallel.cp_method", {"parallel.cp": _SEVERAL}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
     _Need("moe.*", {Fact.EXPERTS: _HELD}),

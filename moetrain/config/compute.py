@@ -225,6 +225,11 @@ class CompileSection(Section):
     enabled: bool | Literal["auto"] = "auto"
     """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a
     C++ compiler."""
+    cuda_graphs: bool = False
+    """Capture forward, backward and update as CUDA graphs, one for each number of micro-batches and
+    bucket of documents, which the host then launches at once. The bits are the same. For small
+    models on one GPU, where the host is what limits a step; takes memory for gradients and compute
+    values that is freed otherwise."""
 
     @property
     def is_on(self) -> bool:

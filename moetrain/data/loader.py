@@ -373,7 +373,7 @@ def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, tor
     """Copy the tensors of ``fields`` to ``device``, without waiting; other values are left out."""
     tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
     if device.type == "cuda":
-        tensors = {name: x.pin_memory() for name, x in tensors.items()}
+        tensors = {name: x if x.is_cuda else x.pin_memory() for name, x in tensors.items()}
     return {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
 
 

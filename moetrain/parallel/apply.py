@@ -92,7 +92,7 @@ def _parallelize(
     for name in styles.keys() - here:
         del styles[name]
     reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, is_alone=world.size == 1, reshard=reshard)
+    fsdp = FSDP(parallel, device, frees=frees_memory(config, world.size), reshard=reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect(meshes.everyone)
     model.sharding = fsdp
@@ -115,6 +115,11 @@ def _parallelize(
     return fsdp
 
 
+def frees_memory(config: Config, world_size: int) -> bool:
+    """Whether a rank frees unsharded values after their last use, and gradients after a step."""
+    return world_size == 1 and not config.compile.cuda_graphs
+
+
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     """Count the blocks of a rank, its first ones, that free their full parameters between a block's
     forward and its backward.
@@ -126,6 +131,8 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    if config.compile.cuda_graphs:  # whose blocks stay where they are
+        return 0
     is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
     return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
 

@@ -257,7 +257,7 @@ class RlTrainer(Run):
         if self.weights_at != self.step:
             with self.time.part("weights"):
                 self.update_weights()
-            if self.engine.fsdp.is_alone:  # its memory is the generator's for now
+            if self.engine.fsdp.frees:  # its memory is the generator's for now
                 self.engine.fsdp.release()
             self.weights_at = self.generator.version = self.step
 

@@ -34,8 +34,9 @@ from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
+from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
-from moetrain.train.state import ModelState
+from moetrain.train.state import ModelState, StateKind
 
 _B = TypeVar("_B", bound=MicroBatch)
 
@@ -68,8 +69,9 @@ class Engine(ModelState):
             None.
         retried_steps: calls of :meth:`forward_backward` that were run again because rows were
             dropped, which only ``static`` does.
-        before_forward: called before each micro-batch, except those of pipelines; what it raises
-            ends the call.
+        graphs: replays what steps compute (``compile.cuda_graphs``), or None.
+        before_forward: called before each micro-batch, except those of pipelines, and before a
+            replay; what it raises ends the call.
     """
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
@@ -89,6 +91,9 @@ class Engine(ModelState):
         self.retried_steps = 0
         self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
+        captures = config.compile.cuda_graphs
+        self.graphs = Graphs(world.device, self.fsdp) if captures else None
+        self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -101,20 +106,36 @@ class Engine(ModelState):
         with annotate("forward_backward"):
             sizes = self._sum_sizes(objective.sizes(batches))
             try:
-                # A retry forgets the step's gradients: an earlier call's must not go with them.
-                with self.exact_sizes() if self._since_step else nullcontext():
-                    run = self._learn(batches, objective, sizes)
-                # With fixed sizes alone: waits for the last forward, while its backward runs.
-                if run.dropped is not None and run.dropped.read() > 0:
-                    self.retried_steps += 1
-                    self.fsdp.clear_gradients()
-                    with self.exact_sizes():
-                        run = self._learn(batches, objective, sizes)
-                self._since_step.append(run.totals())
+                learn = self._learn_totals if self.graphs is None else self._replay_totals
+                self._since_step.append(learn(batches, objective, sizes))
             except BaseException:
                 self.forget()
                 raise
         return self._since_step[-1]
+
+    def _learn_totals(
+        self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
+    ) -> Totals:
+        # A retry forgets the step's gradients: an earlier call's must not go with them.
+        with self.exact_sizes() if self._since_step else nullcontext():
+            run = self._learn(batches, objective, sizes)
+        # With fixed sizes alone: waits for the last forward, while its backward runs.
+        if run.dropped is not None and run.dropped.read() > 0:
+            self.retried_steps += 1
+            self.fsdp.clear_gradients()
+            with self.exact_sizes():
+                run = self._learn(batches, objective, sizes)
+        return run.totals()
+
+    def _replay_totals(
+        self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
+    ) -> Totals:
+        assert self.graphs is not None
+        self.before_forward()
+        self.fsdp.refresh()
+        given = [batch.to(self.world.device) for batch in alike(batches)], dict(sizes)
+        learn = lambda given: self._learn_totals(given[0], objective, given[1])  # noqa: E731
+        return self.graphs.run([objective], learn, given)
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
@@ -146,14 +167,23 @@ class Engine(ModelState):
         self._need("weights", "gradients", "moments")
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
-        norm = self.fsdp.gradient_norm()
+        self.fsdp.check_idle()
         self.before_change()
         done, self._since_step = self._since_step, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = torch.stack([totals.total for totals in done]).sum()
-        skipped = self.optimizer.update(loss, norm)
+        self._lr.fill_(lr)
+        if self.graphs is None:
+            outcome = self._update(done)
+        else:
+            outcome = self.graphs.run([], self._update, done)
         self.fsdp.clear_gradients()
+        return outcome
+
+    def _update(self, done: Sequence[Totals]) -> _StepOutcome:
+        norm = self.fsdp.gradient_norm()
+        loss = torch.stack([totals.total for totals in done]).sum()
+        skipped = self.optimizer.update(loss, norm, self._lr)
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
         if routings and rate:
@@ -162,6 +192,11 @@ class Engine(ModelState):
             counts = [counts_LE[row] for row in self.stages.moe_rows]
             update_router_bias(self.model, counts, rate * ~skipped)
         return _StepOutcome(norm, skipped)
+
+    def offload(self, *what: StateKind) -> None:
+        super().offload(*what)
+        if self.graphs is not None:  # memory comes back elsewhere
+            self.graphs.clear()
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Drop no row while inside, whatever the routing."""

@@ -33,7 +33,7 @@ from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
-from moetrain.parallel.apply import resharded_blocks
+from moetrain.parallel.apply import frees_memory, resharded_blocks
 from moetrain.parallel.fsdp.transport import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.activations import link_bytes
@@ -241,9 +241,9 @@ class RankSizes:
         """Bytes of buffers that other ranks copy from and to."""
 
         self.is_alone = dims.world_size == 1
-        """Whether there is one process, which frees unsharded values after their last use."""
+        self._frees = frees_memory(config, dims.world_size)
         self._is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
-        self._allocates_late = self.is_alone and not self._is_accumulating
+        self._allocates_late = self._frees and not self._is_accumulating
         """Whether gradients are allocated at their first use."""
         self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
@@ -314,7 +314,7 @@ class RankSizes:
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:
                 kept = replace(kept, moments=0.0, peers=0.0)
-            elif not self.is_alone:
+            elif not self._frees:
                 gradients = self._gradients(self._updated)
                 kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
             moments.append(replace(kept, **generation))
@@ -361,7 +361,7 @@ class RankSizes:
             vocabulary = 0.0 if tied else self.vocabulary_numbers
             updated -= self._share_updated * (first.numbers + vocabulary)
         gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
-        if self.is_alone:  # its own, and the embedding
+        if self._frees:  # its own, and the embedding
             gathered = first.unsharded + self._unsharded_vocabulary() / (1 if tied else 2)
         return replace(
             kept,

@@ -38,8 +38,8 @@ from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 
-_Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
-_OFFLOADED: tuple[_Offloaded, ...] = get_args(_Offloaded)
+StateKind = Literal["weights", "gradients", "moments", "workspaces"]
+_OFFLOADED: tuple[StateKind, ...] = get_args(StateKind)
 
 
 class ModelState:
@@ -239,7 +239,7 @@ class ModelState:
 
     # ---- in host memory ------------------------------------------------------------------------
 
-    def offload(self, *what: _Offloaded) -> None:
+    def offload(self, *what: StateKind) -> None:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
         Tensors keep their identity, and on a GPU their addresses. Until then methods that need
@@ -273,7 +273,7 @@ class ModelState:
         for arena in self._arenas.values():  # in the order in which a step needs them
             arena.reload(self._link)
 
-    def _need(self, *what: _Offloaded) -> None:
+    def _need(self, *what: StateKind) -> None:
         """Raise OffloadedError unless all of ``what`` is on the device."""
         for name in what:
             self._arenas[name].need()

@@ -174,6 +174,11 @@ def _round_up(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def document_bucket(documents: int) -> int:
+    """Return the number of documents that a graph for so many is built for."""
+    return _round_up(documents, _MIN_DOCUMENTS)
+
+
 def _prepare(
     q_THd: torch.Tensor,
     v_TGv: torch.Tensor,
@@ -184,7 +189,7 @@ def _prepare(
 ) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
     tokens, heads, width = q_THd.shape
     keys, kv_heads, v_width = v_TGv.shape
-    documents = _round_up(ends[0].shape[0] - 1, _MIN_DOCUMENTS)
+    documents = document_bucket(ends[0].shape[0] - 1)
     length = _round_up(max_seqlen, _MIN_LENGTH)
     window = None if window is None or window >= length else window
     shape = (tokens, keys, ends[1] is not None, documents, length, heads, kv_heads, width, v_width)

@@ -49,22 +49,24 @@ class Settings(NamedTuple):
         steps: torch.Tensor,
         clip: torch.Tensor,
         skipped: torch.Tensor,
-        lr: float,
+        lr: float | torch.Tensor,
         weight_decay: float,
     ) -> torch.Tensor:
-        """Compute the rates of one step for all buckets: ``rates_S``, fp32 [6], on the device.
+        """Compute the rates of one step for all buckets: ``rates_S``, fp32 [7], on the device.
 
         Args:
             steps: the number of steps, this one included (0-d).
             clip: the factor of the gradients (0-d).
             skipped: true if the step changes nothing (0-d).
+            lr: the learning rate; as a tensor, 0-d fp64 on the device.
         """
         t = steps.double()
         corrections = [1 - self.beta1**t, 1 - self.beta2**t]
         size = lr / corrections[0]
         root = corrections[1].rsqrt()
-        decay = torch.full_like(t, lr * weight_decay)
-        return torch.stack([clip.double(), decay, size, root, skipped.double(), t]).float()
+        rate = torch.zeros_like(t) + lr
+        parts = [clip.double(), rate * weight_decay, size, root, skipped.double(), t, rate]
+        return torch.stack(parts).float()
 
 
 def adamw(
@@ -99,7 +101,7 @@ def adamw(
         tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B, origins_B)
         _adamw(*tensors, out_N, *settings)
         return
-    clip, decay, size, root, skipped, step = rates_S.unbind()
+    clip, decay, size, root, skipped, step, _ = rates_S.unbind()
     g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
     g_N = g_N * clip
     m_N = settings.beta1 * m_N + (1 - settings.beta1) * g_N

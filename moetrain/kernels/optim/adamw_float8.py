@@ -235,7 +235,7 @@ def adamw_float8(
         return
     first = _Moment(avg.view(shape), avg_scales_RG)
     second = _Moment(avg_sq.view(shape), avg_sq_scales_RG)
-    clip, decay, size, root, skipped, step = rates_S.unbind()
+    clip, decay, size, root, skipped, step, _ = rates_S.unbind()
     p_RC, g_RC = param_RC.float(), grad_RC.float() * clip
     m_RC = settings.beta1 * first.widen(is_signed=True) + (1 - settings.beta1) * g_RC
     v_RC = settings.beta2 * second.widen(is_signed=False) + (1 - settings.beta2) * g_RC * g_RC

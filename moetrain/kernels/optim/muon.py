@@ -334,7 +334,7 @@ def muon_momentum(
     if use_fast(backend, grad_N):
         _muon_momentum(grad_N, momentum_N, rates_S, origins_B, momentum, 1 - momentum, seed)
         return
-    clip, *_, skipped, step = rates_S.unbind()
+    clip, *_, skipped, step, _ = rates_S.unbind()
     wide = torch.promote_types(grad_N.dtype, torch.float32)
     g_N = grad_N.to(wide) * clip * (1 - momentum)
     m_N = momentum * momentum_N.to(wide) + g_N
@@ -352,7 +352,6 @@ def muon_update(
     update_N: torch.Tensor,
     rates_S: torch.Tensor,
     decays_B: torch.Tensor,
-    lr: float,
     out_N: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
@@ -363,7 +362,6 @@ def muon_update(
         update_N: fp32 or bf16, what :func:`orthogonalise` leaves.
         rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
         decays_B: uint8, 1 where weight decay applies.
-        lr: the learning rate.
         out_N: of any float dtype: the new parameters, rounded to nearest.
     """
     flat = {"param": param_N, "update": update_N} | ({} if out_N is None else {"out": out_N})
@@ -376,9 +374,9 @@ def muon_update(
     if use_fast(backend, param_N):
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
-        _muon_update(param_N, out_N, update_N, rates_S, decays_B, lr)
+        _muon_update(param_N, out_N, update_N, rates_S, decays_B)
         return
-    _, decay, *_, skipped, _ = rates_S.unbind()
+    _, decay, *_, skipped, _, lr = rates_S.unbind()
     decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
     p_N = param_N - decays_N * param_N - lr * update_N.to(param_N.dtype)
     param_N.copy_(torch.where(skipped != 0, param_N, p_N))
@@ -429,13 +427,12 @@ def _muon_update(
     update_N: torch.Tensor,
     rates_S: torch.Tensor,
     decays_B: torch.Tensor,
-    lr: float,
 ) -> None:
     """Update in place; an empty ``out_N`` stands for none."""
     if size := param_N.numel():
         tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, decays_B)
         grid = (triton.cdiv(size, BLOCK),)
-        _update_kernel[grid](*tensors, size, lr, BLOCK, num_warps=WARPS)
+        _update_kernel[grid](*tensors, size, BLOCK, num_warps=WARPS)
 
 
 @_muon_update.register_fake
@@ -471,7 +468,7 @@ def _momentum_kernel(
 
 
 @triton.jit
-def _update_kernel(param, update, out, rates, decays, size, lr, BLOCK: tl.constexpr):
+def _update_kernel(param, update, out, rates, decays, size, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -479,7 +476,7 @@ def _update_kernel(param, update, out, rates, decays, size, lr, BLOCK: tl.conste
     if tl.load(rates + 4) == 0.0:
         x = tl.load(update + at, mask, 0.0).to(tl.float32)
         p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
-        p -= lr * x
+        p -= tl.load(rates + 6) * x
         tl.store(param + at, p, mask)
     if out is not None:
         tl.store(out + at, p.to(out.dtype.element_ty), mask)

@@ -206,9 +206,10 @@ class Bucket:
         assert self.peers is not None
         if not self._cast_N.numel():
             self._cast_N = self.peers.own(self.peers_start, self.shard_N.numel(), self.dtype)
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Write :attr:`cast_N` if it is not up to date."""
         if self.is_fresh:
             return
         if self.is_cast:
@@ -296,7 +297,7 @@ class Bucket:
                 raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
             return self.peers.gather(self.peers_start, target_WN)
         if self.is_cast:
-            self._refresh()
+            self.refresh()
         if ranks == 1:
             return None
         sent_N = self.cast_N if self.is_cast else self.source_N

@@ -129,23 +129,22 @@ class FSDP(Sharding):
 
     Args:
         reshard: how many of the first blocks take turns in two regions, instead of having one each.
-        is_alone: whether this is the only rank, which frees full parameters after their last use,
-            and allocates gradients at their first.
+        frees: whether full parameters are freed after their last use, and gradients are allocated
+            at their first, as a single process does.
     """
 
     def __init__(
-        self, setting: ParallelSection, device: torch.device, *, is_alone: bool, reshard: int
+        self, setting: ParallelSection, device: torch.device, *, frees: bool, reshard: int
     ) -> None:
         self.setting = setting
         self.device = device
-        self.is_alone = is_alone
+        self.frees = frees
         self.reshards = reshard
         self.mode: ReduceMode = setting.reduce
         self.reduce_last = setting.reduce_at == "last"
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
-        # Alone, gradients come with their first use and go with the step.
-        self.gradients = Arena("gradients", device, fixed=not is_alone)
+        self.gradients = Arena("gradients", device, fixed=not frees)
         self.units: list[_Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
@@ -298,7 +297,7 @@ class FSDP(Sharding):
         unit.graphs -= 1
         if self._is_last and not unit.graphs:
             self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
-            if self.is_alone and all(bucket.is_trained for bucket in unit.buckets):
+            if self.frees and all(bucket.is_trained for bucket in unit.buckets):
                 self.reshard(unit)
                 unit.region.free()
 
@@ -392,7 +391,7 @@ class FSDP(Sharding):
         squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
         squares += [bucket.complete_gradient() for bucket in trained]
         total = torch.cat(squares).sum(dtype=torch.float64)
-        if not self.is_alone:
+        if dist.get_world_size() > 1:
             dist.all_reduce(total)
         for bucket in trained:  # the host takes longer for it than the device for the sum
             bucket.show_gradient()
@@ -418,7 +417,7 @@ class FSDP(Sharding):
                 yield bucket, place_N
                 if place_N is not None:
                     bucket.mark_fresh()
-                if self.is_alone:
+                if self.frees:
                     bucket.clear_gradient(free=True)
 
     def settle(self) -> None:
@@ -428,13 +427,31 @@ class FSDP(Sharding):
             if bucket.host is not None:
                 bucket.host.wait()
 
+    def refresh(self) -> None:
+        """Bring copies in the compute dtype up to date where parameters were changed."""
+        for unit in self.units:
+            unit.move_in()
+            for bucket in unit.buckets:
+                if bucket.is_cast:
+                    bucket.refresh()
+
+    @property
+    def marks(self) -> tuple[bool, ...]:
+        """Whether each bucket has a gradient of this step."""
+        return tuple(bucket.has_gradient for bucket in self.buckets)
+
+    @marks.setter
+    def marks(self, marks: Sequence[bool]) -> None:
+        for bucket, mark in zip(self.buckets, marks, strict=True):
+            bucket.has_gradient = mark
+
     @property
     def has_gradients(self) -> bool:
         return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         for bucket in self.buckets:
-            bucket.clear_gradient(free=self.is_alone)
+            bucket.clear_gradient(free=self.frees)
 
 
 class _Unshard(torch.autograd.Function):

@@ -1,0 +1,145 @@
+"""CUDA graphs of what a step computes: the host launches its thousands of kernels as one.
+
+With small models and micro-batches a GPU waits for the host. :class:`Graphs` runs a function of
+tensors, captures it at its second call with the same shapes, and replays it from then on: a replay
+launches the same kernels with the same arguments, so it gives the same bits.
+
+A graph knows memory by its address. So what outlives a step must stay where it is, inputs are
+copied to fixed tensors, and results are copied out of the memory that all graphs share. Nothing of
+Python runs in a replay: ``marks`` of the capture, which say what it did, are set again.
+
+Left out on purpose: graphs over several ranks, whose collectives would have to be captured by all
+at once.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from moetrain.config import ConfigError
+from moetrain.kernels.attention.cudnn import document_bucket
+
+_T = TypeVar("_T")
+_B = TypeVar("_B")
+_Replay = Callable[[], Any]
+_MOST = 64
+"""Keys that are kept; more come of objectives or shapes that are new in every step."""
+
+
+class _Marked(Protocol):
+    marks: Any
+    """What Python notes of a step. Set again it is as it was."""
+
+
+class _Captured(NamedTuple):
+    what: Any
+    inputs: list[torch.Tensor]
+    replay: _Replay
+    """Launches the kernels; returns what the function returned, with values of this launch."""
+    marks: Any
+
+
+class Graphs:
+    """Functions of tensors on ``device``, each by a key and its inputs' shapes.
+
+    Args:
+        marked: what holds the marks.
+        capture: captures the kernels of a function without running them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        marked: _Marked,
+        capture: Callable[[Callable[[], Any]], _Replay] | None = None,
+    ) -> None:
+        self.device, self.marked = device, marked
+        self._capture = capture or self._cuda_graph
+        self._pool: Any = None
+        self._kept: dict[Hashable, Any] = {}
+        """What was called, by key: its objects, whose ids stay theirs so, and what was captured."""
+
+    def clear(self) -> None:
+        """Forget all graphs: what they know the address of has moved."""
+        self._kept.clear()
+        self._pool = None
+
+    def run(self, what: Sequence[Any], fn: Callable[[_T], Any], inputs: _T) -> Any:
+        """Return ``fn(inputs)``: tensors, in any nesting.
+
+        Args:
+            what: objects that ``fn`` depends on beside its inputs, and that do not change.
+            inputs: tensors on the device, in any nesting, beside plain values.
+
+        Raises ConfigError: ``fn`` cannot be captured, or an input is neither.
+        """
+        leaves, spec = pytree.tree_flatten(inputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = (*map(id, what), self.marked.marks, repr(spec), *map(_shape, leaves))
+        known = self._kept.get(key)
+        if known is None:  # compiles, and allocates what stays
+            if len(self._kept) >= _MOST:
+                self.clear()
+            self._kept[key] = [*what]
+            return fn(inputs)
+        if not isinstance(known, _Captured):
+            fixed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            given = pytree.tree_unflatten(fixed, spec)
+            replay = self._capture(lambda: fn(given))
+            places = [leaf for leaf in fixed if isinstance(leaf, torch.Tensor)]
+            known = self._kept[key] = _Captured(known, places, replay, self.marked.marks)
+        else:
+            torch._foreach_copy_(known.inputs, tensors)
+        self.marked.marks = known.marks
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, known.replay())
+
+    def _cuda_graph(self, fn: Callable[[], Any]) -> _Replay:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, of data and of checkpoints, may do as they like meanwhile.
+            how = {"pool": self._pool, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **how):
+                results = fn()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            problem = f"true, and this run's step cannot be captured ({reason}); set no"
+            raise ConfigError("compile.cuda_graphs", problem) from error
+
+        def replay() -> Any:
+            graph.replay()
+            return results
+
+        return replay
+
+
+def _shape(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    problem = f"true, and a micro-batch holds a {type(leaf).__name__}, which is no tensor; set no"
+    raise ConfigError("compile.cuda_graphs", problem)
+
+
+def alike(batches: Sequence[_B]) -> list[_B]:
+    """Give packed ``batches``, on the host, as many documents each, in buckets of powers of two.
+
+    What is added are empty documents at the end, so that other documents need no other graph.
+    """
+    ends = [getattr(batch, "cu_seqlens", None) for batch in batches]
+    counts = [end_N.shape[0] - 1 for end_N in ends if end_N is not None]
+    if not counts:
+        return [*batches]
+    most = document_bucket(max(counts))
+    return [
+        batch
+        if end_N is None
+        else batch._replace(  # pyright: ignore[reportAttributeAccessIssue]
+            cu_seqlens=F.pad(end_N, (0, most + 1 - end_N.shape[0]), value=int(end_N[-1]))
+        )
+        for batch, end_N in zip(batches, ends, strict=True)
+    ]

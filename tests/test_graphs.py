@@ -1,0 +1,303 @@
+"""CUDA graphs of steps: the bits of steps without them, whatever happens in between."""
+
+import pytest
+import torch
+from test_engine import ROWS, SEQ_LEN, make_engine, make_rows, objective_of, weights_of
+
+from moetrain.config import Config, ConfigError
+from moetrain.data.loader import Batch
+from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.train.graphs import Graphs, _Captured, alike
+from moetrain.train.objectives import CrossEntropy, Term
+from moetrain.train.setup import Session, resolve_run
+
+ON = "compile.cuda_graphs=yes"
+TOKENS = ROWS * SEQ_LEN
+
+
+def packed(step, documents, micro=ROWS):
+    """A step's micro-batches, cut into so many documents each."""
+    batches = []
+    for tokens_BS, targets_BS in zip(*(x.split(micro) for x in make_rows(step)), strict=True):
+        inner = torch.arange(SEQ_LEN, micro * SEQ_LEN, SEQ_LEN)  # a row's first token begins one
+        generator = torch.Generator().manual_seed(step)
+        rest = [
+            t for t in torch.randperm(micro * SEQ_LEN, generator=generator).tolist() if t % SEQ_LEN
+        ]
+        cuts = sorted([*inner.tolist(), *rest[: documents - micro]])
+        ends = torch.tensor([0, *cuts, micro * SEQ_LEN], dtype=torch.int32)
+        at = torch.arange(micro * SEQ_LEN)
+        starts = ends[torch.searchsorted(ends, at, right=True) - 1]
+        batches.append(Batch(tokens_BS, targets_BS, (at - starts).view(tokens_BS.shape), ends))
+    return batches
+
+
+class Marked:
+    marks = 0
+
+
+def counting(device="cpu"):
+    """Graphs whose captures and replays are counted, and run on a CPU."""
+    seen = []
+
+    def capture(fn):
+        seen.append("capture")
+
+        def replay():
+            seen.append("replay")
+            return fn()
+
+        return replay
+
+    return Graphs(torch.device(device), Marked(), capture), seen
+
+
+def test_the_first_call_runs_the_second_is_captured_and_others_are_replayed():
+    graphs, seen = counting()
+    how = {"x": torch.ones(3), "none": None, "n": 2}
+    for i in range(4):
+        out = graphs.run(
+            [], lambda given: {"y": [given["x"] * given["n"]]}, {**how, "x": torch.ones(3) * i}
+        )
+        assert out["y"][0].tolist() == [2.0 * i] * 3
+    assert seen == ["capture", "replay", "replay", "replay"]
+
+
+def test_results_are_copies():
+    held = torch.zeros(2)
+
+    def fn(x):
+        return held.copy_(x)
+
+    graphs, _ = counting()
+    outs = [graphs.run([], fn, torch.full((2,), float(i))) for i in range(1, 5)]
+    assert [x.tolist() for x in outs[1:]] == [[2.0] * 2, [3.0] * 2, [4.0] * 2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ([1], torch.ones(3), 0),
+        ([0], torch.ones(4), 0),
+        ([0], torch.ones(3).double(), 0),
+        ([0], (torch.ones(3),), 0),
+        ([0], torch.ones(3), 1),
+    ],
+)
+def test_what_is_unlike_is_captured_by_itself(other):
+    graphs, seen = counting()
+    objects = [object(), object()]
+    for _ in range(2):
+        for what, inputs, marks in (([0], torch.ones(3), 0), other):
+            graphs.marked.marks = marks
+            graphs.run([objects[i] for i in what], lambda x: x, inputs)
+    assert seen == ["capture", "replay"] * 2
+
+
+def test_marks_of_the_capture_are_set_again():
+    marked = Marked()
+
+    def capture(fn):
+        out = fn()
+        return lambda: out
+
+    graphs = Graphs(torch.device("cpu"), marked, capture)
+
+    def fn(x):
+        marked.marks = 7
+        return x
+
+    for _ in range(4):
+        marked.marks = 0
+        graphs.run([], fn, torch.ones(1))
+        assert marked.marks == 7
+
+
+def test_objectives_that_come_anew_are_not_kept_without_end():
+    graphs, seen = counting()
+    for _ in range(1000):
+        graphs.run([object()], lambda x: x, torch.ones(1))
+    assert len(graphs._kept) <= 64
+    assert not seen
+
+
+def test_inputs_are_tensors_and_plain_values():
+    graphs, _ = counting()
+    with pytest.raises(
+        ConfigError, match=r"compile.cuda_graphs: true, and a micro-batch holds a set"
+    ):
+        graphs.run([], lambda x: x, [{1}])
+
+
+def test_micro_batches_get_as_many_documents():
+    few, many = packed(0, 9)[0], packed(1, 20)[0]
+    for batches, most in (([few], 16), ([few, many], 32)):
+        for old, new in zip(batches, alike(batches), strict=True):
+            ends, count = new.cu_seqlens, len(old.cu_seqlens)
+            assert len(ends) == most + 1
+            assert torch.equal(ends[:count], old.cu_seqlens)
+            assert set(ends[count:].tolist()) <= {TOKENS}
+            assert ends.dtype == torch.int32
+            assert new.tokens_BS is old.tokens_BS
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+DOCUMENTS = [9, 12, 16, 20, 9, 30, 16, 9]
+
+
+def run_steps(engine, micro=ROWS, between=lambda engine, step: None):
+    """Losses, norms and routing of steps whose number of documents and learning rate change."""
+    objective, numbers = objective_of(engine), []
+    for step, documents in enumerate(DOCUMENTS):
+        batches = packed(step, min(documents, micro * SEQ_LEN // 2), micro)
+        totals = engine.forward_backward(batches, objective)
+        outcome = engine.step(1e-2 / (step + 1))
+        counts = totals.routing.counts_LE.cpu() if totals.routing else torch.zeros(1)
+        numbers.append((totals.total, outcome.grad_norm, outcome.skipped, counts))
+        between(engine, step)
+    return [[x.tolist() for x in row] for row in numbers]
+
+
+def look_between(engine, step):
+    """What a run does between steps: evaluations, and a state that is loaded."""
+    if step == 3:
+        engine.forward(packed(9, 12), CrossEntropy())
+        with torch.no_grad():
+            state = {
+                g: {n: x.tensor.clone() * 0.9 for n, x in p.items()}
+                for g, p in engine.state().items()
+            }
+        engine.load_state({"model": state["model"]})
+    if step == 5:
+        engine.forward(packed(9, 12), CrossEntropy())
+
+
+CASES = {
+    "plain": ([], ROWS),
+    "accumulated": (["moe.aux_loss_scope=global_batch"], 2),
+    "muon": (["optim.name=muon", "optim.state_dtype=bfloat16"], ROWS),
+    "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
+    "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], ROWS),
+    "recomputed": (["activation.policy=selective"], ROWS),
+}
+
+
+def check_steps(words, micro):
+    plain, ours = make_engine(*words, micro=micro), make_engine(*words, ON, micro=micro)
+    if plain.world.device.type == "cpu":
+        ours.graphs._capture = lambda fn: fn
+    assert run_steps(ours, micro, look_between) == run_steps(plain, micro, look_between)
+    for (name, mine), (_, theirs) in zip(ours.weights(), plain.weights(), strict=True):
+        assert torch.equal(mine, theirs), name
+    captured = [x for x in ours.graphs._kept.values() if isinstance(x, _Captured)]
+    buckets = [document_bucket(min(n, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
+    assert len(captured) == 1 + len(set(buckets))  # and the update
+    assert not ours.fsdp.has_gradients
+
+
+@pytest.mark.parametrize("case", ["plain", "accumulated", "muon"])
+def test_steps_have_the_same_numbers(case):
+    check_steps(*CASES[case])
+
+
+WIDE = ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
+GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["no", "yes"])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_have_the_same_bits_on_a_gpu(case, compiled):
+    words, micro = CASES[case]
+    check_steps([*GPU, f"compile.enabled={compiled}", *words], micro)
+
+
+@pytest.mark.gpu
+def test_a_step_without_a_finite_loss_changes_nothing_in_a_replay():
+    engine = make_engine(*GPU, ON)
+    objective = Scaled()
+    for step in range(6):
+        batches = packed(step, 12)
+        if step == 4:
+            before = weights_of(engine)
+            batches = [
+                b._replace(extra={"scale": b.extra["scale"] * torch.inf}) for b in scaled(batches)
+            ]
+        engine.forward_backward(scaled(batches), objective)
+        assert bool(engine.step(1e-2).skipped) == (step == 4)
+        if step == 4:
+            for name, weight in engine.weights():
+                assert torch.equal(weight, before[name]), name
+
+
+def scaled(batches):
+    return [b if b.extra else b._replace(extra={"scale": torch.ones(1)}) for b in batches]
+
+
+class Scaled(CrossEntropy):
+    def terms(self, model, outputs, batch, sizes):
+        (term,) = super().terms(model, outputs, batch, sizes).values()
+        return {"cross_entropy": Term(term.value * batch.extra["scale"].sum())}
+
+
+class Waiting(CrossEntropy):
+    def terms(self, model, outputs, batch, sizes):
+        found = super().terms(model, outputs, batch, sizes)
+        found["cross_entropy"].value.item()
+        return found
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_device_cannot_be_captured():
+    engine, objective = make_engine(*GPU, ON), Waiting()
+    engine.forward_backward(packed(0, 12), objective)
+    engine.step(1e-2)
+    with pytest.raises(ConfigError, match=r"compile.cuda_graphs: true, and this run's step cannot"):
+        engine.forward_backward(packed(0, 12), objective)
+    assert torch.zeros(3, device="cuda").sum().item() == 0  # the device works on
+
+
+@pytest.mark.gpu
+def test_memory_that_comes_back_elsewhere_is_captured_anew():
+    numbers = []
+    for words in ([], [ON]):
+        engine = make_engine(*GPU, *words)
+
+        def between(engine, step):
+            if step == 4:
+                engine.offload()
+                torch.empty(1 << 26, device="cuda")
+                engine.reload()
+
+        numbers.append(run_steps(engine, between=between))
+    assert numbers[0] == numbers[1]
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+def test_graphs_take_a_gpu(tiny_words):
+    words = [*tiny_words, ON, "train.device=cpu"]
+    config, arch = resolve_run(Config.load(None, words, environ={}))
+    with pytest.raises(ConfigError, match=r"compile.cuda_graphs: True, but this run is on a CPU"):
+        Session(config, arch)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optim.offload_fraction=0.5",
+        "activation.offload=0.5",
+        "parallel.reshard_after_forward=yes",
+    ],
+)
+def test_settings_that_move_memory_are_refused(word):
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        Config.load(None, [ON, word], environ={})
+
+
+def test_recomputed_blocks_stay_where_they_are():
+    engine = make_engine("activation.policy=selective", ON)
+    assert not engine.fsdp.reshards
+    assert make_engine("activation.policy=selective").fsdp.reshards
