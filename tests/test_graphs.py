@@ -180,6 +180,7 @@ CASES = {
     "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
     "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], ROWS),
     "recomputed": (["activation.policy=selective"], ROWS),
+    "adapters": (["lora.rank=4"], ROWS),
 }
 
 
@@ -211,6 +212,13 @@ GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
 def test_steps_have_the_same_bits_on_a_gpu(case, compiled):
     words, micro = CASES[case]
     check_steps([*GPU, f"compile.enabled={compiled}", *words], micro)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b", "gpt-oss-20b"])
+def test_steps_of_other_families_have_the_same_bits_on_a_gpu(preset):
+    """Of layers with a state, and with sinks in windows."""
+    check_steps([*GPU, f"model.preset={preset}", "model.num_layers=4"], ROWS)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ Left out on purpose: graphs over several ranks, whose collectives would have to 
 at once.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -99,6 +100,7 @@ class Graphs:
     def _cuda_graph(self, fn: Callable[[], Any]) -> _Replay:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # what is left of the call before holds on to its stream
         try:
             # Other threads, of data and of checkpoints, may do as they like meanwhile.
             how = {"pool": self._pool, "capture_error_mode": "thread_local"}

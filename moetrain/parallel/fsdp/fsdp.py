@@ -156,7 +156,6 @@ class FSDP(Sharding):
         self._copies = CopyStreams(device)
         self._reducing: list[Wait | None] = []
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
 
@@ -351,7 +350,9 @@ class FSDP(Sharding):
         """Give the full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
-        return list(_Unshard.apply(self._anchor, self, unit))
+        # A leaf of its own each time: one that is kept would keep the stream of its first use.
+        anchor = torch.empty((), device=self.device, requires_grad=True)
+        return list(_Unshard.apply(anchor, self, unit))
 
     def backward(
         self,
