@@ -180,7 +180,7 @@ CASES = {
     "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
     "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], ROWS),
     "recomputed": (["activation.policy=selective"], ROWS),
-    "adapters": (["lora.rank=4"], ROWS),
+    "adapters": (["lora.rank=8"], ROWS),
 }
 
 
