@@ -1,13 +1,17 @@
 """CUDA graphs of steps: the bits of steps without them, whatever happens in between."""
 
+import shutil
+
 import pytest
 import torch
 from test_engine import ROWS, SEQ_LEN, make_engine, make_rows, objective_of, weights_of
 
+from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
 from moetrain.train.graphs import Graphs, _Captured, alike
+from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
 from moetrain.train.setup import Session, resolve_run
 
@@ -280,6 +284,30 @@ def test_memory_that_comes_back_elsewhere_is_captured_anew():
 
         numbers.append(run_steps(engine, between=between))
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.gpu
+def test_a_run_has_the_same_losses_and_its_checkpoints_go_on_without_graphs(tiny_words, tmp_path):
+    """With evaluations, samples of text and checkpoints in the background."""
+    words = [*tiny_words, "train.device=cuda", "train.steps=12", "train.eval_interval=5"]
+    words += ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
+    words += ["checkpoint.interval=4", "checkpoint.keep=9", "checkpoint.asynchronous=yes"]
+    found = []
+    for name, graphs in (("with", "yes"), ("without", "no")):
+        run = [*words, f"output_dir={tmp_path / name}", f"compile.cuda_graphs={graphs}"]
+        Trainer(Config.load(None, run, environ={})).fit()
+        found.append(numbers_of(tmp_path / name))
+    assert found[0] == found[1]
+    shutil.rmtree(tmp_path / "with/checkpoints/step-00000012")
+    Trainer(Config.load(None, [*words, f"output_dir={tmp_path / 'with'}"], environ={})).fit()
+    assert numbers_of(tmp_path / "with") == found[1]
+
+
+def numbers_of(folder):
+    """The last losses of each step."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    keys = ("loss", "grad_norm", "eval_loss")
+    return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
 
 
 # ---- settings -----------------------------------------------------------------------------------
