@@ -97,7 +97,7 @@ class TokenParts:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' ``x``, the same sum on every rank; the backward adds up its gradients,
         since each rank uses the sum."""
-        return _RankSum.apply(x, self.ranks, self.group)
+        return self._exchanged(x, "sum").view(x.shape)
 
     def _exchanged(self, x_TD: torch.Tensor, kind: str) -> torch.Tensor:
         rows_TD = x_TD.flatten(0, -2).contiguous()
@@ -136,12 +136,12 @@ class TokenParts:
         return x_ND, context
 
 
-_BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap"}
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap", "sum": "sum"}
 
 
 class _Exchange(torch.autograd.Function):
     """Gathers every rank's rows, or scatters their sum; each is the other's backward. Or swaps each
-    rank's part of the rows, which is its own backward."""
+    rank's part of the rows, or gives every rank the sum; each is its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str):
@@ -156,29 +156,14 @@ class _Exchange(torch.autograd.Function):
 def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
     if kind == "gather":
         return _all_gather(x_TD, ranks, group)
+    if kind == "sum":  # in rank order
+        return _all_gather(x_TD, ranks, group).view(ranks, *x_TD.shape).sum(0)
     arriving_TD = _all_to_all(x_TD, ranks, group)
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
     # In fp32 in rank order, rounded once.
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
-
-
-class _RankSum(torch.autograd.Function):
-    """Every rank's sum, in rank order; so is its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str):
-        ctx.how = ranks, group
-        return _sum(x, ranks, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _sum(gradients[0], *ctx.how), None, None
-
-
-def _sum(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return _all_gather(x.flatten(), ranks, group).view(ranks, -1).sum(0).view(x.shape)
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------
