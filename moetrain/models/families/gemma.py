@@ -25,7 +25,7 @@ from moetrain.models.architecture import (
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.gemma_layers import GemmaAttention, GemmaExperts, GemmaMLP
 from moetrain.models.families.qwen_next import beside_vision
-from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -223,7 +223,7 @@ _TENSORS = {
 _MAP: WeightMap = (
     *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),
     *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _MODULES.items()),
-    *(RenameTensor(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
+    *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
 )
 _ACTIVATION = "gelu_pytorch_tanh"
 _FIXED: dict[str, Any] = {

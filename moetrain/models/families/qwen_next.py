@@ -16,7 +16,7 @@ from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
@@ -142,8 +142,8 @@ def _weights(*names: str) -> tuple[str, ...]:
 
 _LINEAR_MAP = (
     TakeRows(tuple(f"{_OURS}.conv_{x}" for x in "qkv"), f"{_THEIRS}.conv1d.weight", _all_rows),
-    RenameTensor(f"{_OURS}.a_log", f"{_THEIRS}.A_log"),
-    RenameTensor(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
+    Rename(f"{_OURS}.a_log", f"{_THEIRS}.A_log"),
+    Rename(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
     Rename(f"{_OURS}.norm", f"{_THEIRS}.norm"),
     Rename(f"{_OURS}.wo", f"{_THEIRS}.out_proj"),
 )
@@ -162,11 +162,9 @@ _GATE = Rename(
 )
 _EXPERTS = moe_block(shared="shared_expert")
 _PACKED = (
-    *(one for one in _EXPERTS if isinstance(one, (Rename, RenameTensor))),
-    RenameTensor(
-        "layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"
-    ),
-    RenameTensor("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
+    *(one for one in _EXPERTS if isinstance(one, Rename)),
+    Rename("layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"),
+    Rename("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
 )
 
 
