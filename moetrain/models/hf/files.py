@@ -16,9 +16,10 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -122,20 +123,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
-_TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-}
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
@@ -148,6 +135,13 @@ _MAX_JSON_BYTES = 256 * 2**20
 class TokenizerFiles:
     """The tokenizer that a model was trained with, as files to export."""
 
+    NAMES: ClassVar = (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.tiktoken"),
+        *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*"),
+        f"{_TEMPLATES}/*",
+    )
+    """Patterns of the names of a tokenizer's files in its checkpoint."""
+
     files: Mapping[str, Path | str]
     """Each file by its name in the export: a path to copy, or the text to write."""
     eos_id: int
@@ -159,11 +153,10 @@ class TokenizerFiles:
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{key}_token_id": value for key, value in ids.items()}
 
-    @staticmethod
-    def has(name: str) -> bool:
+    @classmethod
+    def has(cls, name: str) -> bool:
         """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
-        is_named = name in _TOKENIZER_FILES or name.startswith(_TEMPLATES)
-        return is_named or name.endswith(".tiktoken")
+        return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
 
 def small_files(folder: Path) -> list[str]:
