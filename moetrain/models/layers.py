@@ -140,7 +140,7 @@ class RMSNorm(nn.Module):
         late: bool = False,
     ) -> None:
         super().__init__()
-        self.eps, self.batch_invariant = eps, kernels.batch_invariant
+        self.dim, self.eps, self.batch_invariant = dim, eps, kernels.batch_invariant
         self.zero_centred, self.late = zero_centred, late or zero_centred
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
@@ -179,12 +179,6 @@ class WideNorm(RMSNorm):
     """
 
     sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __init__(
-        self, dim: int, eps: float, kernels: KernelsSection = _KERNELS, *, late: bool = False
-    ) -> None:
-        super().__init__(dim, eps, kernels, late=late)
-        self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sum_squares is None:
