@@ -276,13 +276,11 @@ class ShardedVocabulary(Vocabulary):
     ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
         """Give :meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's
         gradient (None or [0] where it is not trained)."""
+        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         if use_fast(self.backend, h_TD):
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
-            how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
-            how["softcap"] = self.softcap
-            chunk = self.chunk_elements
+            how["columns"], chunk = self.most_rows, self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
 
     def join(self, stats: ChunkStats) -> None:
