@@ -159,7 +159,6 @@ class RMSNorm(nn.Module):
         return fusible_rms_norm(x, *how, late=self.late)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``x + y`` and its norm."""
         if self.batch_invariant:
             return add_rms_norm(x, y, *self._how(), late=self.late)
         return self.beside(x + y)
