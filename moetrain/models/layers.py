@@ -140,7 +140,9 @@ class RMSNorm(nn.Module):
         late: bool = False,
     ) -> None:
         super().__init__()
-        self.dim, self.eps, self.batch_invariant = dim, eps, kernels.batch_invariant
+        self.dim = dim
+        self.eps = eps
+        self.batch_invariant = kernels.batch_invariant
         self.zero_centred, self.late = zero_centred, late or zero_centred
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))

@@ -81,7 +81,8 @@ class _BiasedExperts(Experts):
         super().__init__(sizes, kernels)
         experts = sizes.num_experts
         width = sizes.moe_intermediate_size
-        self.limit, self.alpha = sizes.swiglu_limit, sizes.swiglu_alpha
+        self.limit = sizes.swiglu_limit
+        self.alpha = sizes.swiglu_alpha
         self.b_gate_up = nn.Parameter(torch.empty(experts, 2 * width))
         self.b_down = nn.Parameter(torch.empty(experts, sizes.hidden_size))
 

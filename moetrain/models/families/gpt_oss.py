@@ -17,7 +17,8 @@ from moetrain.models.families.sink_attention import SinkAttention
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 
 
 class _GptOss(Architecture):

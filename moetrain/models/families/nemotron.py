@@ -114,8 +114,10 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 # ---- weights -----------------------------------------------------------------------------------
 
-_OURS, _THEIRS = "layers.{layer}", "backbone.layers.{layer}"
-_MAMBA, _MIXER = f"{_OURS}.mamba", f"{_THEIRS}.mixer"
+_OURS = "layers.{layer}"
+_THEIRS = "backbone.layers.{layer}"
+_MAMBA = f"{_OURS}.mamba"
+_MIXER = f"{_THEIRS}.mixer"
 _EXPERT = f"{_MIXER}.experts.{{expert}}"
 
 

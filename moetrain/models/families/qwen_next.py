@@ -21,7 +21,8 @@ from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 
 
 class _QwenNext(FurtherTokens, MoEDecoder):
@@ -96,7 +97,8 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read as :func:`_read_layers`, and which layers are MoE."""
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    step = config["decoder_sparse_step"]
+    dense = config["mlp_only_layers"] or []
     if step < 1:
         raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
     layers = range(config["num_hidden_layers"])
@@ -133,7 +135,8 @@ def _each_gate(arch: Architecture) -> tuple[int, ...]:
     return (_of_key_heads(arch)[2],) * 2
 
 
-_OURS, _THEIRS = "layers.{layer}.linear_attn", "model.layers.{layer}.linear_attn"
+_OURS = "layers.{layer}.linear_attn"
+_THEIRS = "model.layers.{layer}.linear_attn"
 
 
 def _weights(*names: str) -> tuple[str, ...]:

@@ -128,8 +128,10 @@ class _Run:
     sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.model, self.fsdp = self.pipeline.model, self.pipeline.fsdp
-        self.stages, self.watch = self.pipeline.stages, self.pipeline.watch
+        self.model = self.pipeline.model
+        self.fsdp = self.pipeline.fsdp
+        self.stages = self.pipeline.stages
+        self.watch = self.pipeline.watch
         self.backwards_left = sum(a.kind == "B" for a in self.schedule.actions[self.stages.rank])
 
     def run(self, steps: Sequence[Step]) -> None:
