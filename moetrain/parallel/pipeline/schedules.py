@@ -196,15 +196,11 @@ class _Timeline:
         """When the last action ends; the first starts at 0."""
         return max(end for _, end in self.times.values())
 
-    def busy(self, rank: int) -> float:
-        times = [self.times[action] for action in self.schedule.actions[rank]]
-        return sum(end - start for start, end in times)
-
     @property
     def bubble(self) -> float:
         """The share of the time in which a rank idles, a mean over ranks."""
-        ranks = self.schedule.num_ranks
-        return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
+        busy = sum(end - start for start, end in self.times.values())
+        return 1 - busy / (self.schedule.num_ranks * self.makespan)
 
 
 # ---- the kinds of schedules ----------------------------------------------------------------------
