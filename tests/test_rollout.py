@@ -296,7 +296,7 @@ def test_other_weights_answer_for_themselves():
     assert generator.generate([request])[0][0].tokens == fresh.generate([request])[0][0].tokens
 
 
-def test_sleep_pause_and_abort():
+def test_sleep_and_abort():
     request = Request("a", tuple(range(20)), SamplingParams(max_tokens=30, seed=3))
     expected = alone(request)[0]
     generator = make_generator(page_size=4, num_pages=32)
@@ -304,11 +304,6 @@ def test_sleep_pause_and_abort():
     completion = generator._live["a"][0].completion
     for _ in range(5):
         generator.step()
-    generator.paused = True
-    assert generator.step() == []
-    with pytest.raises(RuntimeError, match="paused"):
-        generator.generate([replace(request, id="b")])
-    generator.paused = False
     assert generator.abort("b") == []  # it is not being served
     generator.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
