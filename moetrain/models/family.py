@@ -71,7 +71,6 @@ class Rename:
     """Where the file's tensor lies in ours."""
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the file tensor of ``parameter``; none if it is another's."""
         module, dot, leaf = parameter.rpartition(".")
         for name, rest in ((parameter, ""), (module, dot + leaf)):
             if (fields := match(self.ours, name)) is not None:
@@ -80,7 +79,6 @@ class Rename:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}``."""
         return (self.theirs,)
 
 
