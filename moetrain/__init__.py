@@ -45,7 +45,7 @@ def _trainer() -> Any:
             if config.eval.tasks:
                 from moetrain.rollout.harness import Benchmarked
 
-                callbacks.insert(0, Benchmarked(config))
+                callbacks.insert(0, Benchmarked(config.eval))
             if config.train.sample_tokens:
                 from moetrain.rollout.weights import Sampled
 

@@ -355,6 +355,7 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     own = sum(parameter.numel() for parameter in model.parameters()) * 2
     assert there - torch.cuda.memory_allocated() >= own
     generator.wake()
-    generator.update_weights(weights)
+    model.load_state_dict(dict(weights))
+    generator.weights_changed()
     after = generator.generate([request])[0][0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

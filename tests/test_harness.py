@@ -20,7 +20,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from moetrain.rollout.harness import _Benchmarks
+from moetrain.rollout.harness import Benchmarked
 
 COMMON = """
 dataset_path: json
@@ -99,7 +99,7 @@ def test_scores_are_those_of_its_own_model(tasks, checkpoint, expected):
     )
     generator.tokenizer = load_tokenizer(str(checkpoint))
     assert generator.longest == 128
-    found = _Benchmarks(settings_of(tasks)).scores(generator, generator.tokenizer)
+    found = Benchmarked(settings_of(tasks)).scores(generator, generator.tokenizer)
     assert torch.equal(torch.get_rng_state(), before)
     theirs = {
         f"eval/{task}/{metric.removesuffix(',none')}": value

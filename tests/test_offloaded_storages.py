@@ -146,11 +146,11 @@ class Races:
     def __init__(self, patch):
         self.current = Stream()
         self.accesses, self.num_copies, self.found = {}, 0, set()
-        empty, copy, leave, storage = (
+        empty, copy, leave, tensor = (
             torch.empty,
             _HostPages._copy,
             _HostCopy.offload,
-            _HostCopy.storage,
+            _HostCopy.tensor,
         )
         delete = _HostCopy.__del__
         patch.setattr(torch.cuda, "Stream", Stream)
@@ -161,7 +161,9 @@ class Races:
         patch.setattr(_HostCopy, "offload", lambda one: self.used(leave, one, lambda: one.stream))
         patch.setattr(_HostCopy, "__del__", lambda one: self.used(delete, one, lambda: one.stream))
         patch.setattr(
-            _HostCopy, "storage", lambda one: self.used(storage, one, lambda: self.current)
+            _HostCopy,
+            "tensor",
+            lambda one, *args: self.used(tensor, one, lambda: self.current, *args),
         )
 
     def copied(self, copy, host, stream, waits, pairs):
@@ -175,8 +177,8 @@ class Races:
             stream.known |= {self.num_copies}
         return stream.record_event()
 
-    def used(self, method, one, stream):
-        was_here, result = one.here, method(one)
+    def used(self, method, one, stream, *args):
+        was_here, result = one.here, method(one, *args)
         if was_here is not None or one.here is not None:
             waited = one.last.known <= stream().known
             self.found |= set() if waited else {f"a copy is not waited for in {method.__name__}"}

@@ -8,23 +8,33 @@ from test_rl_losses import LENGTHS, close
 from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
-from moetrain.rl.losses import PolicyObjective, corrected, score
+from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack, unpack
 from moetrain.train.objectives import Pretraining
+from moetrain.train.preferences import score
+
+
+def plain_logits(engine, sample):
+    """For every token but the first, without packing or padding."""
+    with engine.work(), torch.no_grad():
+        return engine.model(torch.from_numpy(sample.tokens)[None, :-1])[0]
 
 
 def plain_logprobs(engine, sample, temperature):
-    """Of every token but the first, without packing or padding."""
-    with engine.work(), torch.no_grad():
-        logits = engine.model(torch.from_numpy(sample.tokens)[None, :-1])[0]
-    logp = torch.log_softmax(logits / temperature, -1)
+    logp = torch.log_softmax(plain_logits(engine, sample) / temperature, -1)
     return logp[range(len(logp)), sample.tokens[1:]]
+
+
+def plain_entropy(engine, sample):
+    """Summed over actions."""
+    entropies = torch.distributions.Categorical(logits=plain_logits(engine, sample)).entropy()
+    return entropies[torch.from_numpy(sample.is_action[1:])].sum().item()
 
 
 def test_packed_scores_are_those_of_each_sample_alone():
     engine, samples = make_engine(), make_samples(*LENGTHS)
     batches = pack(samples, 14, 2)
-    found = unpack(batches, [x.logprob for x in score(engine, batches, 0.8)])
+    found = unpack(batches, score(engine, batches, 0.8))
     for sample, logprobs in zip(samples, found, strict=True):
         acts = torch.from_numpy(sample.is_action[1:])
         close(logprobs[1:][acts], plain_logprobs(engine, sample, 0.8)[acts], 1e-5)
@@ -36,15 +46,16 @@ def test_on_policy_nothing_differs_from_what_was_scored():
     engine = make_engine("moe.aux_loss_coef=0")
     own = PolicyObjective(engine.config.rl)
     objective = Pretraining.of(engine.config, engine.arch, own=own)
-    batches = pack(make_samples(*LENGTHS), 13, 2)
-    stats = score(engine, batches)
-    batches = [b._replace(logprobs_BS=x.logprob) for b, x in zip(batches, stats, strict=True)]
+    samples = make_samples(*LENGTHS)
+    batches = pack(samples, 13, 2)
+    scores = score(engine, batches)
+    batches = [b._replace(logprobs_BS=x) for b, x in zip(batches, scores, strict=True)]
     totals = engine.forward_backward(batches, objective)
     numbers = {name: value.item() for name, value in totals.terms.items()}
     assert numbers["ratio"] == numbers["ratio_square"] == pytest.approx(1, rel=1e-6)
     assert numbers["moved"] == numbers["mismatch"] == numbers["clip_share"] == 0
     actions = sum(int((b.targets_BS >= 0).sum()) for b in batches)
-    entropy = sum(x.entropy.sum().item() for x in stats) / actions
+    entropy = sum(plain_entropy(engine, sample) for sample in samples) / actions
     assert numbers["entropy"] == pytest.approx(entropy, rel=1e-5)
     assert "router_z" in numbers
     assert not engine.step(1e-2).skipped
@@ -88,10 +99,10 @@ def train_on_ranks(layouts):
     return answers
 
 
-def wobbled(batches, stats, settings):
+def wobbled(batches, scores, settings):
     """As if generation, the trainer and the reference had other weights, a little."""
     found, proximal = [], []
-    for batch, (logprob, _) in zip(batches, stats, strict=True):
+    for batch, logprob in zip(batches, scores, strict=True):
         wobble = torch.sin(3.0 * batch.tokens_BS + batch.positions_BS)
         proximal.append(logprob + 0.3 * wobble)
         found.append(

@@ -13,9 +13,9 @@ from checkpoints import tensors_of
 from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
-from moetrain.rl.losses import score
 from moetrain.rl.trainer import _PARTS, RlTrainer
 from moetrain.train.metrics import read_metrics
+from moetrain.train.preferences import score
 from moetrain.train.trainer import Trainer
 
 EVEN = """
@@ -228,8 +228,8 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
     samples = trainer.roll_out()
     batches = trainer.learner.deal(samples).batches
     assert len(batches) > 2
-    stats = score(trainer.engine, batches)
-    equal = [b._replace(logprobs_BS=s.logprob) for b, s in zip(batches, stats, strict=True)]
+    scores = score(trainer.engine, batches)
+    equal = [b._replace(logprobs_BS=s) for b, s in zip(batches, scores, strict=True)]
     passes = []
 
     def counted(engine, batches, temperature):
@@ -247,8 +247,8 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
         passes.clear()
         scored, row = trainer.learner._scored(changed, version)
         assert passes == [1, len(batches) - 1]
-        for found, stat in zip(scored, stats, strict=True):
-            assert torch.equal(found.proximal_BS, stat.logprob)
+        for found, logprobs in zip(scored, scores, strict=True):
+            assert torch.equal(found.proximal_BS, logprobs)
         number = sum(int((b.targets_BS >= 0).sum()) for b in batches)
         if version == 0:
             assert row["mismatch_share"] == 1 / number
@@ -275,10 +275,10 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
     (replayed,), (free,) = (
         score(trainer.engine, [b]) for b in (batch, batch._replace(routes_BSLK=None))
     )
-    torch.testing.assert_close(replayed.logprob, free.logprob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(replayed, free, rtol=1e-5, atol=1e-5)
     others = torch.where(batch.routes_BSLK < 0, -1, 3 - batch.routes_BSLK)
     (moved,) = score(trainer.engine, [batch._replace(routes_BSLK=others)])
-    assert (moved.logprob - free.logprob).abs().max() > 1e-3
+    assert (moved - free).abs().max() > 1e-3
 
 
 FAULTY = """

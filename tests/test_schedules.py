@@ -39,7 +39,8 @@ def times(forward, backward):
 
 def idle_times(schedule, costs):
     timeline = schedule.simulate(times(*costs))
-    return [timeline.makespan - timeline.busy(rank) for rank in range(schedule.num_ranks)]
+    spans = [[timeline.times[action] for action in actions] for actions in schedule.actions]
+    return [timeline.makespan - sum(end - start for start, end in own) for own in spans]
 
 
 def published_peak(name, r, p, v, m):

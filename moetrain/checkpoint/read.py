@@ -344,7 +344,6 @@ class Checkpoint:
 
     @property
     def groups(self) -> list[str]:
-        """Names of the groups of tensors."""
         return list(self.contents.groups)
 
     def group(self, name: str) -> dict[str, StoredTensor]:

@@ -81,7 +81,6 @@ class SavePlan:
 
     @property
     def path(self) -> Path:
-        """The folder of the checkpoint."""
         return self.root / checkpoint_name(self.step, failed=self.failed)
 
     def outdated(self) -> list[Path]:

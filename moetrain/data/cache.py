@@ -84,7 +84,6 @@ class TokenCache(NamedTuple):
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.targets)
 
     @classmethod

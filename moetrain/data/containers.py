@@ -102,12 +102,9 @@ class Files:
         found: list[Any] = [[str(file.absolute()), s.st_size, s.st_mtime_ns] for file, s in stats]
         return found if self.table is None else [*found, len(self.table), self.table._fingerprint]
 
-    def total_bytes(self) -> int | None:
-        """Return how many bytes its records count for; None: that is known after reading."""
-        counted_later = _TABLES | _COMPRESSED
-        if self.table is not None or any(f.suffix.lower() in counted_later for f in self.files):
-            return None
-        return sum(file.stat().st_size for file in self.files)
+    def total_bytes(self) -> int:
+        """Return about how many bytes its records have."""
+        return sum(piece.size for piece in self.pieces())
 
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
         """List parts that can be read alone; of a file of lines ``line_bytes`` each, or all."""

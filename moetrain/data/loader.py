@@ -147,7 +147,7 @@ def _from_text(
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
     is_streamed = data.streaming == "yes"
     if data.streaming == "auto" and data.source != "stdlib" and limit is None:
-        is_streamed = sum(part.size for part in source.pieces()) > _STREAMED_BYTES
+        is_streamed = source.total_bytes() > _STREAMED_BYTES
     if is_streamed and limit is None:
         train, held_out, has_chats = _streamed(data, source, other, tokenizer, cache_dir, seed)
     else:

@@ -262,20 +262,17 @@ class SyntheticDataset:
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
     ) -> None:
         """Take rows ``first:first + num_rows`` of the endless sequence that ``seed`` decides."""
-        self._num_rows = num_rows
-        self._seq_len = seq_len
-        self._vocab_size = vocab_size
-        self._seed, self._first = seed, first
         self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.identity[1]
 
     def row(self, index: int) -> Row:
-        generator = np.random.default_rng([self._seed, self._first + index])
-        tokens_S = generator.integers(self._vocab_size, size=self._seq_len)
+        _, _, seq_len, vocab_size, seed, first = self.identity
+        generator = np.random.default_rng([seed, first + index])
+        tokens_S = generator.integers(vocab_size, size=seq_len)
         targets_S = np.append(tokens_S[1:], IGNORE_INDEX)
-        return Row(tokens_S, targets_S, None, np.array([self._seq_len]))
+        return Row(tokens_S, targets_S, None, np.array([seq_len]))
 
 
 class WholeDataset:

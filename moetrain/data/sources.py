@@ -139,7 +139,6 @@ class Source(Files):
         return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order."""
         if self.reader is not None:
             yield from self.documents_of(self._raws())
             return

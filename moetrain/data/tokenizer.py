@@ -25,9 +25,6 @@ from moetrain.models.hf.files import TokenizerFiles, follow, read_json, small_fi
 
 _wrong = partial(ConfigError, "data.tokenizer")
 
-# The files of a hub id that are read here or that a tokenizer's export copies.
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
-_FILES += ("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _CONFIG = "tokenizer_config.json"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
@@ -274,7 +271,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     folder = name
     if not os.path.isdir(name):
         try:
-            folder = huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES))
+            folder = huggingface_hub.snapshot_download(name, allow_patterns=[*TokenizerFiles.NAMES])
         except (OSError, ValueError) as error:
             said = (str(error) or repr(error)).splitlines()[0]
             raise _wrong(f"{name!r} is no file or folder, nor a hub id in reach: {said}") from None

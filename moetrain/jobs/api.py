@@ -257,7 +257,6 @@ class Save(_JobBody):
 
     @staticmethod
     def may_be_named(name: str) -> bool:
-        """Whether ``name`` can be a save's."""
         return re.fullmatch(_NAME, name) is not None
 
 

@@ -35,7 +35,7 @@ from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
-from moetrain.rl.losses import PolicyObjective, score
+from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
@@ -43,6 +43,7 @@ from moetrain.rollout.ranks import sharing_heads
 from moetrain.rollout.request import Completion
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining
+from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.state import Snapshots
@@ -317,8 +318,8 @@ class JobSession:
 
     def _forward(self, request: Forward) -> dict[str, Any]:
         dealt = self._dealt(request.samples())
-        stats = score(self.engine, dealt.batches, request.temperature)
-        found = dealt.by_sample([one.logprob for one in stats], torch.Tensor.tolist)
+        scored = score(self.engine, dealt.batches, request.temperature)
+        found = dealt.by_sample(scored, torch.Tensor.tolist)
         return {"logprobs": [[_finite(x) for x in logprobs] for logprobs in found]}
 
     def _sample(self, request: Sampling) -> dict[str, Any] | None:

@@ -150,7 +150,6 @@ class Job:
         return _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
 
     def begin(self) -> None:
-        """Write a new job to the disk."""
         self._count(0)
         self.note("open")
 
@@ -206,7 +205,6 @@ class Job:
             raise Refused(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
 
     def describe(self) -> dict[str, Any]:
-        """Describe the job to its client."""
         waiting = self.accepted - self.done if self.status == "open" else 0
         return {
             "id": self.id,

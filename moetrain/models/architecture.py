@@ -128,7 +128,6 @@ class Part(ABC):
 
     # Arithmetic.
     def num_params(self) -> int:
-        """Count the parameters."""
         return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     def num_active_params(self) -> int:
@@ -354,7 +353,6 @@ class Architecture(BaseModel):
         return ()
 
     def layers(self) -> list[tuple[Part, ...]]:
-        """Return the parts of every block."""
         return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
 
     def parts(self) -> list[Part]:

@@ -63,44 +63,23 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Rename:
-    """Maps a module to another name. Its ``weight`` and ``bias`` keep leaf name and shape."""
-
-    ours: str
-    theirs: str
-
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the file tensor of ``parameter``; none if it is not of this module."""
-        module, _, leaf = parameter.rpartition(".")
-        fields = match(self.ours, module)
-        if fields is None:
-            return []
-        return [Piece(f"{self.theirs.format(**fields)}.{leaf}", parameter, ())]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}`` and ``{expert}``."""
-        return (self.theirs,)
-
-
-@dataclass(frozen=True)
-class RenameTensor:
-    """Maps one tensor to another name; ``place`` is where the file's lies in ours."""
+    """Maps a module to another name, whose tensors keep leaf name and shape, or a single tensor."""
 
     ours: str
     theirs: str
     place: tuple[int | slice | None, ...] = ()
+    """Where the file's tensor lies in ours."""
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the file tensor of ``parameter``; none if it is another one."""
-        fields = match(self.ours, parameter)
-        if fields is None:
-            return []
-        return [Piece(self.theirs.format(**fields), parameter, self.place)]
+        module, dot, leaf = parameter.rpartition(".")
+        for name, rest in ((parameter, ""), (module, dot + leaf)):
+            if (fields := match(self.ours, name)) is not None:
+                return [Piece(self.theirs.format(**fields) + rest, parameter, self.place)]
+        return []
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}``."""
-        return (self.theirs.rpartition(".")[0],)
+        return (self.theirs,)
 
 
 class Operation(Protocol):

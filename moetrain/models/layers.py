@@ -140,7 +140,9 @@ class RMSNorm(nn.Module):
         late: bool = False,
     ) -> None:
         super().__init__()
-        self.eps, self.batch_invariant = eps, kernels.batch_invariant
+        self.dim = dim
+        self.eps = eps
+        self.batch_invariant = kernels.batch_invariant
         self.zero_centred, self.late = zero_centred, late or zero_centred
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
@@ -159,7 +161,6 @@ class RMSNorm(nn.Module):
         return fusible_rms_norm(x, *how, late=self.late)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``x + y`` and its norm."""
         if self.batch_invariant:
             return add_rms_norm(x, y, *self._how(), late=self.late)
         return self.beside(x + y)
@@ -179,12 +180,6 @@ class WideNorm(RMSNorm):
     """
 
     sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __init__(
-        self, dim: int, eps: float, kernels: KernelsSection = _KERNELS, *, late: bool = False
-    ) -> None:
-        super().__init__(dim, eps, kernels, late=late)
-        self.dim = dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sum_squares is None:

@@ -392,12 +392,10 @@ class Layout:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of :attr:`box`."""
         return torch.Size(part.stop - part.start for part in self.box)
 
     @property
     def gathered_shape(self) -> torch.Size:
-        """The shape of :attr:`gathered_box`."""
         return torch.Size(part.stop - part.start for part in self.gathered_box)
 
     @property

@@ -65,11 +65,6 @@ def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     return functional.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
 
 
-def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    sizes = [x.shape[0] // ranks] * ranks
-    return functional.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
-
-
 class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
@@ -97,7 +92,7 @@ class TokenParts:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' ``x``, the same sum on every rank; the backward adds up its gradients,
         since each rank uses the sum."""
-        return _RankSum.apply(x, self.ranks, self.group)
+        return self._exchanged(x, "sum").view(x.shape)
 
     def _exchanged(self, x_TD: torch.Tensor, kind: str) -> torch.Tensor:
         rows_TD = x_TD.flatten(0, -2).contiguous()
@@ -136,12 +131,12 @@ class TokenParts:
         return x_ND, context
 
 
-_BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap"}
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap", "sum": "sum"}
 
 
 class _Exchange(torch.autograd.Function):
     """Gathers every rank's rows, or scatters their sum; each is the other's backward. Or swaps each
-    rank's part of the rows, which is its own backward."""
+    rank's part of the rows, or gives every rank the sum; each is its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str):
@@ -156,29 +151,15 @@ class _Exchange(torch.autograd.Function):
 def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
     if kind == "gather":
         return _all_gather(x_TD, ranks, group)
-    arriving_TD = _all_to_all(x_TD, ranks, group)
+    if kind == "sum":  # in rank order
+        return _all_gather(x_TD, ranks, group).view(ranks, *x_TD.shape).sum(0)
+    sizes = [len(x_TD) // ranks] * ranks
+    arriving_TD = functional.wait_tensor(_ops.all_to_all_single(x_TD, sizes, sizes, group))
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
     # In fp32 in rank order, rounded once.
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
-
-
-class _RankSum(torch.autograd.Function):
-    """Every rank's sum, in rank order; so is its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str):
-        ctx.how = ranks, group
-        return _sum(x, ranks, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _sum(gradients[0], *ctx.how), None, None
-
-
-def _sum(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return _all_gather(x.flatten(), ranks, group).view(ranks, -1).sum(0).view(x.shape)
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------
@@ -291,13 +272,11 @@ class ShardedVocabulary(Vocabulary):
     ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
         """Give :meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's
         gradient (None or [0] where it is not trained)."""
+        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         if use_fast(self.backend, h_TD):
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
-            how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
-            how["softcap"] = self.softcap
-            chunk = self.chunk_elements
+            how["columns"], chunk = self.most_rows, self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
 
     def join(self, stats: ChunkStats) -> None:

@@ -15,10 +15,11 @@ from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.routing import RoutingStats
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
+from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Objective, Pretraining
+from moetrain.train.preferences import score
 
 _T = TypeVar("_T")
 
@@ -153,7 +154,7 @@ class Learner:
 
     def _logprobs(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
         """Score ``batches`` with the engine's weights as they are; [B, S] each. Collective."""
-        return [found.logprob for found in score(self.engine, batches, self.config.rl.temperature)]
+        return score(self.engine, batches, self.config.rl.temperature)
 
     def _compare(
         self, batches: Sequence[RolloutBatch], scored: Sequence[torch.Tensor], version: int

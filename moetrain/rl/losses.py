@@ -54,7 +54,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +63,6 @@ from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
-from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, Term, token_losses
 
 _EQUAL = 1e-9
@@ -151,45 +150,6 @@ def _spread(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-# ---- log-probabilities and entropies ------------------------------------------------------------
-
-
-class _TokenStats(NamedTuple):
-    """[B, S] each, at least fp32 and differentiable; 0 where there is no target."""
-
-    logprob: torch.Tensor
-    """Log-probability of the target, nats."""
-    entropy: torch.Tensor
-    """Entropy of the predicted distribution, nats."""
-
-
-def _token_stats(
-    model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
-) -> _TokenStats:
-    losses = token_losses(model, hidden_BSD, batch, temperature)
-    shape = batch.targets_BS.shape
-    return _TokenStats(-losses.loss_T.view(shape), losses.entropy_T.view(shape))
-
-
-def score(
-    engine: Engine, batches: Sequence[RolloutBatch], temperature: float = 1.0
-) -> list[_TokenStats]:
-    """Return log-probability and entropy of each batch's targets under the engine's weights.
-
-    They are those of softmax(h @ head^T / temperature), on the CPU. ``Engine.forward_backward``
-    computes the same numbers, and the same bits where blocks are not compiled (the graph of a
-    forward alone may round elsewhere). Collective; waits for the device.
-    """
-
-    def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
-        return torch.stack(_token_stats(engine.model, hidden_BSD, batch, temperature))
-
-    shapes = [(2, *batch.targets_BS.shape) for batch in batches]
-    with engine.work(), torch.no_grad(), engine.exact_sizes():
-        found = engine.collect(batches, finish, shapes)
-    return [_TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
-
-
 # ---- importance weights -------------------------------------------------------------------------
 
 
@@ -214,7 +174,7 @@ def corrected(
     unbiased, and varies far more.
 
     Masked tokens lose their targets, and so leave every denominator, before any micro-batch runs.
-    ``proximal`` are [B, S] of each batch, as :func:`score` returns them.
+    ``proximal`` are each batch's of :func:`moetrain.train.preferences.score`.
     """
     low, high = settings.importance_low, settings.importance_high
     found = []
@@ -310,8 +270,8 @@ class PolicyObjective:
     ) -> dict[str, Term]:
         """Compute a batch's terms; ValueError if it lacks a ``reference_BS`` that they need."""
         settings = self.settings
-        stats = _token_stats(model, outputs.hidden_BSD, batch, settings.temperature)
-        logprob = stats.logprob
+        losses = token_losses(model, outputs.hidden_BSD, batch, settings.temperature)
+        logprob, entropy = (x.view_as(batch.targets_BS) for x in (-losses.loss_T, losses.entropy_T))
         old = {
             "current": logprob.detach(),
             "proximal": batch.logprobs_BS if batch.proximal_BS is None else batch.proximal_BS,
@@ -341,10 +301,10 @@ class PolicyObjective:
             kl = kl_estimate(settings.kl, logprob, batch.reference_BS)
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
-            terms["entropy_bonus"] = Term((shares * stats.entropy).sum(), -settings.entropy_coef)
+            terms["entropy_bonus"] = Term((shares * entropy).sum(), -settings.entropy_coef)
         now, trainer = logprob.detach(), batch.proximal_BS
         seen = {
-            "entropy": stats.entropy,
+            "entropy": entropy,
             "ratio": ratio,
             "ratio_square": ratio.square(),
             "clip_share": is_clipped,

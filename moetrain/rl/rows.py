@@ -145,7 +145,6 @@ class Trajectory:
         return sum(self.is_action)
 
     def sample(self, advantage: float) -> Sample:
-        """Return the sample to train on."""
         sample = Sample.of(
             self.tokens, self.is_action, advantage, self.group, self.logprobs, self.versions
         )

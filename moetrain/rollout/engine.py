@@ -39,8 +39,6 @@ class Generator:
 
     Attributes:
         version: how often the weights have been updated.
-        paused: while it is set, :meth:`step` does nothing and requests stay as they are. Ranks that
-            share experts or heads must set it together.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class Generator:
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version = 0
-        self.paused = False
         self.is_asleep = False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         """Storages of parameters whose memory was freed, and their bytes."""
@@ -143,8 +140,6 @@ class Generator:
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
-        if self.paused:
-            return []
         # Sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
         chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
@@ -234,13 +229,13 @@ class Generator:
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
         self.submit(*requests)
-        while self.goes_on(self.is_busy and not self.paused):
+        while self.goes_on(self.is_busy):
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Return the finished completions of every request; others under way go on meanwhile."""
-        if self.paused or self.is_asleep:
-            raise RuntimeError("the generator is paused or asleep: generate() would never end")
+        if self.is_asleep:
+            raise RuntimeError("the generator is asleep: generate() would never end")
         self.submit(*requests)
         mine = [self._live[request.id] for request in requests]
         served = [sequence.completion for sequences in mine for sequence in sequences]
@@ -280,33 +275,11 @@ class Generator:
 
     # ---- weights and memory --------------------------------------------------------------------
 
-    @torch.no_grad()
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy new weights into the model: every parameter and buffer, whole, by name, any dtype.
+    def weights_changed(self) -> None:
+        """Empty the cache and count a new version, after weights were changed in place.
 
         Completions under way go on with them, and their tokens are read again.
-
-        Raises ValueError: the model lacks a name or shape, or one of its own is not given. Weights
-        before it have been copied then.
         """
-        parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        missing = set(parameters)
-        try:
-            for name, weight in weights:
-                if self.experts is not None:
-                    weight = self.experts.part(name, weight)
-                if name not in parameters or parameters[name].shape != weight.shape:
-                    shape = list(weight.shape)
-                    raise ValueError(f"update_weights: the model has no {name!r} {shape}")
-                parameters[name].copy_(weight)
-                missing.discard(name)
-        finally:  # some may have changed even if this fails
-            self.weights_changed()
-        if missing:
-            raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
-
-    def weights_changed(self) -> None:
-        """Empty the cache and count a new version, after weights were changed in place."""
         self.scheduler.start_over()
         self.version += 1
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import ConfigError
 from moetrain.config.sections import EvalSection
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
@@ -48,12 +48,12 @@ _NO_SEEDS: Any = dict.fromkeys(
 """The library would seed the process, and with it training."""
 
 
-class _Benchmarks:
-    """The tasks of ``eval.tasks``, which any model can be measured by."""
+class Benchmarked(Callback):
+    """Logs the scores of ``eval.tasks`` every ``eval.interval`` steps, and when the run ends."""
 
     def __init__(self, settings: EvalSection) -> None:
         """Load the tasks and their data, or raise ConfigError."""
-        self.settings = settings
+        self.settings, self._done_at = settings, -1
         self._manager = TaskManager(include_path=settings.task_folder)
         if unknown := sorted({*settings.tasks} - {*self._manager.all_tasks}):
             problem = f"{unknown[0]!r} is no task of lm-eval's"
@@ -87,17 +87,8 @@ class _Benchmarks:
             if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric
         }
 
-
-class Benchmarked(Callback):
-    """Logs the scores of ``eval.tasks`` every ``eval.interval`` steps, and when the run ends."""
-
-    def __init__(self, config: Config) -> None:
-        """Load the tasks; raises ConfigError as :class:`_Benchmarks` does."""
-        self._benchmarks, self._interval = _Benchmarks(config.eval), config.eval.interval
-        self._done_at = -1
-
     def on_step(self, run: RunView) -> None:
-        if self._interval and run.step % self._interval == 0:
+        if self.settings.interval and run.step % self.settings.interval == 0:
             self._measure(run)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
@@ -114,7 +105,7 @@ class Benchmarked(Callback):
         except CannotGenerate as error:
             run.say(f"no benchmark: {error} (eval.tasks)")
         else:
-            scores = self._benchmarks.scores(generator, tokenizer, run.world)
+            scores = self.scores(generator, tokenizer, run.world)
             generator.sleep(weights=True)
             run.report(scores)
             run.say(", ".join(f"{name} {value:.4g}" for name, value in scores.items()))

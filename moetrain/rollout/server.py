@@ -59,13 +59,10 @@ _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
 _T = TypeVar("_T")
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+_Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 
 
 # ---- what clients may ask ------------------------------------------------------------------------
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
 
 
 class _Asked(JsonBody):
@@ -82,9 +79,7 @@ class _Asked(JsonBody):
     seed: int | None = None
     """None: a new one for each request."""
     n: int = Field(default=1, le=_MOST_COMPLETIONS)
-    stop: Annotated[list[_Stop], BeforeValidator(_as_list)] = Field(
-        [], max_length=_MOST_STOPS, fail_fast=True
-    )
+    stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
     stream: bool = False
 
     @property

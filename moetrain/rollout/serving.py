@@ -103,7 +103,7 @@ class Serving:
         try:
             while self._listeners:
                 updates = await self.call(self._step)
-                if not updates:  # it is paused, or reads a long prompt
+                if not updates:  # it reads a long prompt
                     await asyncio.sleep(0.001)
                 for update in updates:
                     if listener := self._listeners.get(update.completion.request_id):

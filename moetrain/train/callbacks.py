@@ -309,8 +309,7 @@ class Profile(Callback):
 class _Recorder(Callback):
     """A reporter whose record has an identifier, which checkpoints keep."""
 
-    def __init__(self) -> None:
-        self.identifier: str | None = None
+    identifier: str | None = None
 
     def state(self) -> dict[str, Any]:
         return {} if self.identifier is None else {"identifier": self.identifier}

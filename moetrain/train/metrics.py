@@ -57,7 +57,6 @@ class Throughput:
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
-        """Start the clock."""
         self._started = time.perf_counter()
         self.mark("")
 
@@ -164,7 +163,6 @@ class MetricsLog:
             self._bar = None
 
     def close(self) -> None:
-        """Flush and release everything."""
         self.end_progress()
         self._file.close()
 

@@ -30,9 +30,7 @@ class MicroBatch(Protocol):
     """Rows that go through the model at once; objectives may use further fields of their own."""
 
     @property
-    def inputs(self) -> Inputs:
-        """The model's inputs."""
-        ...
+    def inputs(self) -> Inputs: ...
 
     @property
     def targets_BS(self) -> torch.Tensor:

@@ -30,7 +30,16 @@ from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.objectives import CrossEntropy, Objective, Outputs, Sizes, Term, token_losses
+from moetrain.train.engine import Engine
+from moetrain.train.objectives import (
+    CrossEntropy,
+    MicroBatch,
+    Objective,
+    Outputs,
+    Sizes,
+    Term,
+    token_losses,
+)
 
 _AGAIN = "give what the run began with, or set never to begin again"
 
@@ -152,26 +161,40 @@ def _write(file: Path, identity: Any, arrays: Sequence[np.ndarray]) -> None:
 
 
 @torch.no_grad()
+def score(
+    engine: Engine, batches: Sequence[MicroBatch], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Return the log-probability of each batch's targets under the engine's weights, fp32 [B, S].
+
+    They are those of softmax(h @ head^T / temperature), on the CPU; 0 where there is no target.
+    ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
+    compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
+    """
+
+    def finish(hidden_BSD: torch.Tensor, _: Any, batch: MicroBatch) -> torch.Tensor:
+        loss_T = token_losses(engine.model, hidden_BSD, batch, temperature).loss_T
+        return -loss_T.view(batch.targets_BS.shape).float()
+
+    with engine.work(), engine.exact_sizes():
+        found = engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
+    return [logprob_BS.cpu() for logprob_BS in found]
+
+
+@torch.no_grad()
 def _fill(dataset: PairDataset, run: RunView) -> None:
     """Compute the log-probabilities of a dataset's targets by the weights as they are.
 
     Ranks with different rows share the work. Waits for the device.
     """
     engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
-
-    def finish(hidden_BSD: torch.Tensor, _: Any, batch: Batch) -> torch.Tensor:
-        loss_T = token_losses(engine.model, hidden_BSD, batch).loss_T
-        return -loss_T.view(batch.targets_BS.shape).float()
-
     a_rank = size * engine.batch_multiple
-    with engine.work(), engine.exact_sizes():
+    with engine.work():
         for first in range(0, len(dataset), a_rank * world.dims.data_ranks):
             start = first + a_rank * world.data_rank
             places = [min(start + i, len(dataset) - 1) for i in range(a_rank)]
             rows = [dataset.row(place) for place in places]
             batches = [Batch.of(rows[i : i + size]) for i in range(0, a_rank, size)]
-            found = engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
-            mine_AS = torch.cat(found)
+            mine_AS = torch.cat(score(engine, batches)).to(world.device)
             whole_RAS = mine_AS.new_zeros(world.dims.data_ranks, *mine_AS.shape)
             whole_RAS[world.data_rank] = mine_AS
             whole_PS = world.sum_rows(whole_RAS).flatten(0, 1).cpu().numpy()

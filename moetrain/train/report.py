@@ -33,6 +33,8 @@ _POINTS = 256
 _SIZE = {"width": 520, "height": 220, "left": 56, "right": 510}
 """Pixels of a chart, and where its lines begin and end."""
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+_FIRST = ("step", "loss", "eval_loss", "reward", "eval_reward", "tokens", "mfu", "memory_gib")
+"""Metrics whose last values a person asks for first."""
 _CHARTS = (
     ("Loss (nats a token)", ("loss", "eval_loss")),
     ("Reward", ("reward", "eval_reward")),
@@ -96,6 +98,7 @@ def write_report(folder: Path) -> Path:
     rows = read_metrics(folder / "metrics.jsonl")
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     default = dict(leaves(Config().to_dict()))
+    last = {name: row[name] for row in rows for name in _FIRST if row.get(name) is not None}
     undefined = jinja2.StrictUndefined
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=undefined)
     pages.filters["number"] = _number
@@ -103,7 +106,7 @@ def write_report(folder: Path) -> Path:
     text = page.render(
         name=folder.absolute().name,
         size=_SIZE,
-        summary=_summary(rows),
+        summary=[(name, _number(last[name])) for name in _FIRST if name in last],
         charts=[chart for title, names in _CHARTS if (chart := _chart(title, names, rows))],
         times=_times(rows),
         experts=_experts(_routing(folder)),
@@ -122,13 +125,6 @@ def _routing(folder: Path) -> dict[str, np.ndarray] | None:
         return None
     with np.load(file) as kept:
         return dict(kept)
-
-
-def _summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the last value of the numbers that a person asks for first."""
-    names = ("step", "loss", "eval_loss", "reward", "eval_reward", "tokens", "mfu", "memory_gib")
-    last = {name: row[name] for row in rows for name in names if row.get(name) is not None}
-    return [(name, _number(last[name])) for name in names if name in last]
 
 
 def _chart(

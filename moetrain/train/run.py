@@ -247,7 +247,6 @@ class Run(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is another step to take."""
         watch = self.watch
         is_asked = watch.asked_to_stop or watch.asked_to_end
         return self.step < self.total_steps and not is_asked
@@ -273,7 +272,6 @@ class Run(ABC):
         self.watch.update(skipped, self.sum_requests())
 
     def ask_to_save(self) -> None:
-        """Have all ranks save at most two steps later, if this is the main rank."""
         self.wants_save = self.world.is_main
 
     def due(self, interval: int) -> bool:
@@ -282,7 +280,6 @@ class Run(ABC):
 
     @property
     def is_logged(self) -> bool:
-        """Whether the step just taken is to be logged."""
         return self.due(self.config.log.interval) or self.step in (1, self.total_steps)
 
     def after_step(self) -> None:
@@ -324,7 +321,6 @@ class Run(ABC):
         return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def say(self, text: str) -> None:
-        """Print a line on the main rank."""
         self.log.say(text)
 
     def routing_row(self, routing: RoutingStats) -> dict[str, float]:
@@ -350,7 +346,6 @@ class Run(ABC):
         return "train.steps" if self.config.train.epochs is None else "train.epochs"
 
     def result(self) -> Result:
-        """Return what the run has come to."""
         best, reason = self.best, self.ended_by or self._length
         kept = best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
         found = best.step, best.value, kept

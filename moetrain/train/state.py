@@ -193,15 +193,16 @@ class ModelState:
 
     def _whole(self, name: str) -> torch.Tensor:
         self._need("weights")  # on every rank, whichever stage has it: else the others would wait
-
-        def whole_here() -> torch.Tensor:  # collective over the ranks that have it
+        entry, whole = self.stages.table[name], None
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        if self.stages.rank == entry.holders[0]:  # collective over the ranks that have it
             member = self.fsdp.members.get(name)
             if member is None:
-                return self.model.get_buffer(name)
-            self.fsdp.settle()
-            return member.layout.whole(member.read().to(self.world.device))
-
-        return self.stages.whole(self.stages.table[name], whole_here).detach()
+                whole = self.model.get_buffer(name)
+            else:
+                self.fsdp.settle()
+                whole = member.layout.whole(member.read().to(self.world.device))
+        return self.stages.broadcast(entry.holders[0], whole, entry.shape, dtype).detach()
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:

@@ -74,7 +74,6 @@ class Trainer(Run):
         super().__init__(config, callbacks=callbacks)
 
     def build(self, arch: Architecture) -> None:
-        """Build data, model and optimizer."""
         config = self.config
         self._pools = config.moe.pools_aux_loss(config.model.path)
         if self._given is None:

@@ -18,7 +18,7 @@ from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.models.architecture import Weight
-from moetrain.models.family import Piece, RenameTensor
+from moetrain.models.family import Piece, Rename
 from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
 from moetrain.models.rules import EXPERT, Rule
 
@@ -81,7 +81,8 @@ class _BiasedExperts(Experts):
         super().__init__(sizes, kernels)
         experts = sizes.num_experts
         width = sizes.moe_intermediate_size
-        self.limit, self.alpha = sizes.swiglu_limit, sizes.swiglu_alpha
+        self.limit = sizes.swiglu_limit
+        self.alpha = sizes.swiglu_alpha
         self.b_gate_up = nn.Parameter(torch.empty(experts, 2 * width))
         self.b_down = nn.Parameter(torch.empty(experts, sizes.hidden_size))
 
@@ -110,7 +111,7 @@ class _ClampedMoE(MoE):
 
 
 @dataclass(frozen=True)
-class InterleavedExperts(RenameTensor):
+class InterleavedExperts(Rename):
     """Maps experts' stacked tensor to one whose last dim has the rows of ``parts`` in turn.
 
     Matrices are transposed there. For two parts and F = 2, the parameter ``[E, 4, D]`` with rows

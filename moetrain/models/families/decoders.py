@@ -10,7 +10,7 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import Piece, Rename, RenameTensor, WeightMap, match
+from moetrain.models.family import Piece, Rename, WeightMap, match
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
@@ -82,13 +82,13 @@ def moe_block(
     expert = f"{prefix}.experts.{{expert}}"
     others: WeightMap = ()
     if bias is not None:
-        others += (RenameTensor("layers.{layer}.moe.router.bias", f"{prefix}.{bias}", bias_place),)
+        others += (Rename("layers.{layer}.moe.router.bias", f"{prefix}.{bias}", bias_place),)
     if shared is not None:
         for ours, theirs in {"w_gate": gate, "w_up": up, "w_down": down}.items():
             name = f"layers.{{layer}}.moe.shared_experts.{ours}"
             others += (Rename(name, f"{prefix}.{shared}.{theirs}"),)
     return (
-        RenameTensor("layers.{layer}.moe.router.weight", f"{prefix}.{router}"),
+        Rename("layers.{layer}.moe.router.weight", f"{prefix}.{router}"),
         *others,
         StackExperts(
             "layers.{layer}.moe.experts.w_gate_up",

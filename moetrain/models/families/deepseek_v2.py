@@ -35,7 +35,8 @@ _FIXED: Mapping[str, Any] = {
     "topk_expert_groups": 1,
 }
 _GROUPS = {"num_expert_groups": "n_group", "topk_expert_groups": "topk_group"}
-_GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+_GREEDY = "greedy"
+_GROUPED = "group_limited_greedy"
 _KNOWN: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "scoring_func": ("softmax",),

@@ -25,10 +25,11 @@ from moetrain.models.architecture import (
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.gemma_layers import GemmaAttention, GemmaExperts, GemmaMLP
 from moetrain.models.families.qwen_next import beside_vision
-from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 
 
 class _Gemma4(Architecture):
@@ -118,7 +119,8 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
 
 def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
     """Read the heads of layers with full attention: from keys of their own, or layer by layer."""
-    is_shared, given = config["attention_k_eq_v"], config["per_layer_config"]
+    is_shared = config["attention_k_eq_v"]
+    given = config["per_layer_config"]
     kv_heads = config["num_global_key_value_heads"] if is_shared else None
     own = {"head_dim": config["global_head_dim"]}
     own |= {} if kv_heads is None else {"num_key_value_heads": kv_heads}
@@ -154,7 +156,8 @@ def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     for kind, prefix in ((_SLIDING, ""), (_FULL, "global_")):
         rope = ropes.get(kind) if isinstance(ropes, Mapping) else ropes
         given = rope if isinstance(rope, Mapping) else {}
-        name, theta = given.get("rope_type"), given.get("rope_theta")
+        name = given.get("rope_type")
+        theta = given.get("rope_theta")
         if name not in ("default", "proportional") or not isinstance(theta, int | float):
             problem = f"rope_parameters of {kind} are {rope!r:.80}, expected a rope_theta, and"
             raise error("config.json", f"{problem} default or proportional for rope_type")
@@ -223,7 +226,7 @@ _TENSORS = {
 _MAP: WeightMap = (
     *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),
     *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _MODULES.items()),
-    *(RenameTensor(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
+    *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
 )
 _ACTIVATION = "gelu_pytorch_tanh"
 _FIXED: dict[str, Any] = {

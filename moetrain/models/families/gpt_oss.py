@@ -14,10 +14,11 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.sink_attention import SinkAttention
-from moetrain.models.family import Family, RenameTensor, register
+from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 
 
 class _GptOss(Architecture):
@@ -64,15 +65,15 @@ _OURS = "layers.{layer}.moe"
 _THEIRS = "model.layers.{layer}.mlp"
 _WEIGHT_MAP = (
     *DENSE,
-    RenameTensor("layers.{layer}.attn.sinks", "model.layers.{layer}.self_attn.sinks"),
-    RenameTensor(f"{_OURS}.router.weight", f"{_THEIRS}.router.weight"),
-    RenameTensor(f"{_OURS}.router.logit_bias", f"{_THEIRS}.router.bias"),
+    Rename("layers.{layer}.attn.sinks", "model.layers.{layer}.self_attn.sinks"),
+    Rename(f"{_OURS}.router.weight", f"{_THEIRS}.router.weight"),
+    Rename(f"{_OURS}.router.logit_bias", f"{_THEIRS}.router.bias"),
     InterleavedExperts(f"{_OURS}.experts.w_gate_up", f"{_THEIRS}.experts.gate_up_proj", parts=2),
     InterleavedExperts(
         f"{_OURS}.experts.b_gate_up", f"{_THEIRS}.experts.gate_up_proj_bias", parts=2
     ),
     InterleavedExperts(f"{_OURS}.experts.w_down", f"{_THEIRS}.experts.down_proj"),
-    RenameTensor(f"{_OURS}.experts.b_down", f"{_THEIRS}.experts.down_proj_bias"),
+    Rename(f"{_OURS}.experts.b_down", f"{_THEIRS}.experts.down_proj_bias"),
 )
 _FIXED: dict[str, Any] = {"norm_topk_prob": True, "late_norms": True}
 

@@ -93,7 +93,8 @@ class LatentAttention(AttentionPart):
     @property
     def scale(self) -> float:
         """Factor of the scores; YaRN's stretched contexts have larger ones (arXiv 2309.00071)."""
-        rope, scale = self.rope, self.head_dim**-0.5
+        rope = self.rope
+        scale = self.head_dim**-0.5
         if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
             return scale
         return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
@@ -178,8 +179,10 @@ class MultiHeadLatent(nn.Module):
         self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.backend: Backend = kernels.backend
         self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
-        self.nope, self.rope = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
-        self.latent, self.v_width = sizes.kv_lora_rank, sizes.v_head_dim
+        self.nope = sizes.qk_nope_head_dim
+        self.rope = sizes.qk_rope_head_dim
+        self.latent = sizes.kv_lora_rank
+        self.v_width = sizes.v_head_dim
         dim, (q_dim, kv_dim), (q_latent, kv_latent) = (
             sizes.hidden_size,
             sizes.expanded,

@@ -159,7 +159,8 @@ class LinearAttention(LinearMixer):
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
-        x_TD, dtype = x_BSD.flatten(0, 1), x_BSD.dtype
+        x_TD = x_BSD.flatten(0, 1)
+        dtype = x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
         given = (q, k, v, self.wa(x_TD), self.wb(x_TD))

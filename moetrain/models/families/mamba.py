@@ -156,10 +156,13 @@ class Mamba(LinearMixer):
 
     def __init__(self, sizes: Mamba2, kernels: KernelsSection) -> None:
         super().__init__(kernels)
-        self.head_dim, self.state_dim = sizes.mamba_head_dim, sizes.mamba_state_dim
-        self.min_step, self.eps = sizes.mamba_min_step, sizes.norm_eps
+        self.head_dim = sizes.mamba_head_dim
+        self.state_dim = sizes.mamba_state_dim
+        self.min_step = sizes.mamba_min_step
+        self.eps = sizes.norm_eps
         self.group_dim = sizes.widths[0] // sizes.mamba_num_groups
-        dim, widths = sizes.hidden_size, sizes.inputs
+        dim = sizes.hidden_size
+        widths = sizes.inputs
         self.wz, self.wx, self.wb, self.wc = (Linear(dim, widths[x], kernels) for x in "zxbc")
         self.wdt = Linear(dim, widths["dt"], kernels.without_fp8)
         self.wo = Linear(sizes.widths[0], dim, kernels)
@@ -169,7 +172,8 @@ class Mamba(LinearMixer):
 
     def forward(self, h_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
-        h_TD, dtype = h_BSD.flatten(0, 1), h_BSD.dtype
+        h_TD = h_BSD.flatten(0, 1)
+        dtype = h_BSD.dtype
         # Apart: at most three have one launch where rows are few.
         z = self.wz(h_TD)
         convolving = linears(h_TD, (self.wx, self.wb, self.wc))

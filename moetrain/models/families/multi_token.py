@@ -265,9 +265,9 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
     def repeated(one: Any) -> Any:
         match getattr(one, "ours", None):
             case "embed":
-                return _Repeated("embed", one.theirs, (_EMBED,), (_HEAD,))
+                return _Repeated("embed", one.theirs, copies=(_EMBED,), if_tied=(_HEAD,))
             case "lm_head":
-                return _Repeated("lm_head", one.theirs, (_HEAD,))
+                return _Repeated("lm_head", one.theirs, copies=(_HEAD,))
         return one
 
     return (*map(repeated, weight_map), *_BEHIND), (*weight_map, *_BEHIND)

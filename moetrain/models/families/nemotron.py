@@ -20,7 +20,7 @@ from moetrain.models.families.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_RO
 from moetrain.models.families.mamba import Mamba2
 from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
 Mixer = Literal["mamba", "attention", "moe", "mlp"]
@@ -114,8 +114,10 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 # ---- weights -----------------------------------------------------------------------------------
 
-_OURS, _THEIRS = "layers.{layer}", "backbone.layers.{layer}"
-_MAMBA, _MIXER = f"{_OURS}.mamba", f"{_THEIRS}.mixer"
+_OURS = "layers.{layer}"
+_THEIRS = "backbone.layers.{layer}"
+_MAMBA = f"{_OURS}.mamba"
+_MIXER = f"{_THEIRS}.mixer"
 _EXPERT = f"{_MIXER}.experts.{{expert}}"
 
 
@@ -145,13 +147,13 @@ _MAP: WeightMap = (
         f"{_MIXER}.conv1d.bias",
         lambda arch: _inputs(arch)[1:4],
     ),
-    RenameTensor(f"{_MAMBA}.a_log", f"{_MIXER}.A_log"),
-    RenameTensor(f"{_MAMBA}.d", f"{_MIXER}.D"),
-    RenameTensor(f"{_MAMBA}.dt_bias", f"{_MIXER}.dt_bias"),
-    RenameTensor(f"{_MAMBA}.norm", f"{_MIXER}.norm.weight"),
+    Rename(f"{_MAMBA}.a_log", f"{_MIXER}.A_log"),
+    Rename(f"{_MAMBA}.d", f"{_MIXER}.D"),
+    Rename(f"{_MAMBA}.dt_bias", f"{_MIXER}.dt_bias"),
+    Rename(f"{_MAMBA}.norm", f"{_MIXER}.norm.weight"),
     Rename(f"{_MAMBA}.wo", f"{_MIXER}.out_proj"),
-    RenameTensor(f"{_OURS}.moe.router.weight", f"{_MIXER}.gate.weight"),
-    RenameTensor(f"{_OURS}.moe.router.bias", f"{_MIXER}.gate.e_score_correction_bias"),
+    Rename(f"{_OURS}.moe.router.weight", f"{_MIXER}.gate.weight"),
+    Rename(f"{_OURS}.moe.router.bias", f"{_MIXER}.gate.e_score_correction_bias"),
     *(
         Rename(f"{_OURS}.moe.shared_experts.w_{x}", f"{_MIXER}.shared_experts.{x}_proj")
         for x in ("up", "down")

@@ -122,7 +122,8 @@ class QKClip:
         for peaks_H, (path, part) in zip(self.peaks_LH, self.parts.items(), strict=True):
             if (holder := here.get(path)) is None:
                 continue
-            heads, backend = part.num_heads // count, holder.backend
+            heads = part.num_heads // count
+            backend = holder.backend
             own_H = peaks_H[index * heads : (index + 1) * heads]
             while hasattr(holder.core, "core"):  # what brings heads or tokens together
                 holder = holder.core
@@ -148,7 +149,8 @@ def _patterns(part: Any) -> Mapping[str, list[tuple[int, float]]]:
     """Give, by weight, how many rows of each head are scaled by which powers of gamma, in order."""
     if isinstance(part, LatentAttention):
         query = "wq_b" if part.q_lora_rank else "wq"
-        nope, rope = (part.qk_nope_head_dim, 0.5), (part.qk_rope_head_dim, 1.0)
+        nope = (part.qk_nope_head_dim, 0.5)
+        rope = (part.qk_rope_head_dim, 1.0)
         return {query: [nope, rope], "wkv_b": [nope, (part.v_head_dim, 0.0)]}
     assert isinstance(part, GroupedQueryAttention)  # there are no others
     shares = part.num_heads > part.num_kv_heads

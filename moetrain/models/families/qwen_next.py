@@ -16,12 +16,13 @@ from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import Family, Rename, RenameTensor, WeightMap, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 
 
 class _QwenNext(FurtherTokens, MoEDecoder):
@@ -96,7 +97,8 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read as :func:`_read_layers`, and which layers are MoE."""
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    step = config["decoder_sparse_step"]
+    dense = config["mlp_only_layers"] or []
     if step < 1:
         raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
     layers = range(config["num_hidden_layers"])
@@ -133,7 +135,8 @@ def _each_gate(arch: Architecture) -> tuple[int, ...]:
     return (_of_key_heads(arch)[2],) * 2
 
 
-_OURS, _THEIRS = "layers.{layer}.linear_attn", "model.layers.{layer}.linear_attn"
+_OURS = "layers.{layer}.linear_attn"
+_THEIRS = "model.layers.{layer}.linear_attn"
 
 
 def _weights(*names: str) -> tuple[str, ...]:
@@ -142,8 +145,8 @@ def _weights(*names: str) -> tuple[str, ...]:
 
 _LINEAR_MAP = (
     TakeRows(tuple(f"{_OURS}.conv_{x}" for x in "qkv"), f"{_THEIRS}.conv1d.weight", _all_rows),
-    RenameTensor(f"{_OURS}.a_log", f"{_THEIRS}.A_log"),
-    RenameTensor(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
+    Rename(f"{_OURS}.a_log", f"{_THEIRS}.A_log"),
+    Rename(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
     Rename(f"{_OURS}.norm", f"{_THEIRS}.norm"),
     Rename(f"{_OURS}.wo", f"{_THEIRS}.out_proj"),
 )
@@ -162,11 +165,9 @@ _GATE = Rename(
 )
 _EXPERTS = moe_block(shared="shared_expert")
 _PACKED = (
-    *(one for one in _EXPERTS if isinstance(one, (Rename, RenameTensor))),
-    RenameTensor(
-        "layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"
-    ),
-    RenameTensor("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
+    *(one for one in _EXPERTS if isinstance(one, Rename)),
+    Rename("layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"),
+    Rename("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
 )
 
 

@@ -45,7 +45,8 @@ class SquaredReLU(Part):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        dim, width = self.hidden_size, self.intermediate_size
+        dim = self.hidden_size
+        width = self.intermediate_size
         return linear("w_up", width, dim, COLWISE) | linear("w_down", dim, width, ROWWISE)
 
     def activations(self, share: Workload) -> float:
@@ -165,7 +166,8 @@ class SquaredReLUMoE(MoE):
 
     def __init__(self, sizes: SquaredReLUExperts, moe: MoeSection, kernels: KernelsSection) -> None:
         super().__init__(sizes, moe, kernels)
-        latent, dim = sizes.moe_latent_size, sizes.hidden_size
+        latent = sizes.moe_latent_size
+        dim = sizes.hidden_size
         self.to_latent = Linear(dim, latent, kernels) if latent else None
         self.from_latent = Linear(latent, dim, kernels) if latent else None
 

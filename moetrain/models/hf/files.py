@@ -16,12 +16,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -122,20 +123,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
-_TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-}
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
@@ -148,6 +135,13 @@ _MAX_JSON_BYTES = 256 * 2**20
 class TokenizerFiles:
     """The tokenizer that a model was trained with, as files to export."""
 
+    NAMES: ClassVar = (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.tiktoken"),
+        *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*"),
+        f"{_TEMPLATES}/*",
+    )
+    """Patterns of the names of a tokenizer's files in its checkpoint."""
+
     files: Mapping[str, Path | str]
     """Each file by its name in the export: a path to copy, or the text to write."""
     eos_id: int
@@ -159,11 +153,10 @@ class TokenizerFiles:
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{key}_token_id": value for key, value in ids.items()}
 
-    @staticmethod
-    def has(name: str) -> bool:
+    @classmethod
+    def has(cls, name: str) -> bool:
         """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
-        is_named = name in _TOKENIZER_FILES or name.startswith(_TEMPLATES)
-        return is_named or name.endswith(".tiktoken")
+        return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
 
 def small_files(folder: Path) -> list[str]:
@@ -237,12 +230,14 @@ _DOWNLOADED += ["LICENSE*", "NOTICE*", "README.md"]
 def resolve(
     path_or_hub_id: str | os.PathLike[str],
     *,
+    needs_weights: bool = True,
     is_downloader: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Path:
     """Return the local folder of a checkpoint; download a hub id unless the cache has all of it.
 
     Args:
+        needs_weights: whether more than ``config.json`` must be there; else nothing is downloaded.
         is_downloader: whether this process may download; one per machine should.
         barrier: waits until every process has called it. It is called once in every case, also
             when this process fails, so that no other process is left waiting.
@@ -252,34 +247,18 @@ def resolve(
     """
     name = os.fspath(path_or_hub_id)
     try:
-        folder = _find_local(name)
+        folder = _find_local(name, needs_weights)
+        if folder is None and not needs_weights:
+            raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
         if folder is None and is_downloader:
             folder = _download(name)
     finally:
         if barrier is not None:
             barrier()
-    folder = folder or _find_local(name)
+    folder = folder or _find_local(name, needs_weights)
     if folder is None:
         raise error(name, "the process that downloads for this machine has not brought it")
     return folder
-
-
-def config_folder(path_or_hub_id: str) -> Path:
-    """Return the local folder of a model's ``config.json``, whose weights need not be there.
-
-    Raises ConfigError: there is none, in a folder of that name or in the hub's cache.
-    """
-    try:
-        folder = Path(path_or_hub_id).expanduser()
-        for found in (folder, folder / EXPORT):
-            if (found / CONFIG).is_file():
-                return found
-        cached = try_to_load_from_cache(path_or_hub_id, CONFIG)
-    except (HFValidationError, OSError, RuntimeError, ValueError):
-        cached = None
-    if not isinstance(cached, str):
-        raise error(path_or_hub_id, f"no folder with {CONFIG}, and none in the hub's cache here")
-    return Path(cached).parent
 
 
 def export_in(folder: Path) -> Path:
@@ -298,8 +277,9 @@ def export_in(folder: Path) -> Path:
     raise error(folder, f"the output folder of a run, with {what}")
 
 
-def _find_local(name: str) -> Path | None:
-    """Find the folder, or a complete snapshot in the hub's cache, without using the network."""
+def _find_local(name: str, needs_weights: bool) -> Path | None:
+    """Find the folder, or a snapshot in the hub's cache with all that is needed, without using the
+    network."""
     if not name.strip() or "\0" in name:
         raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two")
     try:
@@ -317,7 +297,8 @@ def _find_local(name: str) -> Path | None:
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     try:
-        _shards(Path(snapshot))
+        if needs_weights:
+            _shards(Path(snapshot))
     except ConfigError:  # an interrupted download, or another tool's, left only some of the files
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None

@@ -33,7 +33,6 @@ from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
     CONFIG,
     HFSource,
-    config_folder,
     error,
     find_in,
     listing,
@@ -309,7 +308,7 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
 
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
     if section.path is not None:
-        folder = resolve(section.path) if needs_weights else config_folder(section.path)
+        folder = resolve(section.path, needs_weights=needs_weights)
         config = read_json(folder / CONFIG)
         arch = architecture_from_hf(config)
         if further:

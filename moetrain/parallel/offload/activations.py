@@ -142,19 +142,16 @@ class _HostCopy:
             self.stream = self.host.current()
             self.last = self.host.copy_up(self.pages, self.last, self.here)
 
-    def storage(self) -> torch.UntypedStorage:
-        """Give the storage for what is queued next on this stream to read."""
+    def tensor(self, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+        """Give the tensor at an offset of the storage, with a shape and strides, for what is queued
+        next on this stream to read."""
         self.reload()
         assert self.here is not None
         for tensor, version in self.saved:
             _unchanged(tensor, version)
         if (stream := self.host.current()) is not None:
             stream.wait_event(self.last)
-        return self.here.untyped_storage()
-
-    def tensor(self, dtype: torch.dtype, *place: Any) -> torch.Tensor:
-        """Give the tensor at an offset of the storage, with a shape and strides."""
-        storage = self.storage()
+        storage = self.here.untyped_storage()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
     def __del__(self) -> None:

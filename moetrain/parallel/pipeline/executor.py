@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -111,31 +112,27 @@ class Pipeline:
         return sums, RoutingStats(*(x.view(shape).to(dtype) for x, shape, dtype in together))
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        schedule: Schedule,
-        batches: Sequence[Any],
-        finish: _Finish,
-        learns: bool,
-    ) -> None:
-        self.model = pipeline.model
-        self.fsdp = pipeline.fsdp
-        self.stages = pipeline.stages
-        self.watch = pipeline.watch
-        self.schedule = schedule
-        self.batches = batches
-        self.finish = finish
-        self.learns = learns
-        self.made: dict[tuple[Action, int], _Tensors] = {}
-        """The tensors that an action made for a stage, made here or received."""
-        self.arriving: dict[tuple[Action, int], list[dist.Work]] = {}
-        """The receives under way of entries of :attr:`made`."""
-        self.graphs: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = {}
-        """The inputs and outputs of a stage for a micro-batch, until the backward."""
-        self.sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
-        self.backwards_left = sum(a.kind == "B" for a in schedule.actions[self.stages.rank])
+    pipeline: Pipeline
+    schedule: Schedule
+    batches: Sequence[Any]
+    finish: _Finish
+    learns: bool
+    made: dict[tuple[Action, int], _Tensors] = field(default_factory=dict)
+    """The tensors that an action made for a stage, made here or received."""
+    arriving: dict[tuple[Action, int], list[dist.Work]] = field(default_factory=dict)
+    """The receives under way of entries of :attr:`made`."""
+    graphs: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = field(default_factory=dict)
+    """The inputs and outputs of a stage for a micro-batch, until the backward."""
+    sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.model = self.pipeline.model
+        self.fsdp = self.pipeline.fsdp
+        self.stages = self.pipeline.stages
+        self.watch = self.pipeline.watch
+        self.backwards_left = sum(a.kind == "B" for a in self.schedule.actions[self.stages.rank])
 
     def run(self, steps: Sequence[Step]) -> None:
         for step in steps:

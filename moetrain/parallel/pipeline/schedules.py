@@ -18,7 +18,7 @@ Left out on purpose: schedules that split the backward (zero bubble), which comp
 allow, and forwards merged with backwards; LOG.md has what they gave.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
@@ -196,53 +196,40 @@ class _Timeline:
         """When the last action ends; the first starts at 0."""
         return max(end for _, end in self.times.values())
 
-    def busy(self, rank: int) -> float:
-        times = [self.times[action] for action in self.schedule.actions[rank]]
-        return sum(end - start for start, end in times)
-
     @property
     def bubble(self) -> float:
         """The share of the time in which a rank idles, a mean over ranks."""
-        ranks = self.schedule.num_ranks
-        return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
+        busy = sum(end - start for start, end in self.times.values())
+        return 1 - busy / (self.schedule.num_ranks * self.makespan)
 
 
 # ---- the kinds of schedules ----------------------------------------------------------------------
 
 
-def _weave(
-    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
-) -> Iterator[Action]:
-    """Yield ``warmup`` forwards, then forwards and backwards by turns, then the backwards left."""
-    yield from forwards[:warmup]
-    rest = forwards[warmup:]
-    for i, backward in enumerate(backwards):
-        yield from rest[i : i + 1]
-        yield backward
-
-
-def _gpipe(r: int, p: int, v: int, m: int) -> Iterator[Action]:
-    return _weave([Action("F", r, k) for k in range(m)], [Action("B", r, k) for k in range(m)], m)
-
-
-def _one_by_one(r: int, p: int, v: int, m: int) -> Iterator[Action]:
-    """Micro-batches go in groups of p through one stage of this rank after the other."""
-    rounds = [(k // (v * p) * p + k % p, k // p % v) for k in range(v * m)]
-    forwards = [Action("F", r + chunk * p, k) for k, chunk in rounds]
-    backwards = [Action("B", r + (v - 1 - chunk) * p, k) for k, chunk in rounds]
-    warmup = p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * p
-    return _weave(forwards, backwards, warmup)
-
-
 class _ScheduleKind(NamedTuple):
     """The recipe of all schedules of one name."""
 
-    actions: Callable[[int, int, int, int], Iterator[Action]]
-    """The actions of rank r of p, with v stages, for m micro-batches."""
+    fills: bool = False
+    """Whether all forwards come before the first backward."""
     stages_per_rank: range = range(1, 2)
     """The numbers of stages that a rank can have."""
     by_rounds: bool = False
     """Whether micro-batches must be a multiple of the ranks."""
+
+    def actions(self, r: int, p: int, v: int, m: int) -> Iterator[Action]:
+        """Yield the actions of rank r of p, with v stages, for m micro-batches.
+
+        These go in groups of p through one stage of the rank after the other: some forwards, then
+        forwards and backwards by turns, then the backwards that are left.
+        """
+        rounds = [(k // (v * p) * p + k % p, k // p % v) for k in range(v * m)]
+        forwards = [Action("F", r + chunk * p, k) for k, chunk in rounds]
+        warmup = p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * p
+        warmup = len(forwards) if self.fills else warmup
+        yield from forwards[:warmup]
+        for i, (k, chunk) in enumerate(rounds, warmup):
+            yield from forwards[i : i + 1]
+            yield Action("B", r + (v - 1 - chunk) * p, k)
 
     def check_stages(self, name: str, stages: int) -> None:
         low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
@@ -253,7 +240,7 @@ class _ScheduleKind(NamedTuple):
 
 
 SCHEDULES: Mapping[str, _ScheduleKind] = {
-    "gpipe": _ScheduleKind(_gpipe),
-    "1f1b": _ScheduleKind(_one_by_one),
-    "interleaved_1f1b": _ScheduleKind(_one_by_one, range(2, 65), by_rounds=True),
+    "gpipe": _ScheduleKind(fills=True),
+    "1f1b": _ScheduleKind(),
+    "interleaved_1f1b": _ScheduleKind(stages_per_rank=range(2, 65), by_rounds=True),
 }

@@ -149,7 +149,6 @@ class SolvedEnvironment(TextEnvironment):
     """A :class:`TextEnvironment` whose problems have a known answer, which can be demonstrated."""
 
     def demonstrate(self, task: int) -> Demonstration:
-        """Return the prompt with its answer."""
         problem = self.problem(task)
         prompt = self.prompts.encode(problem.prompt, problem.record)
         answer = self.prompts.ended(problem.answer)
