@@ -42,11 +42,14 @@ class Barrier:
             assert self.phases % 2 != parity % 2, "a part waits in vain"
 
 
-class Barriers(list):
+class Barriers:
     """An array of barriers in shared memory."""
 
+    def __init__(self, length, count):
+        self.all = [Barrier(count) for _ in range(length)]
+
     def index(self, i):
-        return self[int(i)]
+        return self.all[int(i)]
 
 
 class Memory:
@@ -110,7 +113,7 @@ class Descriptor:
         if len(at) == 4:  # the end of the group is the row 2^30
             rows = int(at[1])
             row += rows - int(at[0])
-        assert row >= 0 and column >= 0
+        assert min(row, column) >= 0
         tall, wide = self.block
         return slice(row, min(row + tall, rows)), slice(column, min(column + wide, width))
 
@@ -164,8 +167,11 @@ HOPPER = SimpleNamespace(
     fence_async_shared=lambda: None,
 )
 GL = SimpleNamespace(
-    **{name: None for name in ("constexpr", "float32", "int32")},
-    **{name: lambda *_: None for name in ("BlockedLayout", "NVMMADistributedLayout")},
+    constexpr=None,
+    float32=None,
+    int32=None,
+    BlockedLayout=lambda *_: None,
+    NVMMADistributedLayout=lambda *_: None,
     SliceLayout=lambda *_: None,
     program_id=lambda axis: _HERE.program,
     num_programs=lambda axis: _HERE.programs,
@@ -191,7 +197,7 @@ def run(programs, parts_of):
         _HERE.program, _HERE.programs = program, programs
         try:
             function(*arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised below, in the test's thread
             with _CHANGED:
                 _FAILED.append(error)
                 _CHANGED.notify_all()

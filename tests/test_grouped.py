@@ -47,7 +47,7 @@ def launch(mode, a, b, outs, weights, height, width, depth, *, is_gated=False, p
             return threads.Memory(np.full(shape, np.nan, np.float32))
 
         def barriers(count):
-            return threads.Barriers(threads.Barrier(count) for _ in range(4))
+            return threads.Barriers(4, count)
 
         numbers = (threads.Memory(np.zeros(1, np.int64)), threads.Barrier(1), threads.Barrier(3))
         bounds = (threads.Pointer(np.array(ENDS)), len(SIZES))
@@ -114,7 +114,8 @@ def test_parts_meet_in_the_gated_product(in_threads):
     gate, up = np.split(expected, 2, axis=1)
     active = gate / (1 + np.exp(-gate)) * up * weights[:ROWS, None]
     np.testing.assert_allclose(h[:ROWS], active, atol=1e-2, rtol=1e-3)
-    assert (a[ROWS:] == UNWRITTEN).all() and (h[ROWS:] == UNWRITTEN).all()
+    assert (a[ROWS:] == UNWRITTEN).all()
+    assert (h[ROWS:] == UNWRITTEN).all()
 
 
 def test_a_cpu_takes_torchs_product():

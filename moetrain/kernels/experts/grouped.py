@@ -33,6 +33,8 @@ Legend: R rows, E groups (experts), K inner and M, N outer widths, D model width
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+# ruff: noqa: RUF005 - Triton's language has no starred expressions
 
 import functools
 from typing import Any

@@ -1,8 +1,8 @@
 """The experts' matrix products: grouped by expert, and the router's in fp32.
 
 This is the one place that names torch's grouped GEMM, and the one that chooses between it and ours
-(:mod:`moetrain.kernels.experts.grouped`), which has its bits. Rows of ``a`` are sorted by group; group g is
-rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
+(:mod:`moetrain.kernels.experts.grouped`), which has its bits. Rows of ``a`` are sorted by group;
+group g is rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
 uninitialised memory (0 x NaN is NaN, so nothing may reduce over them).
 
 :func:`router_logits` is ``x @ weight^T`` in fp32 at the speed of bf16: products of bf16 numbers are
