@@ -15,7 +15,6 @@ import numpy as np
 PATIENCE = 60.0
 """Seconds that a part waits at a barrier before the test fails."""
 _CHANGED = threading.Condition()
-_HERE = threading.local()
 _FAILED: list[Exception] = []
 
 
@@ -173,8 +172,6 @@ GL = SimpleNamespace(
     BlockedLayout=lambda *_: None,
     NVMMADistributedLayout=lambda *_: None,
     SliceLayout=lambda *_: None,
-    program_id=lambda axis: _HERE.program,
-    num_programs=lambda axis: _HERE.programs,
     static_range=range,
     to_tensor=lambda x: x,
     where=lambda condition, x, y: x if condition else y,
@@ -193,8 +190,7 @@ def run(programs, parts_of):
     """Run the parts of all programs; ``parts_of()`` lists a program's functions and arguments."""
     _FAILED.clear()
 
-    def part(program, function, arguments):
-        _HERE.program, _HERE.programs = program, programs
+    def part(function, arguments):
         try:
             function(*arguments)
         except Exception as error:  # noqa: BLE001 - raised below, in the test's thread
@@ -203,8 +199,8 @@ def run(programs, parts_of):
                 _CHANGED.notify_all()
 
     threads = [
-        threading.Thread(target=part, args=(program, *pair), daemon=True)
-        for program in range(programs)
+        threading.Thread(target=part, args=pair, daemon=True)
+        for _ in range(programs)
         for pair in parts_of()
     ]
     for thread in threads:

@@ -6,6 +6,7 @@ import gluon_threads as threads
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from moetrain.kernels.experts import grouped, products
@@ -24,7 +25,7 @@ def in_threads(monkeypatch):
     """Make the parts of the kernel plain functions."""
     for name in ("HALF", "COLUMNS", "DEPTH", "STAGES", "PART", "END"):
         monkeypatch.setattr(grouped, f"_{name}", getattr(grouped, f"_{name}").value)
-    parts = "_tiles _place _steps _next_stage _next_tile _schedule _load _multiply"
+    parts = "_tiles _place _steps _next_stage _next_tile _publish _schedule _load _multiply"
     for name in parts.split():
         monkeypatch.setattr(grouped, name, getattr(grouped, name).fn)
     halves = lambda x: np.split(x, 2, axis=1)  # noqa: E731 - as short as what it replaces
@@ -119,16 +120,41 @@ def test_parts_meet_in_the_gated_product(in_threads):
 
 
 def test_a_cpu_takes_torchs_product():
-    a, b = torch.zeros(4, 512).bfloat16(), torch.zeros(2, 512, 512).bfloat16()
-    assert not grouped.takes(a, b)
-    assert not grouped.takes_outer(a, a)
-    assert not grouped.takes_gated(a, b)
+    a, b = torch.zeros(16384, 512).bfloat16(), torch.zeros(2, 512, 512).bfloat16()
+    with torch.no_grad():
+        assert not grouped.takes(a, b)
+        assert not grouped.takes_outer(a, a, 2)
+        assert not grouped.takes_gated(a, b)
+
+
+def test_what_is_taken(monkeypatch):
+    """By widths, rows and layout, on a GPU that is not there."""
+    monkeypatch.setattr(grouped, "_is_hopper", lambda device: True)
+    with FakeTensorMode(), torch.no_grad():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        a, b, wide = empty(65536, 2048), empty(128, 2048, 1536), empty(65536, 1536)
+        assert grouped.takes(a, b)
+        assert grouped.takes(wide, b.transpose(1, 2))
+        assert grouped.takes_gated(a, empty(128, 1536, 2048))
+        assert grouped.takes_outer(a, wide, 128)
+        assert not grouped.takes_outer(a, wide, 8)  # long sums of large matrices
+        assert grouped.takes_outer(a, empty(65536, 768), 8)
+        assert not grouped.takes(empty(8192, 2048), b)
+        assert not grouped.takes(a, empty(128, 2048, 1408))  # the last tile is not full
+        assert not grouped.takes(a, empty(8, 2048, 8192))
+        assert not grouped.takes(a, empty(2048, 128, 1536).transpose(0, 1))
+        assert not grouped.takes(a, empty(128, 2048, 1536, dtype=torch.float16))
+        with torch.enable_grad():
+            assert not grouped.takes(a, b)
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize(("depth", "width"), [(2048, 1536), (768, 2048), (512, 648)])
-@pytest.mark.parametrize("sizes", [SIZES, (5000, 3, 0, 1200), (0, 0)])
+@pytest.mark.parametrize("sizes", [SIZES, (9000, 3, 0, 8200), (0, 0)])
 def test_bits_are_those_of_torchs_products(depth, width, sizes):
     def draw(*shape):
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -138,12 +164,13 @@ def test_bits_are_those_of_torchs_products(depth, width, sizes):
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     a, g = draw(rows + TAIL, depth), draw(rows + TAIL, width)
     a[rows:] = g[rows:] = float("nan")
+    is_taken = rows > 16384 and width % 256 == 0
     for b in (draw(experts, width, depth).transpose(1, 2), draw(experts, depth, width)):
-        assert grouped.takes(a, b)
+        assert grouped.takes(a, b) is is_taken
         expected = F.grouped_mm(a, b, offs=ends)[:rows]
         assert torch.equal(grouped.product(a, b, ends)[:rows], expected)
         assert torch.equal(products.grouped_mm(a, b, ends)[:rows], expected)
-    assert grouped.takes_outer(a, g)
+    assert grouped.takes_outer(a, g, experts) is is_taken
     assert torch.equal(grouped.outer(a, g, ends), F.grouped_mm(a.t(), g, offs=ends))
     w, weights = draw(experts, 1536, depth), torch.rand(rows + TAIL, device="cuda")
     found = grouped.gated(a, w, ends, weights)

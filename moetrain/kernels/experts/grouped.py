@@ -11,8 +11,9 @@ groups of 130 and 10 rows and N = 512 make (2 + 1) x 2 tiles, numbers 0 to 5, of
 the second group's; tiles 2, 3, 4 and 5 have rows for their upper half alone.
 
 As many programs as multiprocessors take tiles in ascending order, each the next one as soon as it
-can: groups differ in size, and other kernels hold multiprocessors. A program has four parts
-(arXiv 2310.20501 and CUTLASS name this warp specialisation), which meet at barriers:
+can: groups differ in size, and a program whose multiprocessor another kernel still holds is not
+waited for. A program has four parts, which meet at barriers (warp specialisation, arXiv
+2407.08608):
 
 - one warp takes the number of the next tile, for all,
 - one warp loads both operands' pieces of 64 in K into a ring of four stages,
@@ -58,38 +59,51 @@ _END = gl.constexpr(0x40000000)
 _fetch = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 _store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 # Triton 3.7 and newer have the first names.
+# What is taken, from one H100: 16 to 128 experts, torch's TFLOP/s first, in LOG.md more.
+_FEWEST_ROWS = 16384
+"""With fewer the host, which takes 0.1 ms a launch, would not keep up."""
 _NARROWEST = 512
-"""Least width of matrices that are taken. Those measured have 768 and more."""
+_LARGEST = 3 << 21
+"""Elements of a group's matrix, 12 MB, of which several stay in the L2 cache while the tiles of a
+group are multiplied: 2048 -> 2816 615 and 627, 2048 -> 7168 601 and 487."""
+_LONGEST = 6144
+"""Rows of a group, on average, over which large weights' gradients are summed: 1536 x 2048 has 509
+and 569 over 1,024 rows, 582 and 547 over 8,192; 768 x 2048 has 491 and 539 over as many."""
+_LARGEST_LONG = 1 << 21
 
 
 def takes(a_RK: torch.Tensor, b_EKN: torch.Tensor) -> bool:
-    """Return True if :func:`product` should multiply these: bf16, wide, on a Hopper GPU.
+    """Return True if :func:`product` should multiply these: bf16, many rows, on a Hopper GPU.
 
     Nothing may be differentiated or compiled, as nothing is within the ops of experts.
     """
-    depth, width = b_EKN.shape[1:]
     is_packed = b_EKN.is_contiguous() or b_EKN.transpose(1, 2).is_contiguous()
+    depth, width = b_EKN.shape[1:]
     return is_packed and depth % _DEPTH.value == 0 and _fits(a_RK, b_EKN, depth, width)
 
 
-def takes_outer(a_RM: torch.Tensor, g_RN: torch.Tensor) -> bool:
-    """Return True if :func:`outer` should multiply these."""
+def takes_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, groups: int) -> bool:
+    """Return True if :func:`outer` should multiply these, of so many groups."""
     height, width = a_RM.shape[1], g_RN.shape[1]
     is_packed = g_RN.is_contiguous() and height % (2 * _HALF.value) == 0
-    return is_packed and _fits(a_RM, g_RN, height, width)
+    is_short = a_RM.shape[0] <= _LONGEST * groups or height * width <= _LARGEST_LONG
+    return is_packed and is_short and _fits(a_RM, g_RN, height, width)
 
 
 def takes_gated(x_RD: torch.Tensor, w_E2FD: torch.Tensor) -> bool:
     """Return True if :func:`gated` should multiply these."""
-    return w_E2FD.shape[1] % _COLUMNS.value == 0 and takes(x_RD, w_E2FD.transpose(1, 2))
+    return takes(x_RD, w_E2FD.transpose(1, 2))
 
 
-def _fits(a: torch.Tensor, b: torch.Tensor, *widths: int) -> bool:
+def _fits(a: torch.Tensor, b: torch.Tensor, height: int, width: int) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    is_wide = min(widths) >= _NARROWEST and all(width % 8 == 0 for width in widths)
+    # Where the last tile is not full: 2048 -> 1408 575 and 534.
+    is_measured = width % _COLUMNS.value == 0 and height * width <= _LARGEST
+    is_large = min(height, width) >= _NARROWEST and a.shape[0] >= _FEWEST_ROWS
     is_bf16 = a.dtype == b.dtype == torch.bfloat16
-    return is_wide and is_bf16 and a.is_cuda and a.is_contiguous() and _is_hopper(a.device)
+    is_here = a.is_cuda and a.is_contiguous() and _is_hopper(a.device)
+    return is_measured and is_large and is_bf16 and is_here
 
 
 @functools.cache
@@ -220,7 +234,7 @@ def _next_stage(stage, phase):
 
 @gluon.jit
 def _next_tile(turn, numbers, WARPS: gl.constexpr):
-    """The tile after the one of ``turn``, as :func:`_schedule` publishes it."""
+    """The tile of ``turn``, as :func:`_schedule` publishes it."""
     ids, id_ready, id_empty = numbers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     hopper.mbarrier.wait(id_ready, turn & 1)
@@ -230,24 +244,31 @@ def _next_tile(turn, numbers, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _schedule(bounds, counter, numbers, M: gl.constexpr, N: gl.constexpr, MODE: gl.constexpr):
-    """Publish the numbers of tiles, one at a time, when all have read the one before."""
-    offsets, groups = bounds
+def _publish(turn, counter, numbers):
+    """Take a tile's number and publish it when all have read the one before."""
     ids, id_ready, id_empty = numbers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    hopper.mbarrier.wait(id_empty, (turn & 1) ^ 1)
+    tile = gl.atomic_add(counter, 1)
+    ids.store(gl.full([1], tile, gl.int32, ONE))
+    hopper.mbarrier.arrive(id_ready, count=1)
+    return tile
+
+
+@gluon.jit
+def _schedule(bounds, counter, numbers, M: gl.constexpr, N: gl.constexpr, MODE: gl.constexpr):
+    """Publish tiles up to the first that there is not."""
+    offsets, groups = bounds
+    tile = _publish(groups * 0, counter, numbers)
     total = groups * 0
     start = groups * 0
     for g in range(groups):
         end = gl.load(offsets + g)
         total += _tiles(end - start, M, N, MODE)
         start = end
-    tile = gl.program_id(0)
-    turn = groups * 0
+    turn = groups * 0 + 1
     while tile < total:
-        hopper.mbarrier.wait(id_empty, (turn & 1) ^ 1)
-        tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        ids.store(gl.full([1], tile, gl.int32, ONE))
-        hopper.mbarrier.arrive(id_ready, count=1)
+        tile = _publish(turn, counter, numbers)
         turn += 1
 
 
@@ -262,10 +283,10 @@ def _load(
     a_ring, b_ring, ready, empty = ring
     HALF_BYTES: gl.constexpr = 2 * _HALF * _DEPTH
     B_BYTES: gl.constexpr = 2 * _COLUMNS * _DEPTH
-    tile = gl.program_id(0)
+    tile = _next_tile(groups * 0, numbers, 1)
+    turn = groups * 0 + 1
     first = groups * 0
     start = groups * 0
-    turn = groups * 0
     stage = groups * 0
     phase = groups * 0 + 1  # the stages are empty
     for g in range(groups):
@@ -326,10 +347,10 @@ def _multiply(
     out_desc, h_desc, weights, out_parts = outs
     a_ring, b_ring, ready, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
-    tile = gl.program_id(0)
+    tile = _next_tile(groups * 0, numbers, 4)
+    turn = groups * 0 + 1
     first = groups * 0
     start = groups * 0
-    turn = groups * 0
     stage = groups * 0
     phase = groups * 0
     part = out_parts.index(LOWER)

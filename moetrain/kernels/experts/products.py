@@ -82,7 +82,7 @@ def grouped_weight_grad(
         return _outer_reference(a_RM, g_RN, offsets_E)
     if a_RM.dtype != torch.bfloat16:
         return _opaque_outer(a_RM, g_RN, offsets_E)
-    if grouped.takes_outer(a_RM, g_RN):
+    if grouped.takes_outer(a_RM, g_RN, offsets_E.shape[0]):
         return grouped.outer(a_RM, g_RN, offsets_E)
     return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
 
