@@ -41,6 +41,7 @@ NOT_KERNELS = {
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.backend",
+    "moetrain.kernels.experts.grouped",
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.linear_attention.reads",

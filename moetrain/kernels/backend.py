@@ -4,10 +4,11 @@ Every kernel takes ``backend``: ``reference`` (plain torch, any device and float
 too), ``triton`` (or fails), or ``auto`` (the fast path on CUDA, plain torch elsewhere). The choice
 is made here once, by the rule the user reads, so that no kernel falls back in silence.
 
-Triton has wheels for Linux alone. Elsewhere ``triton``, ``tl`` and ``TensorDescriptor`` are
-placeholders that let the kernel files be imported, and every kernel runs as its reference. Import
-them from here and never from triton itself. Kernel files switch off the type checks that Triton's
-launch settings, unrolled ranges and constant conditions fail.
+Triton has wheels for Linux alone. Elsewhere ``triton``, ``tl``, ``TensorDescriptor`` and Gluon's
+names (``gluon``, ``gl``, ``hopper``, ``HopperDescriptor``) are placeholders that let the kernel
+files be imported, and every kernel runs as its reference. Import them from here and never from
+triton itself. Kernel files switch off the type checks that Triton's launch settings, unrolled
+ranges and constant conditions fail.
 
 ``activation.save`` names groups of ops whose results selective recomputation keeps. An op joins a
 group where it is defined (:func:`worth_saving`), so that recomputation
@@ -26,6 +27,10 @@ from moetrain.config.compute import SavedName
 if TYPE_CHECKING:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     INTERPRETED: bool
@@ -47,9 +52,14 @@ else:
                 return args[0] if args else self
 
         triton = tl = TensorDescriptor = KNOBS = _Absent()
+        gluon = gl = hopper = HopperDescriptor = triton
         INTERPRETED = False
     else:
         import triton.language as tl
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         KNOBS = triton.knobs
@@ -59,7 +69,11 @@ __all__ = [
     "INTERPRETED",
     "KNOBS",
     "Backend",
+    "HopperDescriptor",
     "TensorDescriptor",
+    "gl",
+    "gluon",
+    "hopper",
     "refusal",
     "require_contiguous",
     "save_inputs",

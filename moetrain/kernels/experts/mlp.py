@@ -45,6 +45,7 @@ from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, refusal, use_fast, worth_saving
+from moetrain.kernels.experts import grouped
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute,
@@ -160,8 +161,12 @@ def _expert_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
+    has_gate = w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
+    if has_gate and activation == "silu" and grouped.takes_gated(x_RD, w_gate_up_E2FD):
+        a_R2F, h_RF = grouped.gated(x_RD, w_gate_up_E2FD, offsets_E, weights_R)
+    else:
+        a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+        h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     del x_RD, h_RF
     y_TD = torch.empty_like(x_TD)

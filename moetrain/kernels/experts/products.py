@@ -1,7 +1,8 @@
-"""The experts' matrix products that torch multiplies: grouped by expert, and the router's in fp32.
+"""The experts' matrix products: grouped by expert, and the router's in fp32.
 
-This is the one place that names torch's grouped GEMM. Rows of ``a`` are sorted by group; group g is
-rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
+This is the one place that names torch's grouped GEMM, and the one that chooses between it and ours
+(:mod:`moetrain.kernels.experts.grouped`), which has its bits. Rows of ``a`` are sorted by group;
+group g is rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
 uninitialised memory (0 x NaN is NaN, so nothing may reduce over them).
 
 :func:`router_logits` is ``x @ weight^T`` in fp32 at the speed of bf16: products of bf16 numbers are
@@ -21,6 +22,7 @@ from torch.nn.functional import grouped_mm as _grouped_mm
 
 from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, refusal, save_inputs, use_fast, worth_saving
+from moetrain.kernels.experts import grouped
 
 _ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 
@@ -36,9 +38,11 @@ def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor)
     multiple = _ALIGNMENT_BYTES // b_EMN.element_size()
     if b_EMN.shape[1] % multiple or b_EMN.shape[2] % multiple:
         raise refusal("grouped_mm", f"widths that are multiples of {multiple}", b=b_EMN)
-    if a_RM.dtype == torch.bfloat16:
-        return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
-    return _opaque_mm(a_RM, b_EMN, offsets_E)
+    if a_RM.dtype != torch.bfloat16:
+        return _opaque_mm(a_RM, b_EMN, offsets_E)
+    if grouped.takes(a_RM, b_EMN):
+        return grouped.product(a_RM, b_EMN, offsets_E)
+    return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
 # On a CPU the product takes fp32 and fp16, too, but its shape function does not.
@@ -76,9 +80,11 @@ def grouped_weight_grad(
     """
     if a_RM.dtype == torch.float64:
         return _outer_reference(a_RM, g_RN, offsets_E)
-    if a_RM.dtype == torch.bfloat16:
-        return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
-    return _opaque_outer(a_RM, g_RN, offsets_E)
+    if a_RM.dtype != torch.bfloat16:
+        return _opaque_outer(a_RM, g_RN, offsets_E)
+    if grouped.takes_outer(a_RM, g_RN, offsets_E.shape[0]):
+        return grouped.outer(a_RM, g_RN, offsets_E)
+    return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
 
 
 def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
