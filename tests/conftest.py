@@ -14,6 +14,9 @@ from pathlib import Path
 # a pool of compilers for each process takes longer to start than what there is to compile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each process that compiles would try the processor's instructions out by compilers and a Python
+# for each set of them, for two seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -117,7 +117,7 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
     _, _, command = plan(capsys, str(tmp_path), "--gpus", "1", *FIXED)
     assert command[2:4] == ["--model.path", str(tmp_path)]
     cached = str(tmp_path / "config.json")
-    monkeypatch.setattr(files, "try_to_load_from_cache", lambda *_: cached)
+    monkeypatch.setattr(files.hub, "try_to_load_from_cache", lambda *_: cached)
     _, _, command = plan(capsys, "owner/name", "--gpus", "1", *FIXED)
     assert command[2:4] == ["--model.path", "owner/name"]
 

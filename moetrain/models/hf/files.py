@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import huggingface_hub as hub  # which imports its parts when they are first used
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError, logger
@@ -274,8 +273,8 @@ def config_folder(path_or_hub_id: str) -> Path:
         for found in (folder, folder / EXPORT):
             if (found / CONFIG).is_file():
                 return found
-        cached = try_to_load_from_cache(path_or_hub_id, CONFIG)
-    except (HFValidationError, OSError, RuntimeError, ValueError):
+        cached = hub.try_to_load_from_cache(path_or_hub_id, CONFIG)
+    except (OSError, RuntimeError, ValueError):  # of the hub too
         cached = None
     if not isinstance(cached, str):
         raise error(path_or_hub_id, f"no folder with {CONFIG}, and none in the hub's cache here")
@@ -313,8 +312,8 @@ def _find_local(name: str) -> Path | None:
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise error(name, f"cannot be opened: {reason}") from None
     try:
-        snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
+        snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
+    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
         return None
     try:
         _shards(Path(snapshot))
@@ -325,8 +324,8 @@ def _find_local(name: str) -> Path | None:
 
 def _download(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except HFValidationError:
+        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except hub.errors.HFValidationError:
         raise error(name, "no such folder, and not a hub id (owner/name)") from None
     except OSError as failure:  # the hub's own errors are OSErrors too
         raise error(name, f"no such folder, and not available from the hub: {failure}") from None
