@@ -131,8 +131,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
-        # Torch needs it a second later, and reading files leaves the interpreter free.
-        threading.Thread(target=import_module, args=("sympy",), daemon=True).start()
+        threading.Thread(target=_import_ahead, args=(config,), daemon=True).start()
         if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0
@@ -152,6 +151,15 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
 
 run_rl = partial(main, command="rl")
 run_jobs = partial(main, command="jobs")
+
+
+def _import_ahead(config: Config) -> None:
+    """Import what torch will use a second later: reading files leaves the interpreter free.
+
+    Nothing of this uses torch, which another thread imports now.
+    """
+    for name in ("sympy", *["networkx"] * (config.compile.enabled is not False)):
+        import_module(name)
 
 
 def _help(program: _Program) -> str:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
@@ -64,6 +64,7 @@ _Launches = dict[Any, list[_Launch]]
 
 def launches_of(fake_step: Callable[[], object]) -> _Launches:
     """Run ``fake_step`` on tensors without memory (a FakeTensorMode) and return its launches."""
+    threading.Thread(target=_hash_triton, daemon=True).start()
     found: _Launches = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -92,6 +93,16 @@ def compile_ahead(
     rest = [pool.submit(_compile, *item, after=own) for item in of_others]
     pool.shutdown(wait=False)
     return own + rest
+
+
+def _hash_triton() -> None:
+    """Compute what every kernel's key begins with, a hash of all of Triton's files.
+
+    Triton remembers it, but every thread that asked for it meanwhile would read them all, and so
+    would the first launch: 0.7 s of a start.
+    """
+    with suppress(AttributeError):  # it is no public function
+        triton.runtime.cache.triton_key()
 
 
 def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]] = ()) -> None:
