@@ -63,7 +63,7 @@ def pytest_collection_finish():
     """Garbage is not looked for in what stays, thousands of tests among it, and less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(100_000)
     gc.enable()
 
 

@@ -105,7 +105,7 @@ def leave(code: int) -> NoReturn:
 
     Python would go on to take a million objects apart, which takes most of a second.
     """
-    threading._shutdown()  # waits for threads
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]; it waits for threads
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
