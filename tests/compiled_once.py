@@ -2,7 +2,7 @@
 
 Else every process that compiles would take a second for it. What is there then is nothing that
 garbage is looked for in, process by process, nor is it looked for after every 700 objects: a
-compiler makes millions, and that was a twelfth of its time.
+compiler makes millions, and that was a sixth of its time.
 """
 
 import gc
@@ -25,4 +25,4 @@ torch.compile(_recomputed, backend="aot_eager", fullgraph=True)(torch.ones(3, 2)
 torch.compiler.reset()
 gc.collect()
 gc.freeze()
-gc.set_threshold(10_000)
+gc.set_threshold(100_000, 50, 1000)

@@ -14,6 +14,9 @@ from pathlib import Path
 # a pool of compilers for each process takes longer to start than what there is to compile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each process that compiles would try the processor's instructions out by compilers and a Python
+# for each set of them, for two seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported and collected, of which nothing is garbage
 
 
 LONG = {
@@ -59,7 +63,8 @@ def pytest_collection_finish():
     """Garbage is not looked for in what stays, thousands of tests among it, and less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(100_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

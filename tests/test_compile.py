@@ -8,10 +8,12 @@ import torch
 from architectures import make_architecture
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
-from moetrain.kernels import small_m
+from moetrain.kernels import ahead, small_m
+from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import update_router_bias
@@ -209,6 +211,33 @@ def test_inductor_gives_the_losses_of_eager():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     assert not counters["graph_break"]
     assert not counters["recompiles"]
+
+
+def test_what_was_compiled_is_found_again_unless_the_source_is_another(monkeypatch):
+    """With two norms, whose backwards are an op of ours and a function's."""
+
+    def gradients():
+        torch._dynamo.reset()
+        counters.clear()
+        x_TD, w_D = torch.linspace(-2, 3, 12).view(3, 4).requires_grad_(), torch.ones(4)
+        _, y_TD = compiled(x_TD, w_D)
+        (y_TD**2).sum().backward()
+        return x_TD.grad, counters["aot_autograd"]["autograd_cache_hit"]
+
+    def norms(x_TD, w_D):
+        return fusible_rms_norm(rms_norm(x_TD, w_D, 1e-6, "triton"), w_D, 1e-6, "triton")
+
+    compiled = torch.compile(norms, fullgraph=True, dynamic=False)
+    with fresh_cache(), torch.compiler.config.patch(cache_key_tag=""):
+        found = []
+        for source in ("one", "one", "another"):
+            monkeypatch.setattr(ahead, "_source_hash", lambda source=source: source)
+            ahead.cache_compiled_blocks()
+            found.append(gradients())
+            torch.compiler.config.cache_key_tag = ""
+    (first, *_), (again, _), _ = found
+    assert torch.equal(first, again)
+    assert [hit for _, hit in found] == [0, 1, 0]
 
 
 def test_few_rows_and_many_compile_once():

@@ -343,7 +343,7 @@ class FakeHub:
 def use_hub(monkeypatch):
     def use(cache: Path | None, hub: Path | None) -> FakeHub:
         fake = FakeHub(cache, hub)
-        monkeypatch.setattr(files, "snapshot_download", fake)
+        monkeypatch.setattr(files.hub, "snapshot_download", fake)
         return fake
 
     return use

@@ -116,7 +116,7 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, _, command = plan(capsys, str(tmp_path), "--gpus", "1", *FIXED)
     assert command[2:4] == ["--model.path", str(tmp_path)]
-    monkeypatch.setattr(files, "snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(files.hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     _, _, command = plan(capsys, "owner/name", "--gpus", "1", *FIXED)
     assert command[2:4] == ["--model.path", "owner/name"]
 

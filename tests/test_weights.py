@@ -122,7 +122,7 @@ def counted_calls(monkeypatch):
     return calls
 
 
-def follow(engine, *, tokens=True):
+def follow(engine, *, tokens=True, versions=2):
     """A generator beside ``engine`` while it learns."""
     rank = dist.get_rank() if dist.get_world_size() > 1 else 0
     model, experts = replica(engine)
@@ -135,7 +135,7 @@ def follow(engine, *, tokens=True):
     update = WeightUpdate(engine, generator)
     addresses = [p.data_ptr() for p in model.parameters()]
     before = None
-    for version in (1, 2):
+    for version in range(1, versions + 1):
         train(engine, [version], rows_of_engine(engine))
         with pytest.MonkeyPatch.context() as monkeypatch:
             calls = counted_calls(monkeypatch)

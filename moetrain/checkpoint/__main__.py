@@ -1,6 +1,5 @@
-import sys
-
 from moetrain.cli.checkpoint import main
+from moetrain.cli.main import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -7,11 +7,11 @@ ten unless the command line, a file or the environment says otherwise.
 """
 
 import json
-import sys
 from functools import partial
 
 import torch
 
+from moetrain.cli.main import leave
 from moetrain.cli.train import main as _main
 from moetrain.config import Config
 from moetrain.train.run import garbage_collector_off
@@ -60,4 +60,4 @@ class _Bench:
 main = partial(_main, command="bench")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

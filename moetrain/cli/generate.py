@@ -7,7 +7,7 @@ written to standard output as it is made. Exit codes: 0, or 2 and one line that 
 import sys
 from collections.abc import Sequence
 
-from moetrain.cli.main import Parser, command
+from moetrain.cli.main import Parser, command, leave
 from moetrain.config import ConfigError
 
 _SAMPLING = {
@@ -83,4 +83,4 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,7 +8,6 @@ Left out on purpose: settings that trade host memory for device memory, which th
 
 import math
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
@@ -16,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moetrain.cli.main import Parser, command
+from moetrain.cli.main import Parser, command, leave
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import recipe_names
@@ -243,4 +242,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

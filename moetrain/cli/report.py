@@ -1,10 +1,9 @@
 """``moetrain report FOLDER``: write ``report.html`` of a run, which may still be training."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetrain.cli.main import Parser, command
+from moetrain.cli.main import Parser, command, leave
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 
@@ -24,4 +23,4 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,10 +6,9 @@ line that says what is wrong.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from moetrain.cli.main import Parser, command
+from moetrain.cli.main import Parser, command, leave
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
 from moetrain.rollout.access import Access
@@ -80,4 +79,4 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -27,7 +28,12 @@ from pydantic.fields import FieldInfo
 from moetrain.cli import launch
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
-from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
+from moetrain.config.environment import (
+    LaunchedPlace,
+    launched_place,
+    let_idle_threads_sleep,
+    no_garbage_collected,
+)
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed, recipe_names
@@ -100,6 +106,7 @@ _PROGRAMS = {
 }
 
 
+@no_garbage_collected()  # steps look after their own
 def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code.
 
@@ -124,6 +131,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
+        threading.Thread(target=_import_ahead, args=(config,), daemon=True).start()
         if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0
@@ -143,6 +151,15 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
 
 run_rl = partial(main, command="rl")
 run_jobs = partial(main, command="jobs")
+
+
+def _import_ahead(config: Config) -> None:
+    """Import what torch will use a second later: reading files leaves the interpreter free.
+
+    Nothing of this uses torch, which another thread imports now.
+    """
+    for name in ("sympy", *["networkx"] * (config.compile.enabled is not False)):
+        import_module(name)
 
 
 def _help(program: _Program) -> str:

@@ -1,6 +1,5 @@
-import sys
-
+from moetrain.cli.main import leave
 from moetrain.cli.train import run_jobs
 
 if __name__ == "__main__":
-    sys.exit(run_jobs())
+    leave(run_jobs())

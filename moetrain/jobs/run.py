@@ -4,6 +4,7 @@ Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs 
 and waiting clients are told.
 """
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ class JobRun:
             RunFailed: the disk or the device fails.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
+        gc.enable()  # off while a command starts
         place = launched_place()
         if place is not None and place.rank > 0:  # it runs what the main one runs
             with stop_signals() as stop:  # the main one says when to stop

@@ -6,7 +6,8 @@ compile them while the model is being built; the processes of a machine share th
 that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
 
 Kernels that torch's compiler writes are compiled by its own processes, which take seconds to start:
-:func:`compiler_started` does so while something else waits.
+:func:`compiler_started` does so while something else waits. What it has made of a block it finds on
+the disk when the run is started again: :func:`cache_compiled_blocks`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +52,10 @@ _LIBRARY_OPS = (
 """Ops that call a library, which would write to tensors without memory. Fake steps run the forward
 of packed attention as ``exact`` alone, a kernel of ours."""
 
+_IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
+"""Functions that blocks call and that the compiler's cache does not know to depend on their
+arguments alone: the choice among the kernels of torch's attention."""
+
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
 _Launches = dict[Any, list[_Launch]]
@@ -56,6 +64,7 @@ _Launches = dict[Any, list[_Launch]]
 
 def launches_of(fake_step: Callable[[], object]) -> _Launches:
     """Run ``fake_step`` on tensors without memory (a FakeTensorMode) and return its launches."""
+    threading.Thread(target=_hash_triton, daemon=True).start()
     found: _Launches = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -84,6 +93,16 @@ def compile_ahead(
     rest = [pool.submit(_compile, *item, after=own) for item in of_others]
     pool.shutdown(wait=False)
     return own + rest
+
+
+def _hash_triton() -> None:
+    """Compute what every kernel's key begins with, a hash of all of Triton's files.
+
+    Triton remembers it, but every thread that asked for it meanwhile would read them all, and so
+    would the first launch: 0.7 s of a start.
+    """
+    with suppress(AttributeError):  # it is no public function
+        triton.runtime.cache.triton_key()
 
 
 def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]] = ()) -> None:
@@ -174,3 +193,32 @@ def _start_compiler(device: torch.device) -> None:
 def can_compile_ahead(device: torch.device) -> bool:
     """Return True if ``device`` runs compiled kernels."""
     return device.type == "cuda" and not INTERPRETED
+
+
+def cache_compiled_blocks() -> None:
+    """Let torch's compiler find the forwards and backwards of blocks in its cache on the disk.
+
+    A hit saves what follows Dynamo's trace, a second for a model. By default blocks with functions
+    that have their own backward are not looked up. The cache's key holds the traced graph, in which
+    our ops are but names, so the source of this package, which has their backwards, becomes a part
+    of it.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    inductor_config.unsafe_marked_cacheable_functions |= dict.fromkeys(_IN_GRAPHS, "torch")
+    tag, own = torch.compiler.config.cache_key_tag, f"moetrain {_source_hash()}"
+    if own not in tag:
+        torch.compiler.config.cache_key_tag = f"{tag} {own}".strip()
+
+
+@cache
+def _source_hash() -> str:
+    """Return the SHA-256 of all Python files of this package and their paths."""
+    found = sha256()
+    folder = Path(__file__).parents[1]
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.kernels.ahead import cache_compiled_blocks
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
@@ -420,6 +421,8 @@ def _check_adapters(model: Transformer, layout: str) -> None:
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
     """Compile every block as one graph; blocks of one kind share the compiled code."""
     prepare_compiler()
+    if backend == "inductor":
+        cache_compiled_blocks()
     how: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if model.kernels.batch_invariant and backend == "inductor":
         # Fused operations then round where they would alone, as generation runs them.

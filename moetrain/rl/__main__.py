@@ -1,6 +1,5 @@
-import sys
-
+from moetrain.cli.main import leave
 from moetrain.cli.train import run_rl
 
 if __name__ == "__main__":
-    sys.exit(run_rl())
+    leave(run_rl())

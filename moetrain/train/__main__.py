@@ -1,6 +1,5 @@
-import sys
-
+from moetrain.cli.main import leave
 from moetrain.cli.train import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -321,18 +321,23 @@ class _Recorder(Callback):
 class _TensorBoard(Callback):
     """Event files in ``output_dir/tensorboard``, without those after the step it goes on from."""
 
-    def on_start(self, run: RunView) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+    _board: Any = None
 
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+    def on_start(self, run: RunView) -> None:
+        self._next = run.step + 1
 
     def on_log(self, run: RunView, row: Row) -> None:
+        if self._board is None:  # now, because the first step need not wait for the import
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=self._next)
         for name, value in row.items():
             if value is not None:
                 self._board.add_scalar(name, value, run.step)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class _WandB(_Recorder):

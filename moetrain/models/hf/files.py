@@ -21,9 +21,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
+import huggingface_hub as hub  # which imports its parts when they are first used
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError, logger
@@ -293,8 +292,8 @@ def _find_local(name: str, needs_weights: bool) -> Path | None:
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise error(name, f"cannot be opened: {reason}") from None
     try:
-        snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
+        snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
+    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
         return None
     try:
         if needs_weights:
@@ -306,8 +305,8 @@ def _find_local(name: str, needs_weights: bool) -> Path | None:
 
 def _download(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except HFValidationError:
+        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except hub.errors.HFValidationError:
         raise error(name, "no such folder, and not a hub id (owner/name)") from None
     except OSError as failure:  # the hub's own errors are OSErrors too
         raise error(name, f"no such folder, and not available from the hub: {failure}") from None
