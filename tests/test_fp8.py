@@ -22,8 +22,11 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy_sum
+from moetrain.kernels.loss.narrow_gradients import step_of
 from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
+from moetrain.kernels.quant.transposed import place_columns, transpose_rows
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
@@ -34,6 +37,10 @@ from moetrain.train.metrics import read_metrics
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 HALF_STEP = 2.0**-4
 """Of a number of e4m3, relative to it; and 2^-10 of the scale for those below its least power."""
 NEAR = 0.08
@@ -114,11 +121,12 @@ def make_experts(tokens=64, experts=5, slots=2, dim=64, width=48):
     return {name: x.requires_grad_() for name, x in leaves.items()}, ids_TK, normal(tokens, dim)
 
 
-def test_gradients_of_experts_are_near_those_in_fp64():
+@pytest.mark.parametrize("narrow_grads", [False, True])
+def test_gradients_of_experts_are_near_those_in_fp64(narrow_grads):
     leaves, ids_TK, slope_TD = make_experts()
     indices = expert_indices(ids_TK, 5)
     x, weights, *matrices = leaves.values()
-    y_TD = expert_mlp_fp8(x, weights, indices, *matrices)
+    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, narrow_grads=narrow_grads)
     found = [y_TD, *torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)]
 
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
@@ -144,6 +152,134 @@ def test_gradients_of_projections_are_near_those_in_fp64():
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)  # not quantised
 
 
+def test_a_weights_gradient_does_not_depend_on_where_its_expert_is():
+    """Beside other experts, in another order of experts, and behind rows of none."""
+    leaves, ids_TK, slope_TD = make_experts()
+
+    def gradients(order):
+        ids = torch.full_like(ids_TK, -1)
+        for place, expert in enumerate(order):
+            ids[ids_TK == expert] = place
+        x, weights, *matrices = leaves.values()
+        matrices = [w[list(order)].detach().requires_grad_() for w in matrices]
+        indices = expert_indices(ids, len(order))
+        y_TD = expert_mlp_fp8(x, weights, indices, *matrices, narrow_grads=True)
+        return torch.autograd.grad(y_TD, matrices, slope_TD)
+
+    alone, among = gradients([3]), gradients([4, 3, 0, 1])
+    for one, many in zip(alone, among, strict=True):
+        assert torch.equal(one[0], many[1])
+
+
+def test_a_group_takes_the_largest_scale_of_its_rows_and_loses_nothing_else():
+    """All values stay as they are above 2^-6 of the group's scale, and are near below it."""
+    x_RM = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    x_RM *= torch.logspace(0, -6, 40)[:, None]
+    rows = quantise_rows(x_RM)
+    ends_E = torch.tensor([7, 7, 40], dtype=torch.int32)
+    columns = place_columns(ends_E, 40)
+    assert columns.offsets_E.tolist() == [128, 128, 256]
+    made = transpose_rows(rows, columns)
+    assert made.scales[0] == rows.scales[:7].max()
+    assert made.scales[2] == rows.scales[7:].max()
+    back_PM = made.rows(columns, torch.float32)
+    assert (back_PM[7:128] == 0).all()
+    assert (back_PM[161:] == 0).all()
+    back_RM, want_RM = back_PM[[*range(7), *range(128, 161)]], rows.to(torch.float32)
+    scale_R = made.scales[[0] * 7 + [2] * 33][:, None]
+    is_normal = want_RM.abs() >= 2.0**-6 * scale_R
+    assert 0.2 < is_normal.float().mean() < 0.9
+    assert torch.equal(back_RM[is_normal], want_RM[is_normal])
+    assert ((back_RM - want_RM).abs() <= 2.0**-10 * scale_R).all()
+
+
+def make_head(tokens=64, dim=64, vocabulary=512, device="cpu"):
+    """Half certain predictions of 40 tokens; all others have some 1e-8 each."""
+    generator = torch.Generator().manual_seed(0)
+    h_TD = torch.randn(tokens, dim, generator=generator)
+    w_VD = 0.3 * torch.randn(vocabulary, dim, generator=generator)
+    h_TD[:, 0], w_VD[40:, 0], w_VD[:40, 0] = 4.0, -3.0, 0.0
+    targets_T = torch.randint(40, (tokens,), generator=generator)
+    leaves = (x.to(device).requires_grad_() for x in (h_TD, w_VD))
+    return *leaves, targets_T.to(device), torch.full((tokens,), 2.0**-9, device=device)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_gradients_of_the_head_are_near_those_in_fp64(backend):
+    h_TD, w_VD, targets_T, weights_T = given = make_head()
+    plain = linear_cross_entropy_sum(*given, backend=backend)
+    narrow = linear_cross_entropy_sum(*given, backend=backend, narrow_grads=True)
+    for a, b in zip(plain, narrow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+        assert torch.equal(a, b) or backend == "reference"
+    found = torch.autograd.grad(narrow.total, (h_TD, w_VD))
+    wide = [x.detach().double().requires_grad_() for x in (h_TD, w_VD)]
+    exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference")
+    expected = torch.autograd.grad(exact.total, wide)
+    p_TV = (wide[0] @ wide[1].t()).softmax(1)
+    assert 1e-9 < p_TV[:, 40:].median() < 1e-7 < 0.1 < p_TV.amax(1).mean()
+    # Tokens that are no target: e4m3 has no number as small as their gradients.
+    parts = {"h": (found[0], expected[0]), "w": (found[1], expected[1])}
+    parts["rare"] = (found[1][40:], expected[1][40:])
+    for name, (got, want) in parts.items():
+        error = ((got - want).norm() / want.norm()).item()
+        assert 1e-3 < error < NEAR, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU")),
+        pytest.param("cuda", marks=on_gpu),
+    ],
+)
+def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
+    """Each of a hundred terms is less than bf16 keeps beside their sum."""
+    h_TD, w_VD, targets_T, weights_T = make_head(6, device=device)
+    with torch.no_grad():
+        h_TD, w_VD = h_TD.repeat(100, 1).bfloat16(), (0.01 * w_VD).bfloat16()
+    # Nearly all of a gradient is the target's, which lies between two numbers of e5m2.
+    targets_T, weights_T = targets_T.repeat(100), 1.12 * weights_T.repeat(100)
+    errors = {}
+    for narrow in (False, True):
+        w = w_VD.detach().clone().requires_grad_()
+        given = (h_TD, w, targets_T, weights_T)
+        loss = linear_cross_entropy_sum(*given, backend="triton", narrow_grads=narrow)
+        wide = [x.detach().double().requires_grad_() for x in (h_TD, w)]
+        exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference")
+        want = torch.autograd.grad(exact.total, wide[1])[0]
+        (got,) = torch.autograd.grad(loss.total, w)
+        errors[narrow] = ((got - want).norm() / want.norm()).item()
+    assert errors[False] < 0.02
+    assert errors[True] < 0.045  # 0.022, and 0.107 where it is lost
+
+
+def test_the_step_of_logits_gradients_is_the_least_power_of_two():
+    for largest, step in ((1.0, 2.0**-15), (57344 * 2.0**-20, 2.0**-20), (57345.0, 2.0)):
+        assert step_of(torch.tensor([-largest, 0.5 * largest]), 1.0) == step
+        assert step_of(torch.tensor([largest]), 0.25) == step / 4
+    assert step_of(torch.zeros(3), 1.0).isfinite()
+    assert step_of(torch.zeros(0), 1.0).isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_small_adds_up_beside_the_target():
+    """Half of each prediction is spread over 50,000 tokens of nearly the same row: tensor cores'
+    own registers would keep nothing of it."""
+    h_TD, w_VD, targets_T, weights_T = make_head(256, 256, 50_000, "cuda")
+    with torch.no_grad():
+        w_VD.mul_(0.1)
+        w_VD[:, 1] = 1.0
+        w_VD[:40, 0] = 1.48
+    h_TD, w_VD = (x.detach().bfloat16().requires_grad_() for x in (h_TD, w_VD))
+    total = linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, narrow_grads=True).total
+    wide = [x.detach().double().requires_grad_() for x in (h_TD, w_VD)]
+    exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference").total
+    found, want = torch.autograd.grad(total, h_TD)[0], torch.autograd.grad(exact, wide[0])[0]
+    assert ((found - want).norm() / want.norm()) < 0.035  # 0.026, and 0.046 or more in them
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_tokens_without_experts_are_not_read(backend):
     leaves, ids_TK, slope_TD = make_experts(tokens=9, experts=2, slots=1, dim=16, width=16)
@@ -160,16 +296,16 @@ def test_tokens_without_experts_are_not_read(backend):
 
 
 # In a model.
-def fresh_model():
-    model = Transformer(ARCH, kernels=KernelsSection(precision="fp8"), moe=MoeSection())
+def fresh_model(precision="fp8"):
+    model = Transformer(ARCH, kernels=KernelsSection(precision=precision), moe=MoeSection())
     model.init_weights(std=0.3, seed=0)
     return model
 
 
-def gradients_of(policy, is_compiled=False):
+def gradients_of(policy, precision, is_compiled=False):
     """Of the blocks' parameters after two micro-batches."""
     torch.compiler.reset()
-    model = fresh_model()
+    model = fresh_model(precision)
     model.set_recomputation(ActivationSection(policy=policy))
     if is_compiled:
         compile_counting(model)
@@ -179,10 +315,30 @@ def gradients_of(policy, is_compiled=False):
     return {name: p.grad for name, p in model.layers.named_parameters()}
 
 
+def test_the_setting_reaches_experts_and_the_head_and_nothing_else():
+    gradients = {}
+    for precision in ("fp8", "fp8_gradients"):
+        model = fresh_model(precision)
+        tokens_BS, targets_BS = torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
+        hidden_TD = model.backbone(tokens_BS)[0].flatten(0, 1).detach().requires_grad_()
+        given = (hidden_TD, model.head_weight, targets_BS.flatten(), torch.ones(16))
+        model.vocabulary.loss_sum(*given).total.backward()
+        gradients[precision] = {"head": model.head_weight.grad, "hidden": hidden_TD.grad}
+        model.backbone(tokens_BS)[0].pow(3).mean().backward()
+        blocks = {name: p.grad.clone() for name, p in model.layers[-1].named_parameters()}
+        blocks |= {f"moe {name}": p.grad for name, p in model.layers[0].moe.named_parameters()}
+        gradients[precision] |= blocks
+    pairs = zip(*(x.items() for x in gradients.values()), strict=True)
+    changed = {name for (name, a), (_, b) in pairs if not torch.equal(a, b)}
+    assert changed == {"head", "hidden", "moe experts.w_gate_up", "moe experts.w_down"}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_gradients"])
 @pytest.mark.parametrize("policy", ["selective", "full", "compiled selective"])
-def test_recomputation_changes_no_gradient(policy):
+def test_recomputation_changes_no_gradient(policy, precision):
     *compiled, policy = policy.split()
-    gradients, expected = gradients_of(policy, bool(compiled)), gradients_of("none")
+    gradients = gradients_of(policy, precision, bool(compiled))
+    expected = gradients_of("none", precision)
     for name, want in expected.items():
         error = (gradients[name] - want).norm() / want.norm()
         assert error < 1e-3, f"{policy} {name}: {error}"
@@ -199,9 +355,11 @@ def test_compiled_evaluation_gives_the_same_bits():
     assert torch.equal(compiled_BSD, eager_BSD)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
-    words = words_of(tiny_words, *SIZES, FP8)
+@pytest.mark.parametrize(
+    ("world", "precision"), [(2, "fp8"), (2, "fp8_gradients"), (4, "fp8"), (4, "fp8_gradients")]
+)
+def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words):
+    words = words_of(tiny_words, *SIZES, f"kernels.precision={precision}")
     names = {2: ("dp", "ep"), 4: ("ep", "ep+efsdp")}[world]
     runs = {f"{name} plain": [*words, *LAYOUTS[world][name]] for name in names}
     if world == 2:
@@ -267,7 +425,7 @@ def test_generation_over_ranks_sends_tokens_as_they_are(tiny_words):
 
 def test_it_learns_as_bf16_does(tiny):
     last = {}
-    for precision in ("bf16", "fp8"):
+    for precision in ("bf16", "fp8", "fp8_gradients"):
         words = [*SIZES, "train.steps=40", "optim.lr=3e-3", f"kernels.precision={precision}"]
         trainer = Trainer(tiny(*words, "checkpoint.resume=never", "train.sample_tokens=0"))
         trainer.fit()
@@ -275,7 +433,8 @@ def test_it_learns_as_bf16_does(tiny):
         last[precision] = sum(losses[-5:]) / 5
     assert last["bf16"] < 0.8 * losses[0]
     assert last["fp8"] == pytest.approx(last["bf16"], rel=0.03)
-    assert last["fp8"] != last["bf16"]
+    assert last["fp8_gradients"] == pytest.approx(last["bf16"], rel=0.03)
+    assert len(set(last.values())) == 3
 
 
 def test_generation_computes_in_bf16(tiny):
@@ -291,14 +450,16 @@ def test_generation_computes_in_bf16(tiny):
     [
         ("model.hidden_size=40", r"multiples of 16, and attn.wq.weight is \[.*, 40\]; use bf16"),
         ("model.moe_intermediate_size=24", r"multiples of 16, and moe.experts.w_down is"),
+        ("model.hidden_size=24", "'fp8_gradients' takes widths that are multiples of 16"),
         ("parallel.tp=2", "'fp8' contradicts parallel.tp 2"),
         ("lora.rank=8", "'fp8' contradicts lora.rank 8"),
         ("kernels.attention=exact", "'fp8' contradicts kernels.attention 'exact'"),
     ],
 )
 def test_what_it_refuses(words, problem):
+    precision = f"{FP8}_gradients" if "fp8_gradients" in problem else FP8
     with pytest.raises(ConfigError, match=f"kernels.precision: .*{problem}"):
-        resolve_run(Config.load(None, [FP8, words], environ={}))
+        resolve_run(Config.load(None, [precision, words], environ={}))
 
 
 def test_reinforcement_learning_refuses_it(tmp_path):

@@ -47,12 +47,14 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.reads",
     "moetrain.kernels.linear_attention.step",
     "moetrain.kernels.loss.gumbel",
+    "moetrain.kernels.loss.narrow_gradients",
     "moetrain.kernels.loss.vocabulary_chunk",
     "moetrain.kernels.memory",
     "moetrain.kernels.norm.rope_scaling",
     "moetrain.kernels.optim.rounding",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",
+    "moetrain.kernels.quant.transposed",
 }
 
 
@@ -70,7 +72,8 @@ devices = pytest.mark.parametrize(
 )
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 SAVING = [spec for spec in SPECS if "expert_mlp" in spec.name or "entropy_sum" in spec.name]
-EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(("expert_mlp", "expert_mlp_fp8"))]
+ENDINGS = ("expert_mlp", "expert_mlp_fp8", "expert_mlp_fp8_gradients")
+EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(ENDINGS)]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),
     [

@@ -12,7 +12,7 @@ from moetrain.config.sections import Section, checked
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "fp8_gradients"]
 
 
 class ParallelSection(Section):
@@ -203,9 +203,10 @@ class KernelsSection(Section):
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 numbers with a scale for each row, in the forward and for the
-    gradients of their inputs, and all else keeps the compute dtype. fp8 takes a Hopper GPU (a CPU
-    computes the same numbers, slowly) and widths that are multiples of 16; generation computes in
-    bf16."""
+    gradients of their inputs, and all else keeps the compute dtype. fp8_gradients: so do the
+    gradients of experts' weights, in e4m3, and those of the head of next-token losses, in e5m2. fp8
+    takes a Hopper GPU (a CPU computes the same numbers, slowly) and widths that are multiples of
+    16; generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:

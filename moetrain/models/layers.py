@@ -70,9 +70,12 @@ class Vocabulary:
     :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
-    def __init__(self, backend: Backend = "auto", softcap: float = 0.0) -> None:
+    def __init__(
+        self, backend: Backend = "auto", softcap: float = 0.0, precision: Precision = "bf16"
+    ) -> None:
         self.backend: Backend = backend
         self.softcap = softcap
+        self.narrow_grads = precision == "fp8_gradients"
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
@@ -112,7 +115,7 @@ class Vocabulary:
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        how = {"softcap": self.softcap, "backend": self.backend}
+        how = {"softcap": self.softcap, "backend": self.backend, "narrow_grads": self.narrow_grads}
         return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
 
 
@@ -221,7 +224,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
     leading = x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
-    if modules[0].precision == "fp8":
+    if modules[0].precision != "bf16":
         products = linears_fp8(x_TD, weights, modules[0].backend)
         made = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
     elif small_m.runs_linears(x_TD, weights):

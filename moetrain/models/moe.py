@@ -317,8 +317,9 @@ class Experts(Adaptable):
         """Return ``y_SD``, the weighted sum of each token's experts here."""
         first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
         weights, backend = (first, second), self.backend
-        if self.precision == "fp8":
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend)
+        if self.precision != "bf16":
+            how = {"narrow_grads": self.precision == "fp8_gradients"}
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, **how)
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
             given = (x_SD, weights_SK, indices, *weights, backend)

@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
         self.source: HFSource | None = None
-        self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap)
+        self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap, kernels.precision)
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.cuts_queries = False
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)

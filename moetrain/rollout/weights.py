@@ -61,7 +61,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
             dispatcher = dispatcher.counted()
-        elif config.kernels.precision == "fp8":
+        elif config.kernels.precision != "bf16":
             dispatcher = None  # training's narrows tokens
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)

@@ -340,7 +340,10 @@ class RankSizes:
         gradients = self.share_trained * self.vocabulary_numbers + tokens * self.arch.hidden_size
         gradients *= 1 + self.arch.mtp_layers
         chunk = min(tokens * self.arch.vocab_size / self.dims.tp, CHUNK_ELEMENTS)
-        logits = width * gradients + max(0.0, width * chunk - backward)
+        chunk *= width
+        if self.config.kernels.precision == "fp8_gradients":  # codes; the matrix; a sum's next term
+            chunk = 1.75 * chunk + (1 + width) * self.vocabulary_numbers
+        logits = width * gradients + max(0.0, chunk - backward)
         # The final norm, which is never compiled, and the hidden states.
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * width) * self.share.own_tokens
         saved = self._passes * (self._of_all(lambda block: block.saved) + tail)

@@ -193,7 +193,8 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
 
 def check_widths(config: Config, arch: Architecture) -> None:
     """Raise ConfigError where a part or a matrix's widths do not suit ``kernels.precision``."""
-    if config.kernels.precision != "fp8":
+    precision = config.kernels.precision
+    if precision == "bf16":
         return
     for part in arch.parts():
         with torch.device("meta"):
@@ -202,10 +203,8 @@ def check_widths(config: Config, arch: Architecture) -> None:
             is_product = len(weight.shape) > 1 and weight.rule.gather is None
             if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
                 problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
-                raise ConfigError(
-                    "kernels.precision",
-                    f"'fp8' {problem} is {list(weight.shape[-2:])}; use bf16, or other sizes",
-                )
+                problem = f"{precision!r} {problem} is {list(weight.shape[-2:])}"
+                raise ConfigError("kernels.precision", f"{problem}; use bf16, or other sizes")
 
 
 def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
@@ -246,7 +245,7 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
-    if config.kernels.precision == "fp8" and device.type == "cuda":
+    if (precision := config.kernels.precision) != "bf16" and device.type == "cuda":
         problem = None
         if torch.cuda.get_device_capability(device) < (9, 0):
             name = torch.cuda.get_device_name(device)
@@ -254,7 +253,7 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         elif dtype != torch.bfloat16:
             problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
         if problem is not None:
-            raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
+            raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
     _check_compilers(config, device)
     facts: dict[str, str | None] = {
         Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU",

@@ -149,7 +149,7 @@ class _Clock:
         }
         matrices = Part.products_per_token(part, seq_len)
         products = part.products_per_token(seq_len)
-        faster = _FP8 if self.config.kernels.precision == "fp8" else 1.0
+        faster = _FP8 if self.config.kernels.precision != "bf16" else 1.0
         if part.style == "routed":
             fullest = 1 + _IMBALANCE * math.log2(self.dims.ep)
             if self.config.moe.force_balanced:

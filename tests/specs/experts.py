@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.mlp import (
     _adapted_expert_mlp,
     _adapted_expert_mlp_backward,
@@ -16,6 +17,7 @@ from moetrain.kernels.experts.mlp import (
 from moetrain.kernels.experts.mlp_fp8 import (
     _expert_mlp_fp8,
     _expert_mlp_fp8_backward,
+    _swiglu_backward_narrow,
     _swiglu_backward_quantised,
     _swiglu_quantised,
     expert_mlp_fp8,
@@ -115,6 +117,16 @@ _MLP_SPECS = (
         bad_inputs=BAD_INPUTS,
     ),
 )
+
+
+def _narrow(backend: Backend, **inputs) -> torch.Tensor:
+    return expert_mlp_fp8(**inputs, backend=backend, narrow_grads=True)
+
+
+def _narrow_cost(case: Case) -> tuple[Cost, Cost]:
+    """All products at twice bf16's rate."""
+    forward, backward = cost_of(case, 1.0)
+    return forward, replace(backward, flops=2 * forward.flops)
 
 
 _FOUR_RANKS = {"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}
@@ -369,6 +381,20 @@ def _swiglu_fp8_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
     return x[~inputs["gate_up_R2F"].isnan().any(1)]
 
 
+def _fast_narrow(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    narrow, d_weights, y = _swiglu_backward_narrow(dy_RF, gate_up_R2F, weights_R)
+    return narrow.to(torch.float32), d_weights, y.to(torch.float32)
+
+
+def _reference_narrow(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    narrow, _, d_weights, y_RF = _reference_backward(dy_RF, gate_up_R2F, weights_R)
+    return narrow, d_weights, quantise_rows(y_RF, "reference").to(torch.float32)
+
+
 _CASES = (
     {"R": 7, "F": 24},
     {"R": 1, "F": 1},
@@ -401,11 +427,29 @@ _SWIGLU_FP8_SPECS = (
         cost=lambda case: (Cost(bytes=case["R"] * (14 * case["F"] + 12)), Cost()),
         select=_swiglu_fp8_used,
     ),
+    KernelSpec(
+        name="swiglu_backward_narrow",
+        fast=_fast_narrow,
+        reference=_reference_narrow,
+        make_inputs=_make_backward_inputs,
+        cases=_CASES,
+        benches=(),  # timed as parts of expert_mlp_fp8_gradients
+        tolerance=_TOLERANCE,
+        cost=lambda case: (Cost(bytes=case["R"] * (9 * case["F"] + 16)), Cost()),
+        select=_swiglu_fp8_used,
+    ),
 )
 
 SPECS = (
     *_MLP_SPECS,
     *_MLP_FP8_SPECS,
+    replace(
+        _MLP_FP8_SPECS[0],
+        name="expert_mlp_fp8_gradients",
+        fast=partial(_narrow, "triton"),
+        reference=partial(_narrow, "reference"),
+        cost=_narrow_cost,
+    ),
     *_MLP_LORA_SPECS,
     *_SWIGLU_SPECS,
     *_GEGLU_SPECS,

@@ -1,10 +1,13 @@
 """Specs of the linear cross-entropy."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from moetrain.kernels.backend import Backend
 from moetrain.kernels.loss.linear_cross_entropy import (
+    SummedLoss,
     _summed_loss,
     _token_losses,
     _token_losses_backward,
@@ -71,17 +74,54 @@ LINEAR_CROSS_ENTROPY = KernelSpec(
     },
 )
 
+
+LINEAR_CROSS_ENTROPY_SUM = replace(
+    LINEAR_CROSS_ENTROPY,
+    name="linear_cross_entropy_sum",
+    fast=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="triton"),
+    reference=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="reference"),
+    make_inputs=_make_sum_inputs,
+    benches=(Bench(_BENCH_CASE, {"total_ms": 50.0, "extra_gib": 1.86}),),
+    ops=(_summed_loss, scaled),
+    bad_inputs=LINEAR_CROSS_ENTROPY.bad_inputs
+    | {"one weight a token": lambda i: i | {"weights_T": i["weights_T"][1:]}},
+)
+
+
+def _narrow_sum(backend: Backend, **inputs) -> SummedLoss:
+    return linear_cross_entropy_sum(**inputs, backend=backend, narrow_grads=True)
+
+
 SPECS = (
     LINEAR_CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY_SUM,
     replace(
-        LINEAR_CROSS_ENTROPY,
-        name="linear_cross_entropy_sum",
-        fast=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="triton"),
-        reference=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="reference"),
-        make_inputs=_make_sum_inputs,
-        benches=(Bench(_BENCH_CASE, {"total_ms": 50.0, "extra_gib": 1.86}),),
-        ops=(_summed_loss, scaled),
-        bad_inputs=LINEAR_CROSS_ENTROPY.bad_inputs
-        | {"one weight a token": lambda i: i | {"weights_T": i["weights_T"][1:]}},
+        LINEAR_CROSS_ENTROPY_SUM,
+        name="linear_cross_entropy_sum_narrow",
+        fast=partial(_narrow_sum, "triton"),
+        reference=partial(_narrow_sum, "reference"),
+        cases=(
+            {"T": 70, "D": 32, "V": 272, "ignored": 3, "temperature": 0.7},
+            # Five chunks, whose codes are two products; the last is no multiple of 16 tokens.
+            {"T": 270, "D": 32, "V": 1008, "chunk_elements": 128 * 1008},
+            {"T": 70, "D": 16, "V": 50, "temperature": 2.0, "softcap": 3.0},
+            {"T": 1, "D": 16, "V": 1},
+            {"T": 7, "D": 16, "V": 32, "ignored": 2, "ignore_index": 0},
+            {"T": 3, "D": 16, "V": 5000},
+            {"T": 7, "D": 16, "V": 32, "ignored": 7},
+            {"T": 0, "D": 16, "V": 32},
+        ),
+        # In bf16 the stored 2^x decide between codes that are 12% to 25% apart.
+        tolerance={torch.float32: 5e-3, torch.bfloat16: 2e-2},
+        cpu_dtypes=(torch.float32,),
+        # Gradients at twice bf16's rate.
+        cost=lambda case: (_cost(case)[0], Cost(flops=_cost(case)[0].flops)),
+        bad_inputs=LINEAR_CROSS_ENTROPY_SUM.bad_inputs
+        | {
+            "multiple of 16 as the width": lambda i: (
+                i | {x: i[x][:, 8:].contiguous() for x in ("h_TD", "w_VD")}
+            ),
+            "contiguous rows": lambda i: i | {"h_TD": i["h_TD"].T.contiguous().T},
+        },
     ),
 )

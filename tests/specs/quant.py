@@ -23,6 +23,12 @@ from moetrain.kernels.quant.products import (
     _linears_fp8_backward,
     linears_fp8,
 )
+from moetrain.kernels.quant.transposed import (
+    Transposed,
+    place_columns,
+    scaled_weight_grad,
+    transpose_rows,
+)
 from specs.routing import CASES, INDEX_BENCH, token_inputs, used_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
@@ -125,6 +131,107 @@ _ROWS_SPECS = (
             Cost(),
         ),
         select=used_rows,
+    ),
+)
+
+
+def _transposed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Of rows, or of ``T`` tokens; rows in no group are NaN, and so are tokens that none is of."""
+    ends_E = torch.tensor(case["rows"], dtype=torch.int32, device=generator.device).cumsum(0).int()
+    used, tokens = int(ends_E[-1]), case.get("T")
+    rows = used + case.get("unused", 0)
+    given = rows if tokens is None else tokens
+    x_RM = normal(generator, given, case["M"])
+    x_RM *= torch.logspace(1, -7, given, device=x_RM.device)[:, None]
+    token_R = None
+    if tokens is None:
+        x_RM[used:] = float("nan")
+    else:
+        x_RM[-1] = float("nan")
+        token_R = torch.randint(tokens - 1, (rows,), generator=generator, device=x_RM.device).int()
+        token_R[used:] = 1 << 30
+    narrow = quantise_rows(x_RM.to(dtype), "reference")
+    # As bytes: torch's tests compare and copy no e4m3.
+    return {
+        "bytes_RM": narrow.values.view(torch.uint8),
+        "scales_R": narrow.scales,
+        "ends_E": ends_E,
+        "token_R": token_R,
+        "num_rows": rows,
+    }
+
+
+def _transposed(backend: Backend, bytes_RM, scales_R, ends_E, token_R, num_rows):
+    columns = place_columns(ends_E, num_rows, backend)
+    rows = Quantised(bytes_RM.view(E4M3), scales_R.float())
+    values_MP, scales_E = transpose_rows(rows, columns, token_R, backend)
+    return values_MP.float(), scales_E, *columns[1:]
+
+
+def _weight_grad_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Two operands of the same rows, as bytes and scales of groups."""
+    of = {"rows": case["rows"]}
+    a, g = (_transposed_inputs(of | {"M": case[x]}, dtype, generator) for x in "MN")
+    columns = place_columns(a["ends_E"], a["num_rows"], "reference")
+    made = [
+        transpose_rows(
+            Quantised(x["bytes_RM"].view(E4M3), x["scales_R"]), columns, None, "reference"
+        )
+        for x in (a, g)
+    ]
+    return {
+        "bytes": tuple(x.values.view(torch.uint8) for x in made),
+        "scales": tuple(x.scales for x in made),
+        "columns": columns,
+        "dtype": dtype,
+    }
+
+
+def _weight_grad(backend: Backend, bytes, scales, columns, dtype: torch.dtype) -> torch.Tensor:
+    a, g = (Transposed(b.view(E4M3), s) for b, s in zip(bytes, scales, strict=True))
+    dtype = torch.float64 if backend == "reference" else dtype
+    return scaled_weight_grad(a, g, columns, dtype, backend)
+
+
+_OF_EXPERTS = ((2048, 768), (1536, 2048))
+
+_TRANSPOSED_SPECS = (
+    KernelSpec(
+        name="transpose_rows",
+        fast=partial(_transposed, "triton"),
+        reference=partial(_transposed, "reference"),
+        make_inputs=_transposed_inputs,
+        cases=(
+            {"rows": (5, 0, 37, 16, 1), "M": 48},
+            {"rows": (300,), "M": 144, "unused": 3},
+            {"rows": (0, 0), "M": 16, "unused": 2},
+            {"rows": (3, 31, 0), "M": 16, "T": 9, "unused": 4},
+            {"rows": (16, 130, 7, 0, 0, 200, 1), "M": 272, "T": 33},
+            {"rows": (4200, 5), "M": 16},  # of more rows than a program reads at once
+        ),
+        benches=(Bench({"rows": (5120,) * 32, "M": 2048}, {"forward_fraction": 0.5}),),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=2 * sum(case["rows"]) * case["M"]), Cost()),
+    ),
+    KernelSpec(
+        name="scaled_weight_grad",
+        fast=partial(_weight_grad, "triton"),
+        reference=partial(_weight_grad, "reference"),
+        make_inputs=_weight_grad_inputs,
+        cases=(
+            {"rows": (5, 0, 37, 16, 1), "M": 48, "N": 16},
+            {"rows": (300,), "M": 272, "N": 144},
+            {"rows": (0, 0), "M": 16, "N": 32},
+            {"rows": (129, 0, 260), "M": 528, "N": 400},
+        ),
+        benches=(
+            *(Bench({"rows": (5120,) * 32, "M": m, "N": n}) for m, n in _OF_EXPERTS),
+            *(Bench({"rows": (1280,) * 128, "M": m, "N": n}) for m, n in _OF_EXPERTS),
+        ),
+        tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-5},
+        cpu_dtypes=(torch.float32,),
+        # At twice bf16's rate.
+        cost=lambda case: (Cost(flops=sum(case["rows"]) * case["M"] * case["N"]), Cost()),
     ),
 )
 
@@ -251,4 +358,4 @@ _LINEAR_FP8_SPECS = (
     ),
 )
 
-SPECS = (*_ROWS_SPECS, *_MXFP8_SPECS, *_LINEAR_FP8_SPECS)
+SPECS = (*_ROWS_SPECS, *_TRANSPOSED_SPECS, *_MXFP8_SPECS, *_LINEAR_FP8_SPECS)

@@ -13,6 +13,11 @@ The weights' gradients are products in bf16: they sum over many rows, and their 
 wrong way for e4m3. They take ``x`` and ``dy`` dequantised, so that a gradient does not depend on
 which rank an expert is on: a token sent from another arrives in e4m3.
 
+With ``narrow_grads`` they are products in e4m3, too: of the same quantised rows, transposed expert
+by expert (t() of :mod:`moetrain.kernels.quant.transposed`), which depends on nothing but these::
+
+    d_down    = t(q(dy)[r]) @ t(q(h))^T       d_gate_up = t(q(da)) @ t(q(x)[r])^T
+
 SwiGLU writes e4m3 at once, since a program holds a whole row, and so knows the scale. It rounds to
 the rows' dtype first, as if its result were quantised after it.
 
@@ -46,11 +51,13 @@ from moetrain.kernels.quant.e4m3 import (
     quantise_columns,
     quantise_rows,
     quantise_to_rows,
+    quantise_tokens_and_rows,
     row_launch,
     scale_of,
     to_e4m3,
 )
 from moetrain.kernels.quant.products import scaled_grouped_mm
+from moetrain.kernels.quant.transposed import place_columns, scaled_weight_grad, transpose_rows
 
 
 def expert_mlp_fp8(
@@ -60,8 +67,13 @@ def expert_mlp_fp8(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     backend: Backend = "auto",
+    *,
+    narrow_grads: bool = False,
 ) -> torch.Tensor:
-    """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3; D and F are in 16s."""
+    """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3; D and F are in 16s.
+
+    With ``narrow_grads`` the weights' gradients are products in e4m3, too.
+    """
     inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp_fp8", *inputs)
     _, dim, width = w_down_EDF.shape
@@ -71,12 +83,12 @@ def expert_mlp_fp8(
         tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E)
         matrices = (w_gate_up_E2FD, w_down_EDF)
         contiguous = (x.contiguous() for x in (*tensors, *matrices))
-        return _expert_mlp_fp8(*contiguous, indices.row_slot_R.shape[0])[0]
+        return _expert_mlp_fp8(*contiguous, narrow_grads, indices.row_slot_R.shape[0])[0]
     rounded_TD = _Rounded.apply(x_TD, True, False)
     x_RD, weights_R = permute(rounded_TD, weights_TK, indices, "reference")
-    a_R2F = _GroupedProduct.apply(x_RD, w_gate_up_E2FD, indices.offsets_E)
+    a_R2F = _GroupedProduct.apply(x_RD, w_gate_up_E2FD, indices.offsets_E, narrow_grads)
     h_RF = swiglu(a_R2F, weights_R, "reference")
-    y_RD = _GroupedProduct.apply(h_RF, w_down_EDF, indices.offsets_E)
+    y_RD = _GroupedProduct.apply(h_RF, w_down_EDF, indices.offsets_E, narrow_grads)
     return _Rounded.apply(unpermute(y_RD, indices, "reference"), False, True)
 
 
@@ -99,19 +111,27 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RM: torch.Tensor, w_ENM: torch.Tensor, offsets_E: torch.Tensor
+        ctx: Any, x_RM: torch.Tensor, w_ENM: torch.Tensor, offsets_E: torch.Tensor, narrow: bool
     ) -> torch.Tensor:
+        ctx.narrow = narrow
         ctx.save_for_backward(x_RM, w_ENM, offsets_E)
         x, w = (quantise_rows(x, "reference").to(x_RM.dtype) for x in (x_RM, w_ENM))
         return grouped_mm(x, w.transpose(1, 2), offsets_E)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         (g_RN,), (x_RM, w_ENM, offsets_E) = grads, ctx.saved_tensors
-        g = quantise_rows(g_RN, "reference").to(g_RN.dtype)
+        g = quantise_rows(g_RN, "reference")
         w = quantise_columns(w_ENM, "reference").to(g_RN.dtype)
-        grad_x = grouped_mm(g, w.transpose(1, 2), offsets_E)
-        return grad_x, grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E), None
+        grad_x = grouped_mm(g.to(g_RN.dtype), w.transpose(1, 2), offsets_E)
+        if ctx.narrow:
+            columns = place_columns(offsets_E, len(x_RM), "reference")
+            rows = (g, quantise_rows(x_RM, "reference"))
+            pair = (transpose_rows(x, columns, None, "reference") for x in rows)
+            grad_w = scaled_weight_grad(*pair, columns, g_RN.dtype, "reference")
+        else:
+            grad_w = grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E)
+        return grad_x, grad_w, None, None
 
 
 @torch.library.custom_op("moetrain::expert_mlp_fp8", mutates_args=())
@@ -122,6 +142,7 @@ def _expert_mlp_fp8(
     offsets_E: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
+    narrow_grads: bool,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = x_TD.dtype
@@ -146,8 +167,13 @@ def _expert_mlp_fp8_backward(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_R2F: torch.Tensor,
+    narrow_grads: bool,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if narrow_grads and is_trained:
+        return _narrow_backward(
+            dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, a_R2F
+        )
     rows, dtype = a_R2F.shape[0], dy_TD.dtype
     tokens = (weights_TK, slot_row_TK, rows)
     narrow, weights_R, dy_RD = quantise_to_rows(dy_TD, *tokens, wide=is_trained)
@@ -168,6 +194,39 @@ def _expert_mlp_fp8_backward(
     del dx_RD
     _, _, x_RD = quantise_to_rows(x_TD, *tokens, narrow=False, wide=True)
     d_gate_up = grouped_weight_grad(da_R2F, x_RD, offsets_E)
+    return dx_TD, d_weights_TK, d_gate_up, d_down
+
+
+def _narrow_backward(
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_R2F: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiate with all products in e4m3; tokens are transposed without a copy of rows."""
+    rows, dtype = a_R2F.shape[0], dy_TD.dtype
+    dy_T, dy_R, weights_R, token_R = quantise_tokens_and_rows(dy_TD, weights_TK, slot_row_TK, rows)
+    dh_RF = scaled_grouped_mm(dy_R, quantise_columns(w_down_EDF, "triton"), offsets_E, dtype)
+    del dy_R
+    da_R, d_weights_R, h_R = _swiglu_backward_narrow(dh_RF, a_R2F, weights_R)
+    del dh_RF
+    columns = place_columns(offsets_E, rows, "triton")
+    dy_P = transpose_rows(dy_T, columns, token_R, "triton")
+    h_P = transpose_rows(h_R, columns, None, "triton")
+    d_down = scaled_weight_grad(dy_P, h_P, columns, dtype, "triton")
+    del dy_T, dy_P, h_R, h_P
+    dx_RD = scaled_grouped_mm(da_R, quantise_columns(w_gate_up_E2FD, "triton"), offsets_E, dtype)
+    dx_TD = torch.empty_like(x_TD)
+    d_weights_TK = torch.empty_like(weights_TK)
+    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
+    del dx_RD
+    da_P = transpose_rows(da_R, columns, None, "triton")
+    x_P = transpose_rows(quantise_rows(x_TD, "triton"), columns, token_R, "triton")
+    d_gate_up = scaled_weight_grad(da_P, x_P, columns, dtype, "triton")
     return dx_TD, d_weights_TK, d_gate_up, d_down
 
 
@@ -193,16 +252,38 @@ def _swiglu_backward_quantised(
     dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``d_gate_up`` in e4m3 and unquantised, ``d_weights`` and SwiGLU's ``y_RF``."""
+    d_gate_up, y_RF = torch.empty_like(gate_up_R2F), torch.empty_like(dy_RF)
+    wide = {"d_gate_up": d_gate_up, "y": y_RF, "y_scales": None}
+    narrow, d_weights = _launch_backward(dy_RF, gate_up_R2F, weights_R, **wide)
+    return narrow, d_gate_up, d_weights, y_RF
+
+
+def _swiglu_backward_narrow(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[Quantised, torch.Tensor, Quantised]:
+    """Return ``d_gate_up``, ``d_weights`` and SwiGLU's ``y_RF``; the first and last in e4m3."""
+    y = Quantised(
+        torch.empty_like(dy_RF, dtype=E4M3), dy_RF.new_empty(len(dy_RF), dtype=torch.float32)
+    )
+    narrow, d_weights = _launch_backward(
+        dy_RF, gate_up_R2F, weights_R, d_gate_up=None, y=y.values, y_scales=y.scales
+    )
+    return narrow, d_weights, y
+
+
+def _launch_backward(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, **others: Any
+) -> tuple[Quantised, torch.Tensor]:
+    """Run the kernel; ``others`` are the tensors that it fills besides, or None."""
     rows, width = dy_RF.shape
     values_R2F = torch.empty_like(gate_up_R2F, dtype=E4M3)
-    scales_R = dy_RF.new_empty(rows, dtype=torch.float32)
-    d_gate_up, d_weights, y_RF = (torch.empty_like(x) for x in (gate_up_R2F, weights_R, dy_RF))
+    scales_R, d_weights = dy_RF.new_empty(rows, dtype=torch.float32), torch.empty_like(weights_R)
     if rows:
         _quantised_backward_kernel[(rows,)](
-            dy_RF, gate_up_R2F, weights_R, values_R2F, scales_R, d_gate_up, d_weights, y_RF, width,
-            BY_HAND=INTERPRETED, **row_launch(width),
+            dy_RF, gate_up_R2F, weights_R, values_R2F, scales_R, d_weights=d_weights, width=width,
+            BY_HAND=INTERPRETED, **others, **row_launch(width),
         )  # fmt: skip
-    return Quantised(values_R2F, scales_R), d_gate_up, d_weights, y_RF
+    return Quantised(values_R2F, scales_R), d_weights
 
 
 @triton.jit
@@ -229,7 +310,7 @@ def _quantised_forward_kernel(
 
 @triton.jit
 def _quantised_backward_kernel(
-    dy, gate_up, weights, values, scales, d_gate_up, d_weights, y, width,
+    dy, gate_up, weights, values, scales, d_gate_up, d_weights, y, y_scales, width,
     BLOCK: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -248,7 +329,14 @@ def _quantised_backward_kernel(
     tl.store(values + gate_at, to_e4m3(d_gate * inverse, BY_HAND), mask)
     tl.store(values + gate_at + width, to_e4m3(d_up * inverse, BY_HAND), mask)
     tl.store(scales + row, scale)
-    tl.store(d_gate_up + gate_at, d_gate, mask)
-    tl.store(d_gate_up + gate_at + width, d_up, mask)
-    tl.store(y + row * width + col, silu * up * w, mask)
+    if d_gate_up is not None:
+        tl.store(d_gate_up + gate_at, d_gate, mask)
+        tl.store(d_gate_up + gate_at + width, d_up, mask)
+    if y_scales is None:
+        tl.store(y + row * width + col, silu * up * w, mask)
+    else:  # as in the forward
+        given = _rounded(silu * up * w, gate_up)
+        scale, inverse = scale_of(tl.max(tl.abs(given), axis=0))
+        tl.store(y + row * width + col, to_e4m3(given * inverse, BY_HAND), mask)
+        tl.store(y_scales + row, scale)
     tl.store(d_weights + row, tl.sum(d_y * silu * up, axis=0))

@@ -16,6 +16,8 @@ loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
 multiplies h by w again: four matrix products. :func:`linear_cross_entropy_sum` gives one weighted
 sum, so the forward makes the gradients of h and w: three. Both walk the tokens in chunks; the
 gradient of w is rounded once a chunk. Left out: a gradient of the weights, and label smoothing.
+With ``narrow_grads`` the sum's two products of gradients are in 8 bits
+(:mod:`moetrain.kernels.loss.narrow_gradients`), and the loss is what it is without.
 
 Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
 """
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.loss.narrow_gradients import narrow_gradients, narrow_products, step_of
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     ChunkStats,
@@ -36,6 +39,7 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     soft_capped,
     token_stats,
 )
+from moetrain.kernels.quant.e4m3 import MULTIPLE
 
 _SCALE_BLOCK = 4096
 
@@ -110,20 +114,26 @@ def linear_cross_entropy_sum(
     softcap: float = 0.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
+    narrow_grads: bool = False,
 ) -> SummedLoss:
     """Compute ``sum(weights * loss)`` over tokens, cheaper than :func:`linear_cross_entropy`.
 
     Args:
         weights_T: fp32, no gradient; None: ones. A factor known beforehand (1 / number of tokens)
             belongs here: one applied to the result rounds the gradients a second time.
+        narrow_grads: multiply gradients in 8 bits; D is a multiple of 16 then.
 
     The other arguments are those of :func:`linear_cross_entropy`.
     """
     if weights_T is not None and weights_T.shape != targets_T.shape:
         given = {"targets": targets_T, "weights": weights_T}
         raise refusal("linear_cross_entropy_sum", "one weight a token", **given)
+    if narrow_grads and h_TD.shape[1] % MULTIPLE:
+        takes = f"a multiple of {MULTIPLE} as the width, for gradients in 8 bits"
+        raise refusal("linear_cross_entropy_sum", takes, h=h_TD)
     has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
-    if not has_grad or not use_fast(backend, h_TD):
+    is_fast = use_fast(backend, h_TD)
+    if not has_grad or not (is_fast or narrow_grads):
         how = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
         how["backend"] = backend
         losses = linear_cross_entropy(h_TD, w_VD, targets_T, chunk_elements=chunk_elements, **how)
@@ -134,10 +144,44 @@ def linear_cross_entropy_sum(
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     valid_T = targets_T != ignore_index
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
-    how = (1 / temperature, chunk_elements, softcap, w_VD.requires_grad)
-    total, loss_T, lse_T, mean_T, _, _ = _summed_loss(h_TD, w_VD, targets_T, weights_T, *how)
+    given = (h_TD, w_VD, targets_T, weights_T, 1 / temperature)
+    if is_fast:
+        how = (chunk_elements, softcap, narrow_grads, w_VD.requires_grad)
+        total, loss_T, lse_T, mean_T, _, _ = _summed_loss(*given, *how)
+    else:
+        total, loss_T, lse_T, mean_T = _NarrowSum.apply(*given, softcap)
     tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
     return SummedLoss(total, *tokens)
+
+
+class _NarrowSum(torch.autograd.Function):
+    """The reference of the sum with gradients in 8 bits, which, as the op, it makes beforehand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> tuple[torch.Tensor, ...]:
+        stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale, softcap)
+        grads = LossGrads(weights_T)
+        given = (stats, logits_TV, targets_T, grads, scale, softcap)
+        d_logits_TV = _logit_gradients_reference(*given)
+        step = step_of(weights_T, scale)
+        ctx.save_for_backward(*narrow_products(h_TD, w_VD, targets_T, d_logits_TV, step))
+        loss_T = stats.lse_C - stats.target_logit_C
+        tokens = (loss_T, stats.lse_C, stats.mean_C)
+        ctx.mark_non_differentiable(*tokens)
+        return (weights_T * loss_T).sum(), *tokens
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_h_TD, d_w_VD = ((x * grads[0]).to(x.dtype) for x in ctx.saved_tensors)
+        return d_h_TD, d_w_VD, None, None, None, None
 
 
 def token_stats_reference(
@@ -167,17 +211,29 @@ def loss_gradients_reference(
     """Compute ``vocabulary_chunk.loss_gradients`` in plain torch; None: w is not trained."""
     stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale, softcap)
     join(stats)
-    # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
+    given = (stats, logits_TV, targets_T, grads, scale, softcap)
+    d_logits_TV = _logit_gradients_reference(*given).to(h_TD.dtype)
+    return stats, d_logits_TV @ w_VD, d_logits_TV.T @ h_TD if is_trained else None
+
+
+def _logit_gradients_reference(
+    stats: ChunkStats,
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    grads: LossGrads,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Return the gradient in ``h @ w^T`` of the sum over ``grads``, unrounded."""
     loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
     p_TV = (logits_TV - stats.lse_C[:, None]).exp()
     slope_TV = 1 + logits_TV - stats.mean_C[:, None]
-    is_target_TV = torch.arange(w_VD.shape[0], device=w_VD.device) == targets_T[:, None]
+    is_target_TV = torch.arange(logits_TV.shape[1], device=p_TV.device) == targets_T[:, None]
     d_logits_TV = p_TV * (loss_T + lse_T + slope_TV * mean_T)
     d_logits_TV = d_logits_TV - torch.where(is_target_TV, loss_T, 0)
     if softcap:
         d_logits_TV = d_logits_TV * (1 - (logits_TV / (scale * softcap)).square())
-    d_logits_TV = (scale * d_logits_TV).to(h_TD.dtype)
-    return stats, d_logits_TV @ w_VD, d_logits_TV.T @ h_TD if is_trained else None
+    return scale * d_logits_TV
 
 
 def _check(
@@ -244,14 +300,18 @@ def _summed_loss(
     scale: float,
     chunk_elements: int,
     softcap: float,
+    narrow_grads: bool,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, loss, lse, mean) and the gradients of total in h and w."""
-    grads = LossGrads(weights_T.contiguous())
+    weights_T = weights_T.contiguous()
     how = {"is_trained": is_trained, "softcap": softcap}
-    stats, grad_h_TD, grad_w_VD = loss_gradients(
-        h_TD, w_VD, targets_T, grads, scale, chunk_elements, **how
-    )
+    given = (h_TD, w_VD, targets_T)
+    if narrow_grads:
+        found = narrow_gradients(*given, weights_T, scale, chunk_elements // 2, **how)
+    else:
+        found = loss_gradients(*given, LossGrads(weights_T), scale, chunk_elements, **how)
+    stats, grad_h_TD, grad_w_VD = found
     loss_T = stats.lse_C - stats.target_logit_C
     total = (weights_T * loss_T).sum()
     return total, loss_T, stats.lse_C, stats.mean_C, grad_h_TD, grad_w_VD
@@ -284,7 +344,7 @@ def _(h_TD, w_VD, *rest):
 
 
 @_summed_loss.register_fake
-def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, softcap, is_trained):
+def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, softcap, narrow_grads, is_trained):
     tokens = (torch.empty_like(weights_T) for _ in range(3))
     grad_w_VD = torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
     return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
@@ -311,10 +371,10 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_):
     if grad_total is None:
-        return (None,) * 8
+        return (None,) * 9
     grad_h_TD, grad_w_VD = ctx.saved_tensors
     d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
-    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 6
+    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 7
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)

@@ -31,7 +31,7 @@ Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,12 @@ class ChunkStats(NamedTuple):
     target_logit_C: torch.Tensor
     """Zero where the target is not in the vocabulary held."""
     mean_C: torch.Tensor
+
+    @classmethod
+    def empty(cls, h_TD: torch.Tensor) -> "ChunkStats":
+        """Return room for those of all tokens, of which the target's logit is zero."""
+        lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
+        return cls(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
 
 
 class LossGrads(NamedTuple):
@@ -164,11 +170,6 @@ def _chunk_logit_grads(
     )  # fmt: skip
 
 
-def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
-    lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
-    return ChunkStats(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
-
-
 def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
     """Cut the tokens into equal runs of whole tiles, of some ``chunk_elements`` logits at most.
 
@@ -191,12 +192,59 @@ def token_stats(
 ) -> ChunkStats:
     """Compute the statistics of all tokens over the vocabulary in ``w``: a fast path, not an op."""
     _check_fast(h_TD, w_VD)
-    stats = _empty_stats(h_TD)
+    stats = ChunkStats.empty(h_TD)
     for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
         inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
         _chunk_stats(*inputs, stats_C, scale, targets_T[c], softcap=softcap)
     return stats
+
+
+class Exponentials(NamedTuple):
+    """2^x of a chunk of tokens, and what they are made of."""
+
+    tokens: slice
+    stats: ChunkStats
+    exps_CV: torch.Tensor
+    """Of logits less the largest of their row's tile; the next chunk takes its memory."""
+    largest_NC: torch.Tensor
+    """Tiles' largest logits / ln 2."""
+    tile: int
+    """Columns of a tile."""
+
+
+def exponentials(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    stats: ChunkStats,
+    scale: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    join: Callable[[ChunkStats], None] = lambda stats: None,
+    columns: int | None = None,
+    *,
+    multiple: int = 1,
+    softcap: float = 0.0,
+) -> Iterator[Exponentials]:
+    """Walk the tokens in chunks, and fill ``stats``, which is ``ChunkStats.empty``.
+
+    Rows of the exponentials begin at multiples of 16 bytes and of ``multiple`` numbers. The other
+    arguments are those of :func:`loss_gradients`.
+    """
+    _check_fast(h_TD, w_VD)
+    V = w_VD.shape[0]
+    chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
+    rows = max((c.stop - c.start for c in chunks), default=0)
+    multiple = max(multiple, _ALIGNMENT_BYTES // h_TD.element_size())
+    buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
+    tile = _TILES[h_TD.dtype]
+    for c in chunks:
+        exps_CV = buffer_CV[: c.stop - c.start]
+        stats_C = ChunkStats(*(x[c] for x in stats))
+        inputs = (h_TD[c], w_VD, tile, stats_C, scale, targets_T[c])
+        largest_NC = _chunk_stats(*inputs, exps_CV=exps_CV, softcap=softcap)
+        join(stats_C)
+        yield Exponentials(c, stats_C, exps_CV, largest_NC, tile.columns)
 
 
 def loss_gradients(
@@ -219,25 +267,14 @@ def loss_gradients(
     is then that of ``w``'s part. All ranks must cut alike, by the same ``columns`` (the most rows
     that any rank holds; None: ``w``'s own).
     """
-    _check_fast(h_TD, w_VD)
-    V = w_VD.shape[0]
-    chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
-    stats = _empty_stats(h_TD)
+    stats = ChunkStats.empty(h_TD)
     grad_h_TD = torch.empty_like(h_TD)
     grad_w_VD = w_VD.new_empty(0)
     if is_trained:
-        grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
-    rows = max((c.stop - c.start for c in chunks), default=0)
-    multiple = _ALIGNMENT_BYTES // h_TD.element_size()
-    buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
-    for c in chunks:
-        chunk_CV = buffer_CV[: c.stop - c.start]
-        stats_C = ChunkStats(*(x[c] for x in stats))
+        grad_w_VD = torch.empty_like(w_VD) if len(h_TD) else torch.zeros_like(w_VD)
+    given = (h_TD, w_VD, targets_T, stats, scale, chunk_elements, join, columns)
+    for c, stats_C, chunk_CV, largest_NC, _ in exponentials(*given, softcap=softcap):
         grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
-        inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
-        how = {"exps_CV": chunk_CV, "softcap": softcap}
-        largest_NC = _chunk_stats(*inputs, stats_C, scale, targets_T[c], **how)
-        join(stats_C)
         _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale, softcap)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
         if is_trained:  # for the first chunk beta is 0: the buffer is uninitialised

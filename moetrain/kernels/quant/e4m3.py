@@ -120,6 +120,23 @@ def quantise_to_rows(
     return Quantised(values_RD, scales_R), weights_R, x_RD
 
 
+def quantise_tokens_and_rows(
+    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
+) -> tuple[Quantised, Quantised, torch.Tensor, torch.Tensor]:
+    """Quantise tokens, and permute them to rows as :func:`quantise_to_rows`.
+
+    Returns the tokens, the rows, the rows' weights, and int32 [R] the token that each row is of.
+    """
+    (tokens, width), scale_like = x_TD.shape, {"dtype": torch.float32}
+    own = Quantised(x_TD.new_empty(tokens, width, dtype=E4M3), x_TD.new_empty(tokens, **scale_like))
+    rows = Quantised(
+        x_TD.new_empty(num_rows, width, dtype=E4M3), x_TD.new_empty(num_rows, **scale_like)
+    )
+    weights_R, token_R = weights_TK.new_empty(num_rows), slot_row_TK.new_empty(num_rows)
+    _launch_rows(x_TD, slot_row_TK, *rows, None, weights_TK, weights_R, own=own, token_R=token_R)
+    return own, rows, weights_R, token_R
+
+
 @torch.library.custom_op("moetrain::quantise_rows", mutates_args=())
 def _quantise_rows(x_RM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values_RM, scales_R = _quantise_rows_fake(x_RM)
@@ -160,14 +177,19 @@ def _launch_rows(
     x_RD: torch.Tensor | None = None,
     weights_TK: torch.Tensor | None = None,
     weights_R: torch.Tensor | None = None,
+    own: Quantised | tuple[None, None] = (None, None),
+    token_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantise each token to its rows; without ``slot_row_TK`` token t is row t."""
+    """Quantise each token to its rows; without ``slot_row_TK`` token t is row t.
+
+    ``own`` and ``token_R`` are filled where they are given.
+    """
     tokens, width = x_TD.shape
     slots = 1 if slot_row_TK is None else slot_row_TK.shape[1]
     if tokens:
         _rows_kernel[(tokens,)](
-            x_TD, slot_row_TK, values_RD, scales_R, x_RD, weights_TK, weights_R, width,
-            SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width),
+            x_TD, slot_row_TK, values_RD, scales_R, x_RD, weights_TK, weights_R, *own, token_R,
+            width, SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width),
         )  # fmt: skip
 
 
@@ -196,7 +218,8 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
 
 @triton.jit
 def _rows_kernel(
-    x, slot_row, values, scales, rows, weights, row_weights, width,
+    x, slot_row, values, scales, rows, weights, row_weights, own_values, own_scales, row_token,
+    width,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -208,6 +231,9 @@ def _rows_kernel(
         tl.store(values + token * width + column, narrow, column < width)
         tl.store(scales + token, scale)
     else:
+        if own_values is not None:
+            tl.store(own_values + token * width + column, narrow, column < width)
+            tl.store(own_scales + token, scale)
         for k in tl.static_range(SLOTS):
             row = tl.load(slot_row + token * SLOTS + k).to(tl.int64)
             # An absent row has no columns.
@@ -219,6 +245,8 @@ def _rows_kernel(
             if row >= 0:
                 tl.store(scales + row, scale)
                 tl.store(row_weights + row, tl.load(weights + token * SLOTS + k))
+                if row_token is not None:
+                    tl.store(row_token + row, token.to(tl.int32))
 
 
 @triton.jit

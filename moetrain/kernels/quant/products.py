@@ -31,8 +31,13 @@ from moetrain.kernels.quant.e4m3 import (
 )
 
 
-def _scaled_mm(a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s."""
+def scaled_mm(
+    a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype, *, fast: bool = True
+) -> torch.Tensor:
+    """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s.
+
+    ``a`` may be in e5m2. With ``fast`` False products are added up in fp32.
+    """
     if not a_TM.values.is_cuda:
         return (a_TM.to(torch.float32) @ b_NM.to(torch.float32).t()).to(dtype)
     return torch._scaled_mm(
@@ -41,7 +46,7 @@ def _scaled_mm(a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype) -> torch.Te
         a_TM.scales[:, None],
         b_NM.scales[None, :],
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=fast,
     )
 
 
@@ -106,7 +111,7 @@ class _DenseProduct(torch.autograd.Function):
 
 @torch.library.custom_op("moetrain::linears_fp8", mutates_args=())
 def _linears_fp8(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _scaled_mm(
+    return scaled_mm(
         quantise_rows(x_TD, "triton"), quantise_rows(_joined(weights), "triton"), x_TD.dtype
     )
 
@@ -126,7 +131,7 @@ def _linears_fp8_backward(
     dy_TN: torch.Tensor, x_TD: torch.Tensor, w_ND: torch.Tensor, is_trained: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     w_DN = Quantised(*(x[0] for x in quantise_columns(w_ND[None], "triton")))
-    dx_TD = _scaled_mm(quantise_rows(dy_TN, "triton"), w_DN, dy_TN.dtype)
+    dx_TD = scaled_mm(quantise_rows(dy_TN, "triton"), w_DN, dy_TN.dtype)
     return dx_TD, dy_TN.t() @ x_TD if is_trained else dy_TN.new_empty(0)
 
 

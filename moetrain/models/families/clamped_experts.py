@@ -34,9 +34,9 @@ class ClampedExperts(RoutedExperts):
     swiglu_alpha: float
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> MoE:
-        if kernels.precision == "fp8":
-            problem = "'fp8', and there are no such products for experts with biases; use bf16"
-            raise ConfigError("kernels.precision", problem)
+        if kernels.precision != "bf16":
+            problem = "there are no such products for experts with biases; use bf16"
+            raise ConfigError("kernels.precision", f"{kernels.precision!r}, and {problem}")
         return _ClampedMoE(self, moe, kernels)
 
     @property

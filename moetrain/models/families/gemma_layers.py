@@ -118,8 +118,9 @@ class GemmaExperts(RoutedExperts):
         return GeGLU(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "_GemmaMoE":
-        if kernels.precision == "fp8":
-            raise ConfigError("kernels.precision", "'fp8' has no experts with GELU; use bf16")
+        if kernels.precision != "bf16":
+            problem = f"{kernels.precision!r} has no experts with GELU; use bf16"
+            raise ConfigError("kernels.precision", problem)
         return _GemmaMoE(self, moe, kernels)
 
     @property

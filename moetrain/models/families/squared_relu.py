@@ -96,8 +96,8 @@ class SquaredReLUExperts(RoutedExperts):
         return SquaredReLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "SquaredReLUMoE":
-        if kernels.precision == "fp8":
-            problem = "'fp8' has no experts with squared ReLU; use bf16"
+        if kernels.precision != "bf16":
+            problem = f"{kernels.precision!r} has no experts with squared ReLU; use bf16"
             raise ConfigError("kernels.precision", problem)
         return SquaredReLUMoE(self, moe, kernels)
 

@@ -57,7 +57,7 @@ _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
 _MAX_TOP_K = 32  # a lane of one warp each
 _MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
-_HIDDEN_MULTIPLE = {"bf16": 16, "fp8": 32}
+_HIDDEN_MULTIPLE = {"bf16": 16, "fp8": 32, "fp8_gradients": 32}
 _MAX_HIDDEN = 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
@@ -155,7 +155,7 @@ class DeepEP(ExpertParallelDispatcher):
             self.num_sms,
             self.num_ranks * max_tokens,
             rows,
-            self.precision == "fp8",
+            self.precision != "bf16",
         )
         is_static = self.static is not None
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
@@ -173,7 +173,7 @@ class DeepEP(ExpertParallelDispatcher):
         return [is_sent_TW.sum(0, dtype=torch.int32), slots_E, is_sent_TW]
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        how = self.group_name, self.num_sms, self.precision == "fp8"
+        how = self.group_name, self.num_sms, self.precision != "bf16"
         return _combine(y_SD.contiguous(), None, list(ctx), *how)[0]
 
 

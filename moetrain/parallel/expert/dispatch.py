@@ -162,7 +162,7 @@ class AllToAll(ExpertParallelDispatcher):
             received_W,
             tokens_S0.shape[0],
             self.group_name,
-            "forward" if self.precision == "fp8" else "",
+            "forward" if self.precision != "bf16" else "",
         )
         weights_SK, ids_SK = routing_SC.split(slots, dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
@@ -177,7 +177,7 @@ class AllToAll(ExpertParallelDispatcher):
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
-        e4m3 = "backward" if self.precision == "fp8" else ""
+        e4m3 = "backward" if self.precision != "bf16" else ""
         rows = route.row_slot_R.shape[0]
         (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, rows, self.group_name, e4m3)
         return unpermute(y_ND, route, self.backend)
