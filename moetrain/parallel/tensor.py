@@ -65,6 +65,11 @@ def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     return functional.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
 
 
+def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    sizes = [x.shape[0] // ranks] * ranks
+    return functional.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
+
+
 class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
@@ -153,8 +158,7 @@ def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Te
         return _all_gather(x_TD, ranks, group)
     if kind == "sum":  # in rank order
         return _all_gather(x_TD, ranks, group).view(ranks, *x_TD.shape).sum(0)
-    sizes = [len(x_TD) // ranks] * ranks
-    arriving_TD = functional.wait_tensor(_ops.all_to_all_single(x_TD, sizes, sizes, group))
+    arriving_TD = _all_to_all(x_TD, ranks, group)
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)

@@ -193,16 +193,15 @@ class ModelState:
 
     def _whole(self, name: str) -> torch.Tensor:
         self._need("weights")  # on every rank, whichever stage has it: else the others would wait
-        entry, whole = self.stages.table[name], None
-        dtype = torch.float32 if entry.rule is None else entry.rule.storage
-        if self.stages.rank == entry.holders[0]:  # collective over the ranks that have it
+
+        def whole_here() -> torch.Tensor:  # collective over the ranks that have it
             member = self.fsdp.members.get(name)
             if member is None:
-                whole = self.model.get_buffer(name)
-            else:
-                self.fsdp.settle()
-                whole = member.layout.whole(member.read().to(self.world.device))
-        return self.stages.broadcast(entry.holders[0], whole, entry.shape, dtype).detach()
+                return self.model.get_buffer(name)
+            self.fsdp.settle()
+            return member.layout.whole(member.read().to(self.world.device))
+
+        return self.stages.whole(self.stages.table[name], whole_here).detach()
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:

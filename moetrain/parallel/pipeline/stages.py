@@ -7,7 +7,7 @@ embeddings both ends have the one matrix: each keeps a copy, and their gradients
 the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import NamedTuple
@@ -286,6 +286,13 @@ class Stages:
         holders = self.table[name].holders
         number, copies = holders.index(self.rank), part.copies * len(holders)
         return part._replace(copy=part.copy * len(holders) + number, copies=copies)
+
+    def whole(self, entry: _ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Give all pipeline ranks the tensor that ``make()`` gives on the entry's first holder."""
+        holder = entry.holders[0]
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        x = make() if self.rank == holder else None
+        return self.broadcast(holder, x, entry.shape, dtype)
 
     def broadcast(
         self,
