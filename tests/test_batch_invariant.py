@@ -355,7 +355,6 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     own = sum(parameter.numel() for parameter in model.parameters()) * 2
     assert there - torch.cuda.memory_allocated() >= own
     generator.wake()
-    model.load_state_dict(dict(weights))
-    generator.weights_changed()
+    generator.update_weights(weights)
     after = generator.generate([request])[0][0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 from test_families import save_adapters
 from test_multi_token import with_further
-from test_rollout import draw_request, give_weights
+from test_rollout import draw_request
 from test_rollout import make_model as make_plain_model
 
 from moetrain.cli.generate import main
@@ -354,14 +354,14 @@ def test_other_weights_on_the_way(case):
     """Then sleep, then an abort."""
     params = SamplingParams(max_tokens=30, seed=4)
     request = Request("a", tuple(range(20)), params)
-    other = make_model(case, 1)
+    other = dict(make_model(case, 1).state_dict())
     ((before,),) = make_generator(case).generate([request])
     generator = make_generator(case, 2, page_size=4)
     made = foreseen(generator, {("a", 0): before.tokens})
     generator.submit(request)
     (completion,) = [generator.step()[0] for _ in range(4)][-1:]
     assert len(completion.tokens) == 10
-    give_weights(generator, other)
+    generator.update_weights(other.items())
     assert generator.scheduler.waiting[0].drafts == []
     made.clear()
     del generator._extend  # drafts by the block from here on

@@ -14,7 +14,7 @@ from test_kernels import devices
 from test_models import relative_error
 from test_parallel import LAYOUTS
 from test_rl_run import even, lines_of, words_of  # noqa: F401 - the fixture
-from test_rollout import draw_request, give_weights
+from test_rollout import draw_request
 from test_sample import sample_of, samples_on_ranks
 from test_server import process_serving
 from transformers import AutoModelForCausalLM
@@ -298,7 +298,7 @@ def test_log_probabilities_are_the_models_and_follow_its_weights(arch):
     request = Request("a", tuple(range(100)), SamplingParams(max_tokens=60, prompt_logprobs=True))
     for seed in (0, 1):
         plain = make_model(arch, seed)
-        give_weights(generator, plain)
+        generator.update_weights(plain.state_dict().items())
         ((completion,),) = generator.generate([request])
         whole = torch.tensor([[*request.tokens, *completion.tokens]])
         expected_SV = plain(whole)[0, :-1].log_softmax(-1)
@@ -312,7 +312,7 @@ def test_weights_that_change_on_the_way_are_used_for_all_tokens(arch):
     params = SamplingParams(max_tokens=80, temperature=0)
     generator.submit(Request("a", tuple(range(50)), params))
     (completion,) = [generator.step()[0] for _ in range(30)][-1:]
-    give_weights(generator, make_model(arch, 1))
+    generator.update_weights(make_model(arch, 1).state_dict().items())
     begun = [*completion.tokens]
     while generator.is_busy:
         generator.step()
