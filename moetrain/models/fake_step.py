@@ -123,7 +123,7 @@ class FakeStep:
             how = (tensors[-1], optim.muon_momentum, settings.seed, origins_B)
             muon_momentum(gradient_N, avg_N, *how)
             for out_N in outs:
-                muon_update(master_N, gradient_N, tensors[-1], decays_B, optim.lr, out_N)
+                muon_update(master_N, gradient_N, tensors[-1], decays_B, out_N)
 
     def _run_sums(
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
