@@ -18,6 +18,10 @@ CASES = {
     "moe": [],
     "dense": [],
     "fp8": ["kernels.precision=fp8", "model.hidden_size=32", "model.moe_intermediate_size=16"],
+    "fp8_gradients": [
+        *("kernels.precision=fp8_gradients", "model.hidden_size=32"),
+        "model.moe_intermediate_size=16",
+    ],
     "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
     "muon": ["optim.name=muon"],
     "muon bf16": [

@@ -253,8 +253,8 @@ def _swiglu_backward_quantised(
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``d_gate_up`` in e4m3 and unquantised, ``d_weights`` and SwiGLU's ``y_RF``."""
     d_gate_up, y_RF = torch.empty_like(gate_up_R2F), torch.empty_like(dy_RF)
-    wide = {"d_gate_up": d_gate_up, "y": y_RF, "y_scales": None}
-    narrow, d_weights = _launch_backward(dy_RF, gate_up_R2F, weights_R, **wide)
+    given = (dy_RF, gate_up_R2F, weights_R)
+    narrow, d_weights = _launch_backward(*given, d_gate_up, y_RF, None)
     return narrow, d_gate_up, d_weights, y_RF
 
 
@@ -265,23 +265,26 @@ def _swiglu_backward_narrow(
     y = Quantised(
         torch.empty_like(dy_RF, dtype=E4M3), dy_RF.new_empty(len(dy_RF), dtype=torch.float32)
     )
-    narrow, d_weights = _launch_backward(
-        dy_RF, gate_up_R2F, weights_R, d_gate_up=None, y=y.values, y_scales=y.scales
-    )
+    narrow, d_weights = _launch_backward(dy_RF, gate_up_R2F, weights_R, None, *y)
     return narrow, d_weights, y
 
 
 def _launch_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, **others: Any
+    dy_RF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    d_gate_up: torch.Tensor | None,
+    y_RF: torch.Tensor,
+    y_scales_R: torch.Tensor | None,
 ) -> tuple[Quantised, torch.Tensor]:
-    """Run the kernel; ``others`` are the tensors that it fills besides, or None."""
+    """Return ``d_gate_up`` in e4m3 and ``d_weights``, and fill the last three, where they are."""
     rows, width = dy_RF.shape
     values_R2F = torch.empty_like(gate_up_R2F, dtype=E4M3)
     scales_R, d_weights = dy_RF.new_empty(rows, dtype=torch.float32), torch.empty_like(weights_R)
     if rows:
         _quantised_backward_kernel[(rows,)](
-            dy_RF, gate_up_R2F, weights_R, values_R2F, scales_R, d_weights=d_weights, width=width,
-            BY_HAND=INTERPRETED, **others, **row_launch(width),
+            dy_RF, gate_up_R2F, weights_R, values_R2F, scales_R, d_gate_up, d_weights, y_RF,
+            y_scales_R, width, BY_HAND=INTERPRETED, **row_launch(width),
         )  # fmt: skip
     return Quantised(values_R2F, scales_R), d_weights
 
