@@ -110,13 +110,13 @@ class FakeStep:
         if optim.state_dtype == "float8":
             moments = Float8Moments.of_whole((size // width, width), empty)
             for out_N in outs:
-                moments.update(master_N, gradient_N, out_N, empty(6), settings, True)
+                moments.update(master_N, gradient_N, out_N, empty(7), settings, True)
             return
         avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
         decays_B = empty(size // BLOCK, dtype=torch.uint8)
         is_narrow = optim.state_dtype == "bfloat16"
         origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
-        tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
+        tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(7))
         for out_N in outs:
             adamw(*tensors, decays_B, settings, origins_B, out_N)
         if optim.name == "muon" and dtype == self.dtype:  # that of blocks' matrices

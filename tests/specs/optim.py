@@ -140,7 +140,7 @@ def _float8_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.T
     rounded."""
     param_RC, settings = inputs["param"], inputs["settings"]
     m_RC, v_RC = (x.to(param_RC.dtype) for x in widened(*(inputs[name] for name in _FLOAT8_STATE)))
-    clip, decay, size, root, skipped, _ = inputs["rates_S"].to(param_RC.dtype).unbind()
+    clip, decay, size, root, skipped, *_ = inputs["rates_S"].to(param_RC.dtype).unbind()
     if skipped:
         return param_RC, m_RC, v_RC, param_RC
     g_RC = inputs["grad"].to(param_RC.dtype) * clip
@@ -245,7 +245,7 @@ def _momentum_cost(case: Case) -> tuple[Cost, Cost]:
 def _update_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     inputs = _adamw_inputs(case, dtype, generator)
     kept = {name: inputs[name] for name in ("param_N", "rates_S", "decays_B", "out_dtype")}
-    return kept | {"update_N": inputs["grad_N"], "lr": 1e-2}
+    return kept | {"update_N": inputs["grad_N"]}
 
 
 def _update_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
