@@ -37,13 +37,12 @@ PRELOAD = [
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "moetrain.rl.trainer",
-    # Of files of tests, which every rank imports for its function: transformers' models, and a
-    # client.
-    "test_families",
-    "openai",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
     PRELOAD += ["torch._inductor.compile_fx", "compiled_once", "quick_interpreter"]
+    # Of files of tests, which every rank imports for its function: transformers' models, and a
+    # client. They begin to use a GPU that they find.
+    PRELOAD += ["test_families", "openai"]
 
 
 def spawn(

@@ -266,6 +266,6 @@ def _missing_rows_kernel(
             total += tl.sum(missing[:, None] * h, axis=0)
             is_last = tl.sum(is_own.to(tl.int32), axis=0) < TOKENS
             at = tl.where(is_last, T, at + TOKENS)
-        grad_ptr += target * D + d
-        total += tl.load(grad_ptr, d < D, other=0.0).to(tl.float32)
-        tl.store(grad_ptr, total, d < D)
+        place = grad_ptr + target * D + d
+        total += tl.load(place, d < D, other=0.0).to(tl.float32)
+        tl.store(place, total, d < D)
