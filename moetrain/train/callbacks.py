@@ -324,13 +324,15 @@ class _TensorBoard(Callback):
     _board: Any = None
 
     def on_start(self, run: RunView) -> None:
-        self._next = run.step + 1
+        self._next, self._folder = run.step + 1, run.folder / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_log(self, run: RunView, row: Row) -> None:
         if self._board is None:  # now, because the first step need not wait for the import
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=self._next)
+            self._folder.stat()  # the writer would make a new one where the run's was moved
+            self._board = SummaryWriter(str(self._folder), purge_step=self._next)
         for name, value in row.items():
             if value is not None:
                 self._board.add_scalar(name, value, run.step)
