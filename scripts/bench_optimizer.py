@@ -280,8 +280,7 @@ def muon(sizes: tuple[int, int, int]) -> bool:
         def update(momentum_N=first_N, origins_B=origins_B) -> None:
             muon_momentum(grad_N, momentum_N, bench.rates_S, 0.95, 0, origins_B)
             orthogonalise([wide_BRC], *how, 0.2)
-            tables = (bench.rates_S, bench.decays_B, LR)
-            muon_update(bench.param_N, grad_N, *tables, bench.out_N)
+            muon_update(bench.param_N, grad_N, bench.rates_S, bench.decays_B, bench.out_N)
 
         ours = milliseconds(update)
         print(f"whole update, state in {_word(dtype)}: Muon {ours:.3f} ms, AdamW {adam:.3f} ms")
