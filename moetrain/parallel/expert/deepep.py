@@ -174,7 +174,7 @@ class DeepEP(ExpertParallelDispatcher):
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         how = self.group_name, self.num_sms, self.precision != "bf16"
-        return _combine(y_SD.contiguous(), None, list(ctx), *how)[0]
+        return _combine(y_SD.contiguous(), list(ctx), *how)
 
 
 def why_not(
@@ -380,35 +380,35 @@ def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, 
     )
 
 
-@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
-def _combine(
-    x_SD: torch.Tensor,
-    weights_SK: torch.Tensor | None,
+@torch.library.custom_op("moetrain::deepep_dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    d_x_SD: torch.Tensor,
+    d_weights_SK: torch.Tensor,
     handle: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
-    is_narrow: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sums ``y_TD``; ``is_narrow`` is for their backward.
+    """Give ``d_x_TD`` and ``d_weights_TK``; slots of other ranks' experts must hold zeros."""
+    return _sum_at_source(d_x_SD, d_weights_SK, handle, group, num_sms)
 
-    In the backward of dispatch ``weights_SK`` are gradients too, with zeros in slots of other
-    ranks' experts, and are given as ``[T, K]``; without them there is nothing.
-    """
-    *others, send_head_TW = handle
-    # The package rewrites send_head in place: autograd still has it.
-    handle = (*others, send_head_TW.clone())
-    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
-        config = found.combine_config
-        y_TD, weights_TK, *_ = found.buffer.combine(
-            x_SD, handle, topk_weights=weights_SK, config=config
-        )
-    return y_TD, y_TD.new_empty(len(y_TD), 0) if weights_TK is None else weights_TK
+
+@_dispatch_backward.register_fake
+def _(d_x_SD, d_weights_SK, handle, group, num_sms):
+    tokens = handle[-1].shape[0]
+    return tuple(x.new_empty(tokens, x.shape[1]) for x in (d_x_SD, d_weights_SK))
+
+
+@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
+def _combine(
+    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
+) -> torch.Tensor:
+    """Give ``y_TD``; ``is_narrow`` is for its backward."""
+    return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
 
 
 @_combine.register_fake
-def _(x_SD, weights_SK, handle, group, num_sms, is_narrow):
-    tokens, like = handle[-1].shape[0], x_SD[:, :0] if weights_SK is None else weights_SK
-    return tuple(x.new_empty(tokens, x.shape[1]) for x in (x_SD, like))
+def _(y_SD, handle, group, num_sms, is_narrow):
+    return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
 
 
 @torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
@@ -426,6 +426,21 @@ def _(d_y_TD, handle, group, num_sms, is_narrow):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
+def _sum_at_source(
+    x_SD: torch.Tensor,
+    weights_SK: torch.Tensor | None,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, Any]:
+    *others, send_head_TW = handle
+    # The package rewrites send_head in place: autograd still has it.
+    handle = (*others, send_head_TW.clone())
+    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
+        config = found.combine_config
+        return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
+
+
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(*output[4:])
     _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
@@ -439,19 +454,19 @@ def _differentiate_dispatch(
     if d_weights_SK is None:
         d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
     gradients, handle = (d_x_SD.contiguous(), d_weights_SK.contiguous()), list(ctx.saved_tensors)
-    d_x_TD, d_weights_TK = _combine(*gradients, handle, ctx.group, ctx.num_sms, False)
+    d_x_TD, d_weights_TK = _dispatch_backward(*gradients, handle, ctx.group, ctx.num_sms)
     return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, _, handle, *ctx.how = inputs
+    _, handle, *ctx.how = inputs
     ctx.save_for_backward(*handle)
 
 
-def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor, _: torch.Tensor):
+def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
     handle = list(ctx.saved_tensors)
     d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
-    return d_y_SD, None, [None] * len(handle), None, None, None
+    return d_y_SD, [None] * len(handle), None, None, None
 
 
 _dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
@@ -460,7 +475,7 @@ _combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
 _OPS = [
     getattr(torch.ops.moetrain, f"deepep_{name}").default
-    for name in ("dispatch", "combine", "combine_backward")
+    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward")
 ]
 for _op in _OPS:
     torch.fx.has_side_effect(_op)
