@@ -51,7 +51,7 @@ def unfused(fsdp, config, seed):
         foreach=False,
     )
 
-    def step(clip, skipped):
+    def step(clip, skipped, lr):
         assert not skipped
         if not optimizer.state:
             optimizer.begin()
