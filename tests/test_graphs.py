@@ -10,6 +10,7 @@ from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.train import setup
 from moetrain.train.graphs import Graphs, _Captured, alike
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
@@ -331,6 +332,77 @@ def test_graphs_take_a_gpu(tiny_words):
 def test_settings_that_move_memory_are_refused(word):
     with pytest.raises(ConfigError, match="cuda_graphs"):
         Config.load(None, [ON, word], environ={})
+
+
+class Twice:
+    """A world of two processes, as far as its size goes."""
+
+    size = 2
+
+    def __init__(self, world):
+        self._world = world
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+
+@pytest.mark.parametrize(
+    ("sleep", "wrap", "why"),
+    [("never", lambda x: x, "generates"), (None, Twice, "has 2 processes")],
+)
+def test_graphs_are_for_one_process_that_trains(sleep, wrap, why, tiny_words, monkeypatch):
+    monkeypatch.setattr(setup, "_check_what_can_run", lambda *_: None)
+    join = setup.join_world
+    monkeypatch.setattr(setup, "join_world", lambda *given: wrap(join(*given)))
+    config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
+    with pytest.raises(ConfigError, match=f"takes one process, and this run {why}; set no"):
+        Session(config, arch, sleep)
+
+
+def test_memory_stays_and_graphs_go_with_it():
+    engine, objective = make_engine(ON), CrossEntropy()
+    assert not engine.fsdp.frees
+    assert make_engine().fsdp.frees
+    engine.graphs._capture = lambda fn: fn
+    for _ in range(2):
+        engine.forward_backward(packed(0, 12), objective)
+        engine.step(1e-2)
+    assert engine.graphs._kept
+    engine.offload("workspaces")
+    assert not engine.graphs._kept
+
+
+def test_what_a_replay_reads_is_up_to_date():
+    """A replay casts nothing: weights that somebody changed are cast before."""
+    engine, objective = make_engine(ON, "train.dtype=bfloat16"), CrossEntropy()
+
+    def capture(fn):
+        results = fn()
+        return lambda: results
+
+    engine.graphs._capture = capture
+    for step in range(3):
+        engine.forward_backward(packed(0, 12), objective)
+        casts = [bucket for bucket in engine.fsdp.buckets if bucket.is_cast]
+        assert casts
+        assert all(bucket.is_fresh for bucket in casts)
+        engine.forget()
+        state = {name: x.tensor.clone() * 0.5 for name, x in engine.state()["model"].items()}
+        engine.load_state({"model": state})
+        assert not any(bucket.is_fresh for bucket in casts), step
+
+
+@pytest.mark.parametrize("words", [[], [ON]])
+def test_a_step_is_as_long_as_the_learning_rate(words):
+    """AdamW's first one moves every weight by about it."""
+    engine = make_engine("optim.weight_decay=0", *words)
+    before = weights_of(engine)
+    engine.forward_backward(packed(0, 12), CrossEntropy())
+    engine.step(3e-4)
+    moved = [
+        (x - before[name]).abs().max().item() for name, x in engine.weights() if "bias" not in name
+    ]
+    assert max(moved) == pytest.approx(3e-4, rel=1e-2)
 
 
 def test_recomputed_blocks_stay_where_they_are():
