@@ -131,10 +131,10 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
-        threading.Thread(target=_import_ahead, args=(config,), daemon=True).start()
         if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0
+        threading.Thread(target=_import_ahead, args=(config,), daemon=True).start()
         if place is not None:
             return _fit(config, program, place)
         return _launch(config, words, program)
