@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from architectures import put_weights
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import small_m
@@ -355,6 +356,6 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     own = sum(parameter.numel() for parameter in model.parameters()) * 2
     assert there - torch.cuda.memory_allocated() >= own
     generator.wake()
-    generator.update_weights(weights)
+    put_weights(generator, weights)
     after = generator.generate([request])[0][0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

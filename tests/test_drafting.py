@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import put_weights
 from distributed import spawn
 from family_cases import architecture_of
 from safetensors.torch import load_file, save_file
@@ -361,7 +362,7 @@ def test_other_weights_on_the_way(case):
     generator.submit(request)
     (completion,) = [generator.step()[0] for _ in range(4)][-1:]
     assert len(completion.tokens) == 10
-    generator.update_weights(other.items())
+    put_weights(generator, other.items())
     assert generator.scheduler.waiting[0].drafts == []
     made.clear()
     del generator._extend  # drafts by the block from here on

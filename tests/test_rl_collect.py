@@ -9,6 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from architectures import put_weights
 from test_rollout import make_generator, make_model
 
 from moetrain.config import Config
@@ -254,7 +255,7 @@ def test_trajectories_go_on_over_new_weights():
     collector.start(0, 0, 2, seed=0)
     collector.start(1, 1, 8, seed=0)
     (first,) = collector.finish([0])
-    collector.generator.update_weights(make_model(seed=1).named_parameters())
+    put_weights(collector.generator, make_model(seed=1).named_parameters())
     (second,) = collector.finish([1])
     assert {v for t in first for v in t.versions} == {-1, 0}
     mixed = [t for t in second if {0, 1} <= set(t.versions)]

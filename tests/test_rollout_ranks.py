@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import put_weights
 from distributed import spawn
 from family_cases import architecture_of
 from test_rollout import alone, draw_request, make_generator, make_model
@@ -39,7 +40,7 @@ def serve():
     mine = requests_of(dist.get_rank())
     first = [[c.tokens for c in completions] for completions in generator.generate(mine)]
     before = [p.data_ptr() for p in generator.model.parameters()]
-    generator.update_weights(make_model(seed=1).named_parameters())
+    put_weights(generator, make_model(seed=1).named_parameters())
     assert [p.data_ptr() for p in generator.model.parameters()] == before
     second = [[c.tokens for c in completions] for completions in generator.generate(mine)]
     streamed = list(generator.stream(mine[:1]))
@@ -191,7 +192,7 @@ def serve_by_pairs(shares_experts):
         with pytest.raises(RequestError, match="the first one takes requests"):
             generator.submit(Request("a", (1, 2)))
     first = [[c.tokens for c in completions] for completions in generator.generate(mine)]
-    generator.update_weights(make_model(seed=1).named_parameters())
+    put_weights(generator, make_model(seed=1).named_parameters())
     second = [[c.tokens for c in completions] for completions in generator.generate(mine)]
     return mine, first, second
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import put_weights
 from distributed import spawn
 from family_cases import LINEAR_CASES, architecture_of, random_reference, tokens
 from safetensors.torch import load_file
@@ -298,7 +299,7 @@ def test_log_probabilities_are_the_models_and_follow_its_weights(arch):
     request = Request("a", tuple(range(100)), SamplingParams(max_tokens=60, prompt_logprobs=True))
     for seed in (0, 1):
         plain = make_model(arch, seed)
-        generator.update_weights(plain.state_dict().items())
+        put_weights(generator, plain.state_dict().items())
         ((completion,),) = generator.generate([request])
         whole = torch.tensor([[*request.tokens, *completion.tokens]])
         expected_SV = plain(whole)[0, :-1].log_softmax(-1)
@@ -312,7 +313,7 @@ def test_weights_that_change_on_the_way_are_used_for_all_tokens(arch):
     params = SamplingParams(max_tokens=80, temperature=0)
     generator.submit(Request("a", tuple(range(50)), params))
     (completion,) = [generator.step()[0] for _ in range(30)][-1:]
-    generator.update_weights(make_model(arch, 1).state_dict().items())
+    put_weights(generator, make_model(arch, 1).state_dict().items())
     begun = [*completion.tokens]
     while generator.is_busy:
         generator.step()

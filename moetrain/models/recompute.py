@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,7 +23,7 @@ from moetrain.models.layers import Context
 
 def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
     """Run the block; the backward runs it again, with the parameters that it holds now."""
-    run = partial(_run_holding, _held(block), block)
+    run = _held(block, block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
 
@@ -45,7 +46,7 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     def forward(block: nn.Module, *inputs: Any) -> Any:
         run = partial(type(block).forward, block)
         if not torch.compiler.is_compiling():  # there parameters are inputs of the graph
-            run = partial(_run_holding, _held(block), run)
+            run = _held(block, run)
         return checkpoint(
             run, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts
         )
@@ -53,25 +54,12 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     return forward
 
 
-_Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
+def _held(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``run`` find the parameters that ``block`` holds now, which sharding takes away."""
+    now = dict(block.named_parameters())
 
+    def run_held(*inputs: Any) -> Any:
+        with _reparametrize_module(block, {**now}):  # which writes into what it is given
+            return run(*inputs)
 
-def _held(block: nn.Module) -> _Held:
-    """List the parameters that modules hold now; sharding takes them away after the forward."""
-    holders = [module._parameters for module in block.modules()]
-    return [(holder, name, value) for holder in holders for name, value in holder.items()]
-
-
-def _run_holding(held: _Held, run: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``run(*inputs)``, run while the modules hold the parameters of ``held``."""
-    before = [(holder, name, holder[name]) for holder, name, _ in held]
-    try:
-        _put(held)
-        return run(*inputs)
-    finally:
-        _put(before)
-
-
-def _put(held: _Held) -> None:
-    for holder, name, value in held:
-        holder[name] = value
+    return run_held

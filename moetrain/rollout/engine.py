@@ -275,33 +275,11 @@ class Generator:
 
     # ---- weights and memory --------------------------------------------------------------------
 
-    @torch.no_grad()
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy new weights into the model: every parameter and buffer, whole, by name, any dtype.
+    def weights_changed(self) -> None:
+        """Empty the cache and count a new version, after weights were changed in place.
 
         Completions under way go on with them, and their tokens are read again.
-
-        Raises ValueError: the model lacks a name or shape, or one of its own is not given. Weights
-        before it have been copied then.
         """
-        parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        missing = set(parameters)
-        try:
-            for name, weight in weights:
-                if self.experts is not None:
-                    weight = self.experts.part(name, weight)
-                if name not in parameters or parameters[name].shape != weight.shape:
-                    shape = list(weight.shape)
-                    raise ValueError(f"update_weights: the model has no {name!r} {shape}")
-                parameters[name].copy_(weight)
-                missing.discard(name)
-        finally:  # some may have changed even if this fails
-            self.weights_changed()
-        if missing:
-            raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
-
-    def weights_changed(self) -> None:
-        """Empty the cache and count a new version, after weights were changed in place."""
         self.scheduler.start_over()
         self.version += 1
 

@@ -48,7 +48,6 @@ class ExpertParallel:
         styles, rules = plan.styles(model), plan.rules(model)
         self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)
         set_dispatcher(model, styles, self._dispatcher)
-        self._rows: dict[str, slice] = {}
         for name, rule in rules.items():
             if rule.style == "expert":
                 owner, _, key = name.rpartition(".")
@@ -56,10 +55,6 @@ class ExpertParallel:
                 rows = chunk_of(whole.shape[0], group.size(), group.rank())
                 local = nn.Parameter(whole.detach()[rows].clone(), whole.requires_grad)
                 model.get_submodule(owner).register_parameter(key, local)
-                self._rows[name] = rows
-
-    def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return weight[self._rows[name]] if name in self._rows else weight
 
     @property
     def can_fix_sizes(self) -> bool:
