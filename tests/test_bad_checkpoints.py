@@ -367,10 +367,10 @@ BAD_FILES = {
     "dtype that torch lacks": (
         spoil_shard(
             lambda c: header(
-                b'{"x": {"dtype": "U64", "shape": [1], "data_offsets": [0, 8]}}', bytes(8)
+                b'{"x": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}', bytes(1)
             )
         ),
-        "x is of dtype U64, which is not read",
+        "x is of dtype F8_E8M0, which is not read",
     ),
     "twice": (twice, "is in model-00001-of-.* and model-00002-of-"),
     "quantized weights": (quantized, "dtype that cannot be trained: .* float8_e4m3fn"),

@@ -53,7 +53,7 @@ def published_peak(name, r, p, v, m):
 def test_bubble_and_peak_are_the_published_ones(name, ranks, virtual):
     for number in counts(name, ranks):
         schedule = Schedule.make(name, ranks, virtual, number)
-        check_actions(schedule, "FB")
+        check_actions(schedule, "FB", number)
         for costs in ((1, 2), (2, 4)):
             wanted = (ranks - 1) * sum(costs)  # of stages 1/v as long: (p - 1)(f + b) / v
             assert idle_times(schedule, costs) == pytest.approx([wanted] * ranks), (number, costs)
@@ -93,13 +93,13 @@ def test_transfers_never_wait_for_each_other(name, ranks, virtual):
         schedule = Schedule.make(name, ranks, virtual, number)
         check_steps(schedule)
     forward = Schedule.forward_only(schedule.rank_of_stage, 5)
-    check_actions(forward, "F")
+    check_actions(forward, "F", 5)
     check_steps(forward)
 
 
-def check_actions(schedule, kinds):
+def check_actions(schedule, kinds, number):
     """Every stage's rank does all that is to be done, once, after what it needs of itself."""
-    wanted = product(kinds, range(schedule.num_stages), range(schedule.num_micro_batches))
+    wanted = product(kinds, range(schedule.num_stages), range(number))
     assert sorted(chain(*schedule.actions)) == sorted(wanted)
     for rank, actions in enumerate(schedule.actions):
         assert {schedule.rank_of_stage[action.stage] for action in actions} == {rank}

@@ -37,9 +37,9 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import torch
 from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError
-from moetrain.config.files import SAFETENSORS_DTYPES
 from moetrain.config.sources import shortened
 
 FORMAT = 2
@@ -88,8 +88,7 @@ def _plain(name: str) -> str:
 
 
 _Name = Annotated[str, AfterValidator(_plain)]
-_DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class FilePiece(NamedTuple):
@@ -113,7 +112,7 @@ class ManifestEntry:
     """One tensor of a group."""
 
     dtype: Annotated[
-        torch.dtype, PlainValidator(_DTYPES.__getitem__), PlainSerializer(DTYPE_NAMES.__getitem__)
+        torch.dtype, PlainValidator(_TYPES.__getitem__), PlainSerializer(DTYPE_NAMES.__getitem__)
     ]
     shape: tuple[int, ...]
     pieces: tuple[FilePiece, ...]

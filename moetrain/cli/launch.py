@@ -219,17 +219,13 @@ def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
     return True
 
 
-def _die_with(launcher: int) -> None:
-    """Have this process killed when ``launcher``, its parent, ends, also by ``kill -9``."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != launcher:  # it ended before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _run_command(launcher: str, *command: str) -> None:
     """Run ``-m MODULE [WORD ...]`` or ``FILE [WORD ...]`` as python would."""
-    _die_with(int(launcher))
+    # This process is killed when its parent ends, also by `kill -9`.
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(launcher):  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
     if command[0] == "-m":
         sys.argv = [*command[1:]]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the dtypes that safetensors files can hold.
+"""Files that appear whole or not at all.
 
 It lies in the lowest package, because models, checkpoints, metrics and jobs all write such files,
 and none of these packages may import another's helpers.
@@ -9,21 +9,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Names of dtypes in safetensors files and in torch; tensors of other dtypes are not read."""
 _TEMPORARY = re.compile(r"\.[\w.-]+\.\d+\.tmp")
 
 

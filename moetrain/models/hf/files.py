@@ -24,9 +24,10 @@ from typing import Any, ClassVar, NamedTuple
 import huggingface_hub as hub  # which imports its parts when they are first used
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError, logger
-from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
+from moetrain.config.files import write_atomically
 from moetrain.kernels.quant.formats import Dequantised, Format, format_of
 from moetrain.models.family import Piece, WeightMap
 
@@ -118,8 +119,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
         return None
     return stat.st_size, stat.st_mtime_ns
 
-
-_DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(
@@ -358,9 +357,9 @@ def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
                     raise error(folder, f"{name} is in {found[name].file.name} and {shard.name}")
                 part = file.get_slice(name)
                 dtype = part.get_dtype()
-                if dtype not in _DTYPES:
+                if dtype not in _TYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
-                found[name] = _FileTensor(shard, _DTYPES[dtype], tuple(part.get_shape()))
+                found[name] = _FileTensor(shard, _TYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found

@@ -350,19 +350,17 @@ class _AdapterFiles:
         out_dim, in_dim = torch.empty(shape, device="meta")[site.b].shape[-2:]
         wide = rank * (site.experts or 1)
         shapes = (wide, in_dim), (out_dim, wide)
-        a, b = (self._tensor(*pair) for pair in zip(site.tensors, shapes, strict=True))
+        for name, wanted in zip(site.tensors, shapes, strict=True):
+            found = tuple(self.file.get_slice(name).get_shape())
+            if found != wanted:  # a single row would broadcast to any number
+                problem = f"{name} is {[*found]}, and this model's {[*wanted]}"
+                raise _error(self.folder, problem)
+        a, b = (self.file.get_tensor(name).float() for name in site.tensors)
         b = scale * b
         if site.experts is None:
             return a, b
         b = b.view(out_dim, rank, site.experts).permute(2, 0, 1)
         return a.view(site.experts, rank, in_dim), b[:, torch.argsort(site.order)]
-
-    def _tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Read a tensor in fp32 and check its shape: a single row would broadcast to any number."""
-        found = self.file.get_slice(name).get_shape()
-        if tuple(found) != tuple(shape):
-            raise _error(self.folder, f"{name} is {list(found)}, and this model's {list(shape)}")
-        return self.file.get_tensor(name).float()
 
 
 class _Settings:

@@ -156,7 +156,11 @@ class Export:
         self.wait()
         if self.rank > 0:
             return
-        files = {**_index(shards), **self._files}
+        files = dict(self._files)
+        if len(shards) > 1:
+            sizes = (tensor.num_bytes for shard in shards.values() for tensor in shard)
+            weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+            files[INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         lost += write_files(self.folder, files)
         for path in self.folder.iterdir():
             if _OUR_FILES.fullmatch(path.name) and path.name not in {*shards, *files}:
@@ -304,14 +308,6 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         return {SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))
-
-
-def _index(shards: Mapping[str, Sequence[_Outgoing]]) -> dict[str, _File]:
-    if len(shards) == 1:
-        return {}
-    total_size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-    return {INDEX: {"metadata": {"total_size": total_size}, "weight_map": weight_map}}
 
 
 def _side_files(

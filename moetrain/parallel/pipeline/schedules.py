@@ -65,7 +65,6 @@ class Schedule:
 
     name: str
     rank_of_stage: tuple[int, ...]
-    num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
     """By rank, in order."""
 
@@ -83,7 +82,7 @@ class Schedule:
         kind.check_stages(name, stages_per_rank)
         counts = ranks, stages_per_rank, micro_batches
         actions = tuple(tuple(kind.actions(rank, *counts)) for rank in range(ranks))
-        return cls(name, tuple(range(ranks)) * stages_per_rank, micro_batches, actions)
+        return cls(name, tuple(range(ranks)) * stages_per_rank, actions)
 
     @classmethod
     def forward_only(cls, rank_of_stage: tuple[int, ...], micro_batches: int) -> Self:
@@ -94,7 +93,7 @@ class Schedule:
             tuple(Action("F", s, k) for k in numbers for s, owner in stages if owner == rank)
             for rank in range(max(rank_of_stage) + 1)
         )
-        return cls("forward", rank_of_stage, micro_batches, actions)
+        return cls("forward", rank_of_stage, actions)
 
     @property
     def num_stages(self) -> int:
