@@ -6,7 +6,8 @@ Legend: d numbers of a head that rotate, in d / 2 pairs p.
 """
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,6 +27,26 @@ class RopeScaling(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    ORIGINAL: ClassVar = "original_max_position_embeddings"
+    """The key of files that has ``original_max_positions``, the one field of another name."""
+    _FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "default": (),
+        "linear": ("factor",),
+        "yarn": (
+            *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+            "truncate",
+        ),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "dynamic": ("alpha", "factor"),
+    }
+    """The fields that files have of each kind."""
+    _REQUIRED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "linear": ("factor",),
+        "yarn": ("factor",),
+        "llama3": _FIELDS["llama3"],
+        "dynamic": ("alpha",),
+    }
 
     kind: Literal["default", "linear", "yarn", "llama3", "dynamic", "proportional"] = "default"
     factor: _Positive = 1.0
@@ -53,6 +74,33 @@ class RopeScaling(BaseModel):
                 f"low_freq_factor {self.low_freq_factor}"
             )
         return self
+
+    @classmethod
+    def of_hf(cls, rope: Mapping[str, Any], original: Any) -> "RopeScaling":
+        """Read the object in which files describe rope; ``original``: positions before scaling.
+
+        Raises ValueError: a kind that is not supported, a field is missing, or a value is wrong.
+        """
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
+            known = ", ".join(cls._FIELDS)
+            raise ValueError(f"rope type {kind!r} is not supported; supported: {known}")
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise ValueError("rope parameters that differ between layer types are not supported")
+        values = {key: rope[key] for key in cls._FIELDS[kind] if rope.get(key) is not None}
+        if missing := [key for key in cls._REQUIRED.get(kind, ()) if key not in values]:
+            raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
+        if kind in ("yarn", "llama3"):
+            values["original_max_positions"] = original
+        return cls.model_validate({"kind": kind, **values})
+
+    def to_hf(self) -> dict[str, Any] | None:
+        """Invert :meth:`of_hf`; None: there is no scaling."""
+        if self.kind == "default":
+            return None
+        values = {key: getattr(self, key) for key in self._FIELDS[self.kind]}
+        values |= {self.ORIGINAL: self.original_max_positions, "rope_type": self.kind}
+        return {key: value for key, value in values.items() if value is not None}
 
     def frequencies(self, theta: float, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
         """Compute each pair's radians per token (fp32 [dim / 2], CPU), and a factor on cos and sin.

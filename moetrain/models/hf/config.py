@@ -94,7 +94,7 @@ def _to_hf(arch: Architecture) -> dict[str, Any]:
     family = _family_of(arch.family)
     own = family.write_layers(arch)
     if "rope_parameters" not in own:  # which transformers takes from either of the two
-        own = {"rope_scaling": _write_rope(arch.rope), **own}
+        own = {"rope_scaling": arch.rope.to_hf(), **own}
     keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
     config: dict[str, Any] = {"hidden_act": family.activation, **keys, **own}
     head = {"architectures": [family.hf_class], "model_type": arch.family}
@@ -169,26 +169,7 @@ def _canonical(arch: Architecture) -> Architecture:
     )
 
 
-# Rope. Our field names are Hugging Face's; original_max_positions alone differs.
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "yarn": (
-        "factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "dynamic": ("alpha", "factor"),
-}
-_ROPE_REQUIRED = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_FIELDS["llama3"]}
-_ROPE_REQUIRED |= {"dynamic": ("alpha",)}
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL}
+_ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", RopeScaling.ORIGINAL}
 """The keys of files that describe rope, except for ``rope_theta``."""
 
 
@@ -198,30 +179,15 @@ def _read_rope(config: Mapping[str, Any], family: Family) -> tuple[float, float,
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise _error(f"rope_scaling is {rope!r}, expected an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        known = ", ".join(_ROPE_FIELDS)
-        raise _error(f"rope type {kind!r} is not supported; supported: {known}")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise _error("rope parameters that differ between layer types are not supported")
+    original = config.get(RopeScaling.ORIGINAL) or rope.get(RopeScaling.ORIGINAL)
+    try:
+        scaling = RopeScaling.of_hf(rope, original or config["max_position_embeddings"])
+    except ValidationError:
+        raise
+    except ValueError as error:
+        raise _error(str(error)) from None
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" not in family.defaults and partial not in (None, 1):
         raise _error(f"partial_rotary_factor {partial!r:.80} of a {family.name} is not supported")
-    values = {key: rope[key] for key in _ROPE_FIELDS[kind] if rope.get(key) is not None}
-    missing = [key for key in _ROPE_REQUIRED.get(kind, ()) if key not in values]
-    if missing:
-        raise _error(f"rope type {kind!r} needs {', '.join(missing)}")
-    if kind in ("yarn", "llama3"):
-        original = config.get(_ORIGINAL) or rope.get(_ORIGINAL)
-        values["original_max_positions"] = original or config["max_position_embeddings"]
     theta = rope.get("rope_theta", config["rope_theta"])
-    scaling = RopeScaling.model_validate({"kind": kind, **values})
     return theta, 1.0 if partial is None else partial, scaling
-
-
-def _write_rope(rope: RopeScaling) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    values = {key: getattr(rope, key) for key in _ROPE_FIELDS[rope.kind]}
-    values |= {_ORIGINAL: rope.original_max_positions, "rope_type": rope.kind}
-    return {key: value for key, value in values.items() if value is not None}
