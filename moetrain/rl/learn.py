@@ -3,8 +3,7 @@
 Every denominator is the global batch's, so the split among ranks does not change the result.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -183,30 +182,23 @@ class Learner:
         self.reference = _copied(self._values())
 
     def _at_reference(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
-        with self._restored() as values:
-            self.engine.before_change()
-            _copy(self.reference, values)
+        values = self._values()
+        now = _copied(values)
+        self.engine.before_change()
+        _copy(self.reference, values)
+        try:
             return self._logprobs(batches)
+        finally:
+            _copy(now, values)
 
     def reference_state(self) -> dict[str, TensorSlice]:
         parts = self.engine.state()["model"]
         return {k: part._replace(tensor=self.reference[k]) for k, part in parts.items()}
 
     def load_reference(self, state: Mapping[str, Sliceable]) -> None:
-        """Load the reference from a checkpoint; the engine's weights stay as they are."""
-        with self._restored():
-            self.engine.load_state({"model": state})
-            self.keep_reference()
-
-    @contextmanager
-    def _restored(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Put the engine's weights back as they are now; yields what changes inside."""
-        values = self._values()
-        now = _copied(values)
-        try:
-            yield values
-        finally:
-            _copy(now, values)
+        """Load this rank's part of the reference from a checkpoint."""
+        parts = self.engine.state()["model"]
+        self.reference = {name: state[name][part.box] for name, part in parts.items()}
 
     def _values(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of everything that changes and makes the model's output."""
