@@ -291,7 +291,10 @@ class Service(AbstractContextManager["Service"]):
             future = job.waiting.pop(number, None)
         if "error" in answer:
             session.probe()
-        if session.now.id == job.id and self._is_due(job):
+        new, seconds = session.now.seen - session.now.saved, 60 * self.config.checkpoint.minutes
+        by_time = 0 < seconds <= time.monotonic() - job.saved_time
+        is_due = new > 0 and (by_time or new >= self.config.jobs.save_interval)
+        if session.now.id == job.id and is_due and session.engine.is_between_steps:
             session.save()
             job.saved_time = time.monotonic()
             with self._lock:
@@ -301,13 +304,6 @@ class Service(AbstractContextManager["Service"]):
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()
-
-    def _is_due(self, job: Job) -> bool:
-        new = self.session.now.seen - self.session.now.saved
-        seconds = 60 * self.config.checkpoint.minutes
-        by_time = 0 < seconds <= time.monotonic() - job.saved_time
-        is_due = new >= self.config.jobs.save_interval or by_time
-        return new > 0 and is_due and self.session.engine.is_between_steps
 
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""

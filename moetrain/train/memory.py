@@ -309,7 +309,10 @@ class RankSizes:
         moments = [self._start_of_backward(training), self._end_of_backward(training)]
         if self.orthogonal:  # by then there are all gradients
             late = {"gradients": self._gradients(self._updated), "activations": 0.0}
-            late["working_set"] = self._orthogonalising()
+            weights = (w for layer in self.layers for part in layer for w in part.weights.values())
+            sizes = self.orthogonal, max(math.prod(weight.shape[-2:]) for weight in weights)
+            is_dealt = not self.is_alone
+            late["working_set"] = orthogonalising_bytes(*sizes, self.share.width, is_dealt=is_dealt)
             moments.append(replace(moments[1], **late))
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:
@@ -392,12 +395,6 @@ class RankSizes:
         """Count bytes of the moments that this rank's device updates."""
         each = {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / SCALED}
         return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
-
-    def _orthogonalising(self) -> float:
-        weights = (w for layer in self.layers for part in layer for w in part.weights.values())
-        largest = max(math.prod(weight.shape[-2:]) for weight in weights)
-        width, is_dealt = self.share.width, not self.is_alone
-        return orthogonalising_bytes(self.orthogonal, largest, width, is_dealt=is_dealt)
 
     def _gradients(self, updated: float) -> float:
         """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""

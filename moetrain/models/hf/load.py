@@ -142,7 +142,14 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
-            _check_tied(source.folder, find(_HEAD), find(_EMBED))
+            head_VD, embed_VD, step = find(_HEAD), find(_EMBED), 1 << 12  # a few rows at a time
+            shape = head_VD.get_shape()
+            rows = (slice(i, i + step) for i in range(0, shape[0], step))
+            are_alike = shape == embed_VD.get_shape()
+            if not (are_alike and all(torch.equal(head_VD[i], embed_VD[i]) for i in rows)):
+                problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set"
+                problem += " tie_word_embeddings to false there to keep both"
+                raise error(source.folder, problem)
         yield find
 
 
@@ -170,16 +177,6 @@ class _Part(NamedTuple):
             where[-2:] = where[:-3:-1]
         read = self.tensor[tuple(where)]
         return read.mT if piece.is_transposed else read
-
-
-def _check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
-    shape, step = head_VD.get_shape(), 1 << 12  # a few rows at a time
-    rows = (slice(i, i + step) for i in range(0, shape[0], step))
-    are_alike = shape == embed_VD.get_shape()
-    if not (are_alike and all(torch.equal(head_VD[part], embed_VD[part]) for part in rows)):
-        problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set "
-        problem += "tie_word_embeddings to false there to keep both"
-        raise error(folder, problem)
 
 
 def load_hf(

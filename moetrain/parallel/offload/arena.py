@@ -91,11 +91,19 @@ class Arena:
         if not self.fixed:
             return self.loose(numel, dtype)
         self.need()
-        if size and can_map(self.device):
-            return self._mapped(aligned(size))[:size].view(dtype)
-        block = torch.empty(numel, dtype=dtype, device=self.device)
-        self._pieces.append(_Resized(block))
-        return block
+        if not (size and can_map(self.device)):
+            block = torch.empty(numel, dtype=dtype, device=self.device)
+            self._pieces.append(_Resized(block))
+            return block
+        if self._addresses is None:
+            self._addresses = AddressRange(self.device)
+        start, self._taken = self._taken, self._taken + aligned(size)
+        if self._taken > self._backed:
+            step = self._addresses.granularity
+            more = -(-max(self._taken - self._backed, _GROWTH) // step) * step
+            self._pieces.append(_Mapped(self._addresses, self._backed, more))
+            self._backed += more
+        return self._addresses.tensor(start, aligned(size))[:size].view(dtype)
 
     def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a tensor as :meth:`empty` does in an arena that is not fixed."""
@@ -103,18 +111,6 @@ class Arena:
         block = torch.empty(numel, dtype=dtype, device=self.device)
         self._loose[next(self._numbers)] = block
         return block
-
-    def _mapped(self, size: int) -> torch.Tensor:
-        if self._addresses is None:
-            self._addresses = AddressRange(self.device)
-        start, end = self._taken, self._taken + size
-        if end > self._backed:
-            step = self._addresses.granularity
-            more = -(-max(end - self._backed, _GROWTH) // step) * step
-            self._pieces.append(_Mapped(self._addresses, self._backed, more))
-            self._backed += more
-        self._taken = end
-        return self._addresses.tensor(start, size)
 
     def need(self) -> None:
         """Let device work from here on find the values; OffloadedError: they are in host memory."""
