@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None) -> None:
             **{name: getattr(args, name) for name in _SAMPLING},
         )
     except ValueError as error:
-        name, _, problem = str(error).partition(" ")
+        name, _, problem = request.JsonBody.complaint(error).partition(": ")
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
     generator = Generator(model, tokenizer, num_pages=pages, draft=args.draft)

@@ -201,7 +201,7 @@ class Sampling(_JobBody):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Seed of the first prompt, and each further prompt has the next; None: it follows from the
     job's seed and the request's number."""
     n: int = 1
@@ -231,8 +231,6 @@ class Sampling(_JobBody):
                 f"jobs.max_completions {limits.max_completions}; ask in parts"
             )
         self.requests(0)
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed {shortened(self.seed)} is out of range")
         for i, prompt in enumerate(self.prompts):
             limits.check_tokens(f"prompts[{i}]", prompt)
             if len(prompt) + self.max_tokens > limits.longest_text:

@@ -9,20 +9,18 @@ sent again and is done once.
 import asyncio
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from moetrain.config.sources import shortened
 from moetrain.jobs.api import Refused, Save
 from moetrain.jobs.scheduler import Service
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.request import JsonBody
 
-_LONGEST_WAIT = 600.0
-"""Seconds that one HTTP request may wait for an answer."""
 _NOT_KEPT = "it was not taken up: it cannot be kept"
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -35,6 +33,18 @@ class _NewJob(JsonBody):
 
 class _Nothing(JsonBody):
     """The body of a request that is described by its path."""
+
+
+class _Query(BaseModel):
+    """What a request's path or query may say beside a name."""
+
+    number: int | None = Field(default=None, ge=0, lt=10**8)
+    wait: float = Field(default=60.0, ge=0, le=600)
+    """Seconds that the HTTP request may wait for an answer."""
+
+    @classmethod
+    def of(cls, request: HTTPRequest) -> Self:
+        return cls.model_validate({**request.query_params, **request.path_params})
 
 
 class JobRoutes(JsonServer):
@@ -89,14 +99,14 @@ class JobRoutes(JsonServer):
 
     async def ask(self, request: HTTPRequest) -> Response:
         name, kind = request.path_params["job"], request.path_params["kind"]
-        wait, text = _wait_of(request), request.query_params.get("number")
-        number = None if text is None else _number_of(text)
-        take = partial(self.service.submit, name, kind, number=number)
-        return await self._answer(name, await self.read(request, take), wait)
+        query = _Query.of(request)
+        take = partial(self.service.submit, name, kind, number=query.number)
+        return await self._answer(name, await self.read(request, take), query.wait)
 
     async def answer(self, request: HTTPRequest) -> Response:
-        number = _number_of(request.path_params["number"])
-        return await self._answer(request.path_params["job"], number, _wait_of(request))
+        query = _Query.of(request)
+        assert query.number is not None  # it is in the path
+        return await self._answer(request.path_params["job"], query.number, query.wait)
 
     async def _answer(self, name: str, number: int, wait: float) -> Response:
         future: Future[dict[str, Any]]
@@ -117,20 +127,3 @@ class JobRoutes(JsonServer):
         if file not in _FILES or not Save.may_be_named(save):
             raise Refused("there is no such thing", 404)
         return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
-
-
-def _number_of(text: str) -> int:
-    if not (text.isdecimal() and len(text) < 9):
-        raise Refused(f"number {shortened(text)} is no number of a request")
-    return int(text)
-
-
-def _wait_of(request: HTTPRequest) -> float:
-    text = request.query_params.get("wait", "60")
-    try:
-        wait = float(text)
-    except ValueError:
-        wait = -1.0
-    if not 0 <= wait <= _LONGEST_WAIT:
-        raise Refused(f"wait {shortened(text)} is not 0 to {_LONGEST_WAIT:.0f} seconds")
-    return wait

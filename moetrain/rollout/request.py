@@ -3,15 +3,15 @@
 Token ids are all that a generator knows. :class:`JsonBody` is how clients send requests.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
@@ -33,34 +33,34 @@ class RequestError(ValueError):
         self.request_id, self.problem = request_id, problem
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class SamplingParams:
     """How one request's tokens are sampled.
 
-    Impossible values raise a ValueError that names them, numbers that are not integers a TypeError:
-    in a step they would fail every request that is served beside them.
+    Impossible values raise a ValueError that names them (:meth:`JsonBody.complaint`): in a step
+    they would fail every request that is served beside them.
 
     The filters act one after the other on the probabilities at ``temperature``: ``top_k``, then
     ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (at
     least this share of the likeliest token's probability, arXiv 2407.01082).
     """
 
-    max_tokens: int = 256
-    temperature: float = 1.0
+    max_tokens: PositiveInt = 256
+    temperature: Annotated[float, Field(ge=0)] = 1.0
     """0: always the likeliest token."""
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """The same seed gives the same tokens, whatever is generated beside the request."""
-    n: int = 1
+    n: PositiveInt = 1
     """Number of completions."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion, and are part of it."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, with the token that completes one."""
-    logprobs: int = 0
+    logprobs: Annotated[int, Field(ge=0)] = 0
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
     """Whether to report which experts each token was sent to."""
@@ -71,28 +71,8 @@ class SamplingParams:
     temperature 0, they are those at 1. They ignore filters, so there must be none."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
-            if not isinstance(getattr(self, name), int):
-                raise TypeError(f"{name} {shortened(getattr(self, name))} is no whole number")
-        good = {
-            "max_tokens": self.max_tokens >= 1,
-            # Integers may be larger than any float.
-            "temperature": 0 <= self.temperature <= sys.float_info.max,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "seed": 0 <= self.seed < 2**63,
-            "n": self.n >= 1,
-            "stop_ids": all(isinstance(token, int) for token in self.stop_ids),
-            # A lone string would be taken for its characters.
-            "stop": not isinstance(self.stop, str)
-            and all(text and isinstance(text, str) for text in self.stop),
-            "logprobs": self.logprobs >= 0,
-            "tempered": not (self.tempered and self.has_filters),
-        }
-        for name, is_good in good.items():
-            if not is_good:
-                raise ValueError(f"{name} {shortened(getattr(self, name))} is out of range")
+        if self.tempered and self.has_filters:
+            raise ValueError("tempered log-probabilities ignore filters, so there must be none")
 
     @property
     def reads_all(self) -> bool:
@@ -134,7 +114,7 @@ class Request:
 
     id: str
     tokens: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass
