@@ -34,7 +34,12 @@ class RopeScaling(BaseModel):
         "default": (),
         "linear": ("factor",),
         "yarn": (
-            *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
             "truncate",
         ),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
