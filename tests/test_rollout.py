@@ -22,7 +22,7 @@ from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
-from moetrain.rollout.request import JsonBody, Request, RequestError, SamplingParams
+from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of, _stream_of
 
 ARCH = make_architecture(
@@ -368,15 +368,15 @@ def test_what_can_never_be_served_says_so(problem):
 def test_impossible_parameters_are_named(name, value):
     with pytest.raises(ValidationError) as refused:
         SamplingParams(**{name: value})
-    assert re.match(rf"{name}(\.0)?: (Input|String) should ", JsonBody.complaint(refused.value))
+    assert refused.value.errors()[0]["loc"][0] == name
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n", "logprobs"])
 def test_numbers_that_are_not_whole_are_named(name):
     with pytest.raises(ValidationError) as refused:
         SamplingParams(**{name: 2.5})
-    said = JsonBody.complaint(refused.value)
-    assert said == f"{name}: Input should be a valid integer, not 2.5"
+    (first,) = refused.value.errors()
+    assert (first["loc"], first["type"]) == ((name,), "int_type")
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "max_sequences", "max_tokens"])
