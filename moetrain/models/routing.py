@@ -41,16 +41,12 @@ class RoutingStats(NamedTuple):
         """Stack the layers of one batch whose tokens have ``top_k`` experts; None: no layers."""
         if not layers:
             return None
-        counts_LE = torch.stack([layer.counts_E for layer in layers])
-        dropped = [layer.dropped for layer in layers if layer.dropped is not None]
-        return cls(
-            counts_LE,
-            torch.stack([layer.prob_sum_E for layer in layers]),
-            torch.stack([layer.z_sum for layer in layers]),
-            torch.stack([layer.entropy_sum for layer in layers]),
-            counts_LE[0].sum() // top_k,
-            torch.stack(dropped).sum() if dropped else None,
-        )
+        *sums, dropped = zip(*layers, strict=True)
+        counts_LE, prob_sum_LE, z_sum_L, entropy_sum_L = (torch.stack(one) for one in sums)
+        lost = [x for x in dropped if x is not None]
+        all_lost = torch.stack(lost).sum() if lost else None
+        num_tokens = counts_LE[0].sum() // top_k
+        return cls(counts_LE, prob_sum_LE, z_sum_L, entropy_sum_L, num_tokens, all_lost)
 
     @classmethod
     def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
