@@ -7,7 +7,6 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,6 @@ from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
-from moetrain.kernels.optim.adamw_float8 import moment_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.qk_clip import QKClip
@@ -116,19 +114,16 @@ class ModelState:
         return {"model": model, "optim": self.optimizer.parts(self.stages)}
 
     def state_bytes(self) -> int:
-        """Return the bytes of a copy of what this rank saves, with moments not yet allocated."""
-        total = sum(aligned(buffer.nbytes) for buffer in self.model.buffers()) + (1 << 20)
-        for name, member in self.fsdp.members.items():
-            if not member.rule.trainable:
-                continue
-            part, optimizer = member.layout.part(member.local), self.optimizer
-            sizes = {name: part.tensor.nbytes}
-            for key in optimizer.moments_of(member.rule):
-                numel = math.prod(x.stop - x.start for x in moment_place(key, member.layout)["box"])
-                sizes[f"{name}.{key}"] = optimizer.dtype.itemsize * numel
-            total += sum(aligned(n) for key, n in sizes.items() if part.is_written_here(key))
-            total += aligned(1)
-        return total
+        """Return the bytes of a copy of what this rank saves; allocates moments."""
+        is_new = not self.optimizer.state
+        if is_new:
+            self.optimizer.begin()
+        groups = self.state().values()
+        if is_new:
+            self.optimizer.forget()
+        parts = (part for group in groups for part in group.items())
+        sizes = (part.tensor.nbytes for name, part in parts if part.is_written_here(name))
+        return sum(map(aligned, sizes)) + (1 << 20)
 
     def load_state(self, groups: Mapping[str, Mapping[str, Sliceable]]) -> None:
         """Load the groups of a :meth:`state` that ranks of any layout have saved. Collective.
