@@ -10,15 +10,20 @@ def make_architecture(*, family, **fields):
     return FAMILIES[family].architecture(family=family, **fields)
 
 
+def own_part(experts, weight, target):
+    """What of a whole ``weight`` a rank has in ``target``: all of it, or its own experts."""
+    if weight.shape == target.shape:
+        return weight
+    dispatcher = experts._dispatcher  # experts.group may be of more ranks
+    return weight.chunk(dispatcher.num_ranks)[dispatcher.rank]
+
+
 @torch.no_grad()
 def put_weights(generator, weights):
     """Copy whole ``weights``, pairs with names, of which a rank may have its own experts alone."""
     targets = dict(generator.model.named_parameters()) | dict(generator.model.named_buffers())
     for name, weight in weights:
         target = targets.pop(name)
-        if target.shape != weight.shape:
-            group = generator.experts.group
-            weight = weight.chunk(group.size())[group.rank()]
-        target.copy_(weight)
+        target.copy_(own_part(generator.experts, weight, target))
     assert not targets
     generator.weights_changed()

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from architectures import own_part
 from checkpoints import tensors_of
 from distributed import spawn
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
@@ -97,8 +98,8 @@ def learn_words(folder, more):
     def look():
         trainer.sync_weights()
         for name, weight in trainer.engine.weights():
-            mine = trainer.generator.experts.part(name, weight)
             theirs = trainer.generator.model.get_parameter(name)
+            mine = own_part(trainer.generator.experts, weight, theirs)
             apart.append((theirs - mine.to(theirs)).abs().max().item())
         finish()
 

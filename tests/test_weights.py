@@ -11,7 +11,7 @@ import fake_deep_ep
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import make_architecture
+from architectures import make_architecture, own_part
 from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
@@ -100,7 +100,7 @@ def check_values(engine, model, experts):
         rule = engine.stages.rules.get(name)
         used = torch.float32 if rule is None else rule.gather or engine.model.compute_dtype
         assert value.dtype == used
-        mine = whole if experts is None else experts.part(name, whole)
+        mine = own_part(experts, whole, value)
         assert torch.equal(value, mine.to(used)), name
     assert not found
 
