@@ -14,19 +14,25 @@ from moetrain.kernels.attention.batch_invariant import (
     BLOCK,
     forward,
     paged_attention,
+    step_attention,
     store_in_pages,
 )
 from moetrain.kernels.attention.sinks import attention_packed_with_sinks
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp
+from moetrain.kernels.experts.mlp import expert_mlp
+from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.products import grouped_mm, router_logits
+from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.kernels.norm import elementwise
+from moetrain.kernels.norm.rotary import rotary, rotate_into_pages
 from moetrain.kernels.small_m import low_rank_products
+from moetrain.models.layers import RMSNorm
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.pages import PagedAttention, PagedRows
 from moetrain.rollout.request import Request, SamplingParams
 
 PLACES = [
@@ -128,16 +134,99 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
                 assert torch.equal(found, out[read]), (most, one_token)
             else:  # numpy's products have other bits for other shapes
                 torch.testing.assert_close(found, out[read], rtol=0, atol=2e-6)
+    last = (ends[1:] - 1).long()
+    seen = torch.tensor(lengths, dtype=torch.int32, device=place) - 1
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=place)
+    beside = torch.cat((q[last], q[last]), 1)[:, : q.shape[1]]
+    given = beside, keys, values, starts, seen, table
+    zeros = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=place)
+    alone = {"one_token": True, "sinks_H": sinks, "arrived": zeros}  # few, so keys are shared out
+    found = paged_attention(*given, **how, **alone)
+    assert zeros.any() == (place == "cuda" and len(zeros) <= 32 and heads <= 16 * kv_heads)
+    if place == "cuda":
+        assert torch.equal(found, out[last])
+    else:
+        torch.testing.assert_close(found, out[last], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 10, 3, 32, 24), (2, 32, 4, 128, 128), (1, 16, 1, 256, 256)])
+def test_rotating_into_pages_is_rotating_and_storing(place, interleaved, has_norms, sizes):
+    dtype, (T, H, G, d, v_width) = torch.bfloat16, sizes
+    generator = torch.Generator(place).manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=place).to(dtype)
+
+    parts = draw(T, (H + G) * d + G * v_width).split([H * d, G * d, G * v_width], 1)
+    q, k, v = (x.unflatten(1, (-1, n)) for x, n in zip(parts, (d, d, v_width), strict=True))
+    cos, sin = torch.rand(2, T, d // 2 - 2, generator=generator, device=place)
+    slots = torch.tensor([5, -1, 70, 1, 99][:T], dtype=torch.int32, device=place)
+    caches = [
+        [torch.zeros(2, BLOCK, G, n, device=place, dtype=dtype) for n in (d, v_width)]
+        for _ in range(2)
+    ]
+    norms = [RMSNorm(d, 1e-6).to(place, dtype) if has_norms else None for _ in range(2)]
+    weights = [None] * 2
+    for i, norm in enumerate(norms):
+        if norm is not None:
+            weights[i] = norm.weight.data = draw(d)
+    how = {"interleaved": interleaved}
+    turned = [
+        rotary(x, cos, sin, w, 1e-6, "triton", **how) for x, w in zip((q, k), weights, strict=True)
+    ]
+    zeros = store_in_pages(*caches[0], turned[1], v, slots)
+    found, arrived = rotate_into_pages(q, k, v, caches[1], slots, cos, sin, *norms, interleaved)
+    assert torch.equal(found, turned[0])
+    assert torch.equal(torch.stack((zeros, arrived)), zeros.new_zeros(2, T * G))
+    for one, other in zip(*caches, strict=True):
+        assert one.any()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 768), (2, 1120), (5, 96), (16, 96)])
+def test_experts_of_few_tokens_are_those_of_many(place, tokens, inner):
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    generator = torch.Generator(place).manual_seed(tokens)
+    E, K, D, F = (64, 8, 256, inner) if place == "cuda" else (6, 3, 64, inner)
+
+    def draw(*shape):
+        x = torch.randn(shape, generator=generator, device=place) * shape[-1] ** -0.5
+        return x.to(dtype)
+
+    many = 500 if place == "cuda" else tokens
+    x, scores = draw(many, D), torch.rand(many, E, generator=generator, device=place)
+    gate_up, down = draw(E, 2 * F, D), draw(E, D, F)
+    weights, ids = scores.topk(K)
+    ids = ids.int()
+    if tokens > 2:
+        ids[1], ids[2] = -1, ids[0]  # a pad, and a token with the same experts
+    expected = expert_mlp(x, weights, expert_indices(ids, E), gate_up, down)
+    counters = few_tokens_counters(down, K)
+    for _ in range(2):  # counters are zeros again
+        found = few_tokens_mlp(x[:tokens], ids[:tokens], weights[:tokens], gate_up, down, counters)
+        assert not counters.any()
+    if place == "cuda":
+        with torch.no_grad():
+            some = expert_indices(ids[:tokens], E)
+            few = expert_mlp(x[:tokens], weights[:tokens], some, gate_up, down)
+        assert torch.equal(found, few)
+        assert torch.equal(found, expected[:tokens])
+    else:
+        torch.testing.assert_close(found, expected[:tokens])
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_of_nothing_gives_nothing(place):  # of a rank that only helps the others
-    core = PagedAttention(2, BLOCK, None)
     none = torch.zeros(0, dtype=torch.int32, device=place)
-    rows = PagedRows(none, torch.zeros(1, dtype=torch.int32, device=place), none, none[:, None], 0)
+    ends = torch.zeros(1, dtype=torch.int32, device=place)
     q, k = (torch.zeros(0, n, 16, device=place) for n in (4, 2))
     cache = (torch.zeros(2, BLOCK, 2, 16, device=place),) * 2
-    assert core._by_kernels(q, cache, rows).shape == q.shape
+    rows = ends, none, none[:, None], 0, none
+    assert step_attention(q, *cache, *rows, window=None).shape == q.shape
     store_in_pages(*cache, k, k, none)
 
 
@@ -187,6 +276,26 @@ def test_few_rows_are_those_of_many(place):
             assert torch.equal(found, expected[:-2])
         else:
             torch.testing.assert_close(found, expected[:-2])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "k"), [(32, 3), (128, 8), (512, 10)])
+def test_routes_of_few_tokens_are_those_of_many(place, score, experts, k):
+    generator = torch.Generator(place).manual_seed(0)
+    logits = torch.randn(
+        4096 if place == "cuda" else 40, experts, generator=generator, device=place
+    )
+    groups = (8, 4) if score == "sigmoid" else (1, 1)
+    how = {"score": score, "num_groups": groups[0], "topk_groups": groups[1], "backend": "triton"}
+    expected = router_topk(logits, k, **how)
+    for tokens in (1, 2, 5, 16):
+        found = router_topk(logits[:tokens], k, **how)  # one program, whose sums are the sums
+        assert torch.equal(found.ids_TK, expected.ids_TK[:tokens])
+        assert torch.equal(found.weights_TK, expected.weights_TK[:tokens])
+        plain = router_topk(logits[:tokens], k, **how | {"backend": "reference"})
+        for one, other in zip(found[2:], plain[2:], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -16,14 +16,14 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.gumbel import _gumbel
+from moetrain.kernels.loss.gumbel import _gumbel, noise_keys
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of, _stream_of
+from moetrain.rollout.steps import _choose_filtered, _kept, _stream_of
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -476,7 +476,7 @@ def test_draws_follow_the_filtered_softmax():
         logits = torch.randn(12, generator=generator) * 1.5
         params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
         streams = torch.tensor([_stream_of(params, i) for i in range(3)]).repeat(7000)
-        keys = _keys_of(streams, torch.arange(len(streams)))
+        keys = noise_keys(streams, torch.arange(len(streams)))
         rows = logits.expand(len(keys), -1)
         found = Counter(_choose_filtered(rows, [params] * len(keys), keys).tolist())
         allowed = plain_filter(logits, params)
@@ -491,7 +491,7 @@ def test_draws_follow_the_filtered_softmax():
 def test_noise_depends_on_what_it_is_for_alone():
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
     streams = torch.tensor([*(_stream_of(p, 0) for p in params), _stream_of(params[0], 1)])
-    keys = torch.cat([_keys_of(streams, torch.full((4,), position)) for position in (3, 4)])
+    keys = torch.cat([noise_keys(streams, torch.full((4,), position)) for position in (3, 4)])
     noise = _gumbel(keys, 1000)
     assert torch.equal(_gumbel(keys[:1], 100)[0], noise[0, :100])
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))

@@ -12,10 +12,11 @@ from moetrain.kernels.loss.gumbel import (
     _tl_noise,
     gumbel_argmax,
     mix,
+    noise_keys,
 )
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.rollout.request import SamplingParams
-from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of
+from moetrain.rollout.steps import _choose_filtered, _kept
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
@@ -47,6 +48,20 @@ def on_both_paths(words, exact):
     # Two libraries' logarithms, one after the other: each is off by its last bit or so.
     torch.testing.assert_close(fast_noise, noise, rtol=0, atol=2e-6)
     return exponential, fast_exponential
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keys_are_alike_on_both_paths(place):
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (300, 3), generator=generator).int().to(place)
+    streams, positions = words[:, 0], words[:, 1]
+    positions[:3] = torch.tensor([0, -1, 2**31 - 1])
+    for number in (300, 1, 0):
+        given = streams[:number], positions[:number]
+        keys = noise_keys(*given, "triton")
+        assert torch.equal(keys, noise_keys(*given, "reference"))
+        assert torch.equal(keys, noise_keys(*(x.long() for x in given), "triton"))
+    assert len(set(noise_keys(streams, positions).tolist())) == 300
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -104,7 +119,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
     for part in range(64):  # of 16,384 draws
         positions = torch.arange(len(masked), device=place) + part * len(masked)
-        keys = _keys_of(torch.full_like(positions, 5), positions)
+        keys = noise_keys(torch.full_like(positions, 5), positions)
         assert (gumbel_argmax(masked, keys, inverse) < most).all()
 
 
@@ -122,7 +137,7 @@ def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
     w, h, one = w.to(place), torch.eye(1, 16, device=place).repeat(rows, 1), torch.ones(rows)
     counts, one = torch.zeros(6), one.to(place)
     for start in range(0, number, rows):
-        keys = _keys_of(torch.full((rows,), 11), torch.arange(start, start + rows)).to(place)
+        keys = noise_keys(torch.full((rows,), 11), torch.arange(start, start + rows)).to(place)
         tokens = sample_tokens(h, w, keys, one, one, QWEN)[0].cpu()
         counts += bin_of[tokens].bincount(minlength=6)
     expected = number * shares

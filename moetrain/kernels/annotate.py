@@ -51,7 +51,8 @@ def annotate_backward(x: torch.Tensor, name: str) -> torch.Tensor:
 
     The label lasts until the backward reaches the next name, or ends.
     """
-    return _Named.apply(x, name) if _is_traced() and x.requires_grad else x
+    needs = isinstance(x, torch.Tensor) and x.requires_grad  # generation has two summands
+    return _Named.apply(x, name) if needs and _is_traced() else x
 
 
 class _Named(torch.autograd.Function):

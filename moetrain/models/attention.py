@@ -174,6 +174,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.core, self.batch_invariant = core, kernels.batch_invariant
+        self.rotate: Any = None  # generation's, which rotates and keeps keys at once
         self.backend: Backend = kernels.backend
         self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
         self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
@@ -199,8 +200,15 @@ class Attention(nn.Module):
         if self.output_gate:
             both = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
             q, gate = (half.flatten(-2) for half in both)
-        q_BSHd, k_BSGd = self._turn(q, self.q_norm, context), self._turn(k, self.k_norm, context)
-        v_BSGd = v.unflatten(-1, (-1, self.head_dim))
+        q_BSHd, k_BSGd, v_BSGd = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        norm = self.q_norm
+        is_plain = norm is None or (self.norm_of == "head" and not norm.late)
+        if self.rotate is not None and q.is_cuda and self.rotates and is_plain:
+            how = norm, self.k_norm, self.interleaved
+            q_BSHd, context = self.rotate((q_BSHd, k_BSGd, v_BSGd), context, *how)
+        else:
+            q_BSHd = self._turn(q, self.q_norm, context)
+            k_BSGd = self._turn(k, self.k_norm, context)
         y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
         if gate is not None:
             y = y * sigmoid(gate, fusible=not self.batch_invariant)

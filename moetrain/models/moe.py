@@ -21,6 +21,11 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.few_tokens import (
+    few_tokens_counters,
+    few_tokens_mlp,
+    fits_few_tokens,
+)
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
@@ -28,6 +33,7 @@ from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
+from moetrain.kernels.small_m import is_few
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
@@ -306,6 +312,7 @@ class Experts(Adaptable):
         self.precision: Precision = kernels.precision
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
+        self.counters: torch.Tensor | None = None
 
     def forward(
         self,
@@ -326,6 +333,18 @@ class Experts(Adaptable):
             return expert_mlp(*given, typical_rows=typical_rows, activation=self.activation)
         given = (x_SD, weights_SK, indices, *weights, up.a, up.b, down.a, down.b, up.scale)
         return adapted_expert_mlp(*given, backend, activation=self.activation)
+
+    def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
+        """Return the sum of each token's experts, which are all here; None: not so few tokens."""
+        if not is_few(x_TD) or type(self) is not Experts or self.precision == "fp8":
+            return None
+        weights = self.w_gate_up, self.w_down
+        has_adapters = any(self.adapter(name, x_TD.dtype) is not None for name in self.weights)
+        if has_adapters or not fits_few_tokens(*weights):
+            return None
+        if self.counters is None:
+            self.counters = few_tokens_counters(self.w_down, routed.ids_TK.shape[1])
+        return few_tokens_mlp(x_TD, routed.ids_TK, routed.weights_TK, *weights, self.counters)
 
 
 class MoE(nn.Module):
@@ -380,6 +399,9 @@ class MoE(nn.Module):
         self, x_TD: torch.Tensor, routed: Routed
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of each token's experts, and ``dropped`` of :class:`Dispatched`."""
+        few_TD = self.experts.of_few(x_TD, routed) if type(self.dispatcher) is Dispatcher else None
+        if few_TD is not None:
+            return few_TD, None
         sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
         return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped

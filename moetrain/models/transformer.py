@@ -53,6 +53,8 @@ class Block(nn.Module):
     """
 
     scalar: nn.Parameter | None
+    defers = False
+    """Whether the result is two summands, which the next norm adds up. Generation sets it."""
 
     def __init__(
         self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
@@ -68,11 +70,11 @@ class Block(nn.Module):
         one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
         self.register_parameter("scalar", one)
 
-    def forward(
-        self, x_BSD: torch.Tensor, context: Context
-    ) -> tuple[torch.Tensor, RouterStats | None]:
+    def forward(self, x_BSD: Any, context: Context) -> tuple[Any, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
         y_BSD = stats = None
+        if isinstance(x_BSD, tuple):
+            x_BSD, y_BSD = x_BSD
         for before, part, after in self.parts:
             norm: RMSNorm | None = getattr(self, before) if before else None
             if norm is None:
@@ -86,6 +88,8 @@ class Block(nn.Module):
             if after:
                 y_BSD = getattr(self, after)(y_BSD)
         assert y_BSD is not None  # a block has a part
+        if self.defers and self.scalar is None:
+            return (x_BSD, y_BSD), stats
         x_BSD = x_BSD + y_BSD
         return x_BSD if self.scalar is None else x_BSD * self.scalar.to(x_BSD.dtype), stats
 
@@ -326,7 +330,8 @@ class Transformer(nn.Module):
     def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Apply the final norm: [B, S, D], for ``vocabulary`` with :attr:`head_weight`."""
         self.sharding.open(self.norm)
-        return self.norm(x_BSD).view(rows.batch, rows.seq_len, x_BSD.shape[-1])
+        y_BSD = self.norm.of_sum(*x_BSD)[1] if isinstance(x_BSD, tuple) else self.norm(x_BSD)
+        return y_BSD.view(rows.batch, rows.seq_len, y_BSD.shape[-1])
 
     def pieces(self) -> list[Piece]:
         """List the tensors of Hugging Face's files that hold the model, and where each lies."""

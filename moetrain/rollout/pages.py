@@ -27,8 +27,9 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
+from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
+from moetrain.kernels.norm.rotary import rotate_into_pages
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.request import Completion, Request
@@ -371,6 +372,8 @@ class PagedRows(NamedTuple):
     pages_NM: torch.Tensor
     num_single: int
     """Number of sequences that read a single token each; they come first."""
+    arrived: torch.Tensor | None = None
+    """int32 zeros, one a token and key head, if keys and values are in their slots already."""
 
 
 class PagedAttention:
@@ -409,43 +412,36 @@ class PagedAttention:
     ) -> torch.Tensor:
         rows = context.mask
         assert isinstance(rows, PagedRows)
-        if self.keys_PZGd is None or self.values_PZGv is None:
-            # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
-            size = self.num_pages, self.page_size
-            self.keys_PZGd, self.values_PZGv = (
-                x.new_zeros(*size, *x.shape[2:]) for x in (k_BSGd, v_BSGv)
-            )
-        cache = self.keys_PZGd, self.values_PZGv
+        cache = self._cache(k_BSGd[0], v_BSGv[0])
         if q_BSHd.is_cuda:
-            store_in_pages(*cache, k_BSGd[0], v_BSGv[0], rows.slots_T)
-            return self._by_kernels(q_BSHd[0], cache, rows, scale, sinks_H)[None]
+            arrived = rows.arrived
+            if arrived is None:
+                arrived = store_in_pages(*cache, k_BSGd[0], v_BSGv[0], rows.slots_T)
+            args = rows.ends_N, rows.seen_N, rows.pages_NM, rows.num_single, arrived
+            how: dict[str, Any] = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
+            return step_attention(q_BSHd[0], *cache, *args, **how)[None]
         keep_T = rows.slots_T >= 0
         slots_T = rows.slots_T[keep_T].long()
         for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGv), strict=True):
             pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
         return self._by_sequences(q_BSHd[0], cache, rows, scale, sinks_H)[None]
 
-    def _by_kernels(
-        self,
-        q_THd: torch.Tensor,
-        cache: _Cache,
-        rows: PagedRows,
-        scale: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        single, parts = rows.num_single, []
-        how: dict[str, Any] = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
-        if single:
-            args = (rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM)
-            q_LHd = q_THd[:single]
-            parts.append(paged_attention(q_LHd, *cache, *args, **how, one_token=True))
-        if single < rows.seen_N.shape[0]:
-            args = (rows.ends_N[single:] - single, rows.seen_N[single:], rows.pages_NM[single:])
-            parts.append(paged_attention(q_THd[single:], *cache, *args, **how))
-        if len(parts) == 1:
-            return parts[0]
-        nothing = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
-        return torch.cat(parts) if parts else nothing
+    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> _Cache:
+        if self.keys_PZGd is None or self.values_PZGv is None:
+            # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
+            size = self.num_pages, self.page_size
+            self.keys_PZGd, self.values_PZGv = (
+                x.new_zeros(*size, *x.shape[1:]) for x in (k_TGd, v_TGv)
+            )
+        return self.keys_PZGd, self.values_PZGv
+
+    def rotate(self, qkv: Any, context: Any, *how: Any) -> tuple[torch.Tensor, Any]:
+        """Rotate queries and keys, and store keys and values: queries, and :meth:`__call__`'s
+        context. ``how`` are the norms, and whether pairs are interleaved."""
+        (q, k, v), rows = (x_BSHd[0] for x_BSHd in qkv), context.mask
+        where: Any = self._cache(k, v), rows.slots_T, *(x.flatten(0, 2) for x in context.rotation)
+        q_THd, arrived = rotate_into_pages(q, k, v, *where, *how)
+        return q_THd[None], context._replace(mask=rows._replace(arrived=arrived))
 
     def _by_sequences(
         self,

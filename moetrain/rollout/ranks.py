@@ -104,6 +104,8 @@ def sharing_heads(
 class SplitAttention(PagedAttention):
     """Takes all heads and returns those of all; its pages are of this rank's. Collective."""
 
+    rotate: Any = None  # it takes all heads' keys
+
     def __init__(self, group: dist.ProcessGroup, *sizes: Any) -> None:
         super().__init__(*sizes)
         self.group = group

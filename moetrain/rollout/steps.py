@@ -28,7 +28,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.gumbel import MASK, gumbel_argmax, mix
+from moetrain.kernels.loss.gumbel import MASK, SALT, gumbel_argmax, mix, noise_keys
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
@@ -41,7 +41,6 @@ from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
-_SALT = 0x9E3779B9
 _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAGES = range(10)
 """Columns of a lane, or of a chunk's last token: how many drafts there are up to it, the token
 behind it or -1, and how many tokens its sequence has pages for."""
@@ -117,6 +116,7 @@ class Steps:
             if hasattr(mixer, "core"):
                 kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
                 mixer.core = kind(pages.num_pages, pages.page_size, part.window)
+                mixer.rotate = mixer.core.rotate
                 self.caches.append(mixer.core)
             else:
                 self.caches.append(mixer.keep_states(max_sequences + 1, draft))
@@ -125,6 +125,8 @@ class Steps:
                 setattr(module, "precision", "bf16")  # noqa: B010
             if hasattr(module, "batch_invariant") and self.device.type == "cuda":
                 setattr(module, "batch_invariant", True)  # noqa: B010
+        for block in model.layers[: model.arch.num_layers]:
+            setattr(block, "defers", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
         self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
@@ -258,7 +260,7 @@ class Steps:
             read_TD = model.head(x_BSD, read)[0]
         last_tokens_N, positions_N, streams_N = chunks_NC[:, :_INVERSE].unbind(1)
         inverse_N, scales_N = chunks_NC[:, _INVERSE:_SLOT].T.contiguous().view(torch.float32)
-        keys_N, hidden_ND = _keys_of(streams_N, positions_N + 1), read_TD[last_N]
+        keys_N, hidden_ND = noise_keys(streams_N, positions_N + 1), read_TD[last_N]
         words = keys_N, inverse_N, scales_N, self.known, model.kernels.backend, softcap
         tokens_N, logprobs_N = sample_tokens(hidden_ND, model.head_weight, *words)
         chosen_RN = torch.stack((tokens_N.double(), logprobs_N.double()))
@@ -362,7 +364,7 @@ class Steps:
         params = [sequence.params for sequence in sequences]
         logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
         device, known = logits_NV.device, self.known
-        keys_N = _keys_of(
+        keys_N = noise_keys(
             torch.tensor([sequence.stream for sequence in sequences], device=device),
             torch.tensor([start + number for _, start, number in planned], device=device),
         )
@@ -386,13 +388,8 @@ def _stream_of(params: SamplingParams, completion: int) -> int:
     """Hash what all noise of a completion depends on to a signed 32-bit number."""
     stream = 0
     for word in (params.seed & MASK, params.seed >> 32, completion):
-        stream = mix(stream ^ mix((word + _SALT) & MASK))
+        stream = mix(stream ^ mix((word + SALT) & MASK))
     return stream - (stream >> 31 << 32)
-
-
-def _keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """Return the noise key, int32, of each position (in its sequence, prompt included)."""
-    return mix((streams_N.long() & MASK) ^ mix((positions_N.long() + _SALT) & MASK)).int()
 
 
 def _choose_filtered(

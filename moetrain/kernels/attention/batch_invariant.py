@@ -6,7 +6,8 @@ its numbers unchanged. So a token has one answer in a packed batch of training, 
 prompt and in a step of generation, from keys that lie end to end or in pages. A tile holds the
 queries of a few tokens for all heads that share keys. The softmax is in base 2.
 
-Left out on purpose: a split of the keys over programs, which would add up in another order, and the
+With few sequences of one token each, :mod:`moetrain.kernels.attention.split_keys` has the same bits
+sooner. Left out on purpose: a split of sums over programs, which would add up in another order; the
 backward (:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
 Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value,
@@ -20,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from moetrain.kernels.attention.split_keys import BLOCK, split_attention, splits_keys
 from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
 
-BLOCK = 64
-"""Keys at a time. A row's bits depend on it, so every tile has the same."""
 _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
@@ -89,6 +89,7 @@ def paged_attention(
     scale: float | None = None,
     one_token: bool = False,
     sinks_H: torch.Tensor | None = None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THv``.
 
@@ -101,11 +102,46 @@ def paged_attention(
         scale: what scores are multiplied by; None: ``d**-0.5``.
         one_token: every sequence reads one token, so that T is N.
         sinks_H: as in :func:`forward`.
+        arrived: T * G zeros, int32, which few rows of one token use up; None: they do without.
     """
+    if one_token and arrived is not None and splits_keys(q_THd, keys_PZGd):
+        how = {"window": window, "scale": scale, "sinks_H": sinks_H}
+        return split_attention(q_THd, keys_PZGd, values_PZGv, seen_N, pages_NM, arrived, **how)
     keys = keys_PZGd.flatten(0, 1)
     values = values_PZGv.flatten(0, 1)
     paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
     return _launch(q_THd, keys, values, cu_seqlens, window, scale, *paged, sinks=sinks_H)[0]
+
+
+def step_attention(
+    q_THd: torch.Tensor,
+    keys_PZGd: torch.Tensor,
+    values_PZGv: torch.Tensor,
+    ends_N: torch.Tensor,
+    seen_N: torch.Tensor,
+    pages_NM: torch.Tensor,
+    single: int,
+    arrived: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do what :func:`paged_attention` does for a step whose first ``single`` sequences read one
+    token each; ``arrived`` is what :func:`store_in_pages` returned."""
+    cache, parts = (keys_PZGd, values_PZGv), []
+    how = {"window": window, "scale": scale, "sinks_H": sinks_H}
+    if single:
+        args = (ends_N[: single + 1], seen_N[:single], pages_NM)
+        alone = {"one_token": True, "arrived": arrived}
+        parts.append(paged_attention(q_THd[:single], *cache, *args, **how, **alone))
+    if single < seen_N.shape[0]:
+        args = (ends_N[single:] - single, seen_N[single:], pages_NM[single:])
+        parts.append(paged_attention(q_THd[single:], *cache, *args, **how))
+    if len(parts) == 1:
+        return parts[0]
+    nothing = q_THd.new_empty(*q_THd.shape[:2], values_PZGv.shape[-1])
+    return torch.cat(parts) if parts else nothing
 
 
 def store_in_pages(
@@ -114,23 +150,30 @@ def store_in_pages(
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
     slots_T: torch.Tensor,
-) -> None:
-    """Store token t's key and value in slot ``slots_T[t]`` (int32, over all pages; -1: nowhere)."""
-    tokens, numbers = k_TGd.shape[0], []
+) -> torch.Tensor:
+    """Store token t's key and value in slot ``slots_T[t]`` (int32, over all pages; -1: nowhere).
+
+    Return T * G zeros, int32, for :mod:`moetrain.kernels.attention.split_keys`.
+    """
+    (tokens, kv_heads, _), numbers = k_TGd.shape, []
+    zeros = slots_T.new_empty(tokens * kv_heads)
     for x in (k_TGd, v_TGv):
         assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not
         numbers.append(x[0].numel() if tokens else 0)
     if tokens:
         _store_kernel[(tokens, triton.cdiv(max(numbers), _STORED))](
-            keys_PZGd, values_PZGv, k_TGd, v_TGv, slots_T, k_TGd.stride(0), v_TGv.stride(0),
-            *numbers, BLOCK=min(_STORED, triton.next_power_of_2(max(numbers))), num_warps=2,
+            keys_PZGd, values_PZGv, k_TGd, v_TGv, slots_T, zeros, k_TGd.stride(0), v_TGv.stride(0),
+            *numbers, G=kv_heads, GP=triton.next_power_of_2(kv_heads),
+            BLOCK=min(_STORED, triton.next_power_of_2(max(numbers))), num_warps=2,
         )  # fmt: skip
+    return zeros
 
 
 @triton.jit
 def _store_kernel(
-    keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_stride, v_stride,
-    K_NUMBERS: tl.constexpr, V_NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, zeros_ptr, k_stride, v_stride,
+    K_NUMBERS: tl.constexpr, V_NUMBERS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -141,6 +184,8 @@ def _store_kernel(
     v = tl.load(v_ptr + token * v_stride + i, mask=is_value)
     tl.store(keys_ptr + slot * K_NUMBERS + i, k, mask=is_key)
     tl.store(values_ptr + slot * V_NUMBERS + i, v, mask=is_value)
+    group = tl.arange(0, GP)
+    tl.store(zeros_ptr + token * G + group, tl.zeros((GP,), tl.int32), mask=group < G)
 
 
 def _launch(

@@ -31,6 +31,8 @@ _MAX_EXPERTS = 512
 _MAX_K = 32
 # 16 tokens of 128 experts: 16 values a thread in every tile-sized variable. Measured on one H200.
 _TILE_ELEMENTS = 2048
+# Up to so many tokens a tile has no more rows than tokens, where no sum depends on it.
+_FEW = 16
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every score
 
@@ -159,23 +161,29 @@ def _router_topk(
     padded_groups = triton.next_power_of_2(num_groups)
     padded_members = triton.next_power_of_2(M)
     columns = padded_groups * padded_members
-    rows = max(1, _TILE_ELEMENTS // columns)
+    rows, warps, slots = max(1, _TILE_ELEMENTS // columns), 4, triton.next_power_of_2(k)
+    if T <= _FEW and columns == 128 and slots == 8:  # a warp has whole rows, as among many
+        rows = triton.next_power_of_2(max(1, T))
+        warps = min(warps, rows)
     # No token still takes one program, whose zeros are the sums.
     num_programs = max(1, min(triton.cdiv(T, rows), _MAX_PROGRAMS))
-    counts_PE = logits_TE.new_empty((num_programs, E), dtype=torch.int32)
-    sums_PE = logits_TE.new_empty((num_programs, E + 2))
+    alone = num_programs == 1  # its sums are the sums
+    counts_PE = counts_E if alone else counts_E.new_empty((num_programs, E))
+    sums_PE = logits_TE.new_empty((0 if alone else num_programs, E + 2))
     is_pad = None if is_pad_T is None else is_pad_T.contiguous().view(torch.uint8)
     _route_kernel[(num_programs,)](
-        logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE, sums_PE,
+        logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE,
+        prob_sum_E if alone else sums_PE, z_sum, entropy_sum,
         T, logits_TE.stride(0), topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
         BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members,
-        S=triton.next_power_of_2(k),
+        S=slots, ALONE=alone, num_warps=warps,
     )  # fmt: skip
-    _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
-        counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,
-        E=E, B=64, C=16,
-    )  # fmt: skip
+    if not alone:
+        _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
+            counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,
+            E=E, B=64, C=16,
+        )  # fmt: skip
     return outputs
 
 
@@ -293,14 +301,27 @@ def _drop_groups(
 
 
 @triton.jit
+def _sum_of_slots(weights, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
+    """The sum of each row's S weights. Of 8 among 128 experts it is added up in pairs, so that its
+    order is no layout's: ((0 + 1) + (4 + 5)) + ((2 + 3) + (6 + 7))."""
+    if C == 128 and S == 8:
+        pairs = tl.sum(tl.reshape(weights, (B, 4, 2)), axis=2)
+        return tl.sum(tl.sum(tl.reshape(pairs, (B, 2, 2)), axis=1), axis=1)
+    return tl.sum(weights, axis=1)
+
+
+@triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr,
-    T, row_stride, topk_groups, scale, min_sum,
+    logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr, z_ptr,
+    entropy_ptr, T, row_stride, topk_groups, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
     BEST: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of B tokens, every num_programs-th one; sums [P, E + 2]: p, then z and entropy."""
+    """Tiles of B tokens, every num_programs-th one; sums [P, E + 2]: p, then z and entropy.
+
+    A program that is alone stores them where they belong."""
     C: tl.constexpr = GP * MP
     program = tl.program_id(0)
     col = tl.arange(0, C)
@@ -344,7 +365,7 @@ def _route_kernel(
         if SIGMOID:
             weights = tl.sigmoid(picked)
         if NORMALIZE:
-            weights = weights / tl.maximum(tl.sum(weights, axis=1), min_sum)[:, None]
+            weights = weights / tl.maximum(_sum_of_slots(weights, C, B, S), min_sum)[:, None]
         is_counted = in_range
         if is_pad_ptr is not None:
             is_pad = tl.load(is_pad_ptr + row) != 0
@@ -367,8 +388,8 @@ def _route_kernel(
     tl.store(counts_ptr + program * E + expert, tl.sum(counts, axis=0), mask=columns)
     sums_ptr += program * (E + 2)
     tl.store(sums_ptr + expert, tl.sum(prob_sums, axis=0), mask=columns)
-    tl.store(sums_ptr + E, tl.sum(z_sums, axis=0))
-    tl.store(sums_ptr + E + 1, tl.sum(entropy_sums, axis=0))
+    tl.store(z_ptr if ALONE else sums_ptr + E, tl.sum(z_sums, axis=0))
+    tl.store(entropy_ptr if ALONE else sums_ptr + E + 1, tl.sum(entropy_sums, axis=0))
 
 
 @triton.jit

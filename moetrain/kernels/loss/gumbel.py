@@ -13,9 +13,12 @@ from typing import TypeVar
 
 import torch
 
-from moetrain.kernels.backend import tl, triton
+from moetrain.kernels.backend import Backend, tl, triton, use_fast
 
 MASK = 2**32 - 1
+SALT = 0x9E3779B9
+"""Added to what is hashed, so that a zero is not hashed to zero."""
+_SALT = tl.constexpr(SALT)
 _Words = TypeVar("_Words", int, torch.Tensor)
 
 
@@ -27,6 +30,34 @@ def gumbel_argmax(
     noise_NV = _gumbel(keys_N, logits_NV.shape[1])
     scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
     return scores_NV.argmax(-1)
+
+
+def noise_keys(
+    streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
+) -> torch.Tensor:
+    """Return the key, int32, of the noise at each position of a stream; both are integers."""
+    if not use_fast(backend, streams_N):
+        salted_N = (positions_N.long() + SALT) & MASK
+        return mix((streams_N.long() & MASK) ^ mix(salted_N)).int()
+    number, strides = streams_N.shape[0], (streams_N.stride(0), positions_N.stride(0))
+    keys_N = streams_N.new_empty(number, dtype=torch.int32)
+    if number:
+        _keys_kernel[(triton.cdiv(number, 128),)](
+            streams_N, positions_N, keys_N, number, *strides, BLOCK=128
+        )
+    return keys_N
+
+
+@triton.jit(do_not_specialize=["N", "streams_stride", "positions_stride"])
+def _keys_kernel(
+    streams_ptr, positions_ptr, keys_ptr, N, streams_stride, positions_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < N
+    stream = tl.load(streams_ptr + row * streams_stride, mask=mask, other=0).to(tl.uint32)
+    position = tl.load(positions_ptr + row * positions_stride, mask=mask, other=0).to(tl.uint32)
+    key = _tl_mix(stream ^ _tl_mix(position + _SALT))
+    tl.store(keys_ptr + row, key.to(tl.int32, bitcast=True), mask=mask)
 
 
 def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:

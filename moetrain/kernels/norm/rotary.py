@@ -132,27 +132,110 @@ def _rotary_kernel(
     BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    _turn_heads(
+        x_ptr + token * stride, cos_ptr, sin_ptr, w_ptr, out_ptr + token * H * 2 * HALF,
+        tl.program_id(1), token % S, eps, H, H, HALF, PAIRS, INTERLEAVED, BLOCK, HEADS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, tile, turned, eps, H, kept,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate a tile of one token's ``H`` heads, by row ``turned`` of the angles;
+    store those of the first ``kept``."""
+    head = tile * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK)
     mask = (head < H)[:, None] & (column < HALF)[None, :]
     dtype = out_ptr.dtype.element_ty
     first, second = _places(column, HALF, PAIRS, INTERLEAVED)
     at1 = head[:, None] * (2 * HALF) + first[None, :]
     at2 = head[:, None] * (2 * HALF) + second[None, :]
-    x1 = tl.load(x_ptr + token * stride + at1, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + token * stride + at2, mask=mask, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + at1, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + at2, mask=mask, other=0.0).to(tl.float32)
     if w_ptr is not None:
         r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
         w1 = tl.load(w_ptr + first, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
         w2 = tl.load(w_ptr + second, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
         x1 = ((x1 * r).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
         x2 = ((x2 * r).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
-    turn = token % S * PAIRS + column
+    turn = turned * PAIRS + column
     cos = tl.load(cos_ptr + turn, mask=column < PAIRS, other=1.0)[None, :]
     sin = tl.load(sin_ptr + turn, mask=column < PAIRS, other=0.0)[None, :]
-    out = out_ptr + token * H * 2 * HALF
-    tl.store(out + at1, x1 * cos - x2 * sin, mask=mask)
-    tl.store(out + at2, x2 * cos + x1 * sin, mask=mask)
+    mask &= (head < kept)[:, None]
+    tl.store(out_ptr + at1, x1 * cos - x2 * sin, mask=mask)
+    tl.store(out_ptr + at2, x2 * cos + x1 * sin, mask=mask)
+
+
+def rotate_into_pages(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    slots_T: torch.Tensor,
+    cos_Tp: torch.Tensor,
+    sin_Tp: torch.Tensor,
+    q_norm: Any,
+    k_norm: Any,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rotated queries, and T * G zeros, int32; store rotated keys, and values, in pages.
+
+    In one launch, without autograd and unchecked, it does what :func:`rotary` and
+    :func:`moetrain.kernels.attention.batch_invariant.store_in_pages` do. The norms have ``weight``
+    and one ``eps``, or are None.
+    """
+    eps = 0.0 if q_norm is None else q_norm.eps
+    weights = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
+    (T, H, d), (G, v_width) = q_THd.shape, v_TGv.shape[1:]
+    for x in (q_THd, k_TGd, v_TGv):
+        assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not
+    out_THd = q_THd.new_empty(T, H, d)
+    zeros = slots_T.new_empty(T * G)
+    # The tiles of rotary's kernel: a norm's sum is in the order of the tile's layout.
+    q_heads, k_heads = (min(_HEADS, triton.next_power_of_2(n)) for n in (H, G))
+    tiles = triton.cdiv(H, q_heads), triton.cdiv(G, k_heads)
+    if T:
+        _rotate_into_pages_kernel[(T, sum(tiles) + 1)](
+            q_THd, k_TGd, v_TGv, *cache, slots_T, cos_Tp, sin_Tp, *weights, out_THd, zeros,
+            q_THd.stride(0), k_TGd.stride(0), v_TGv.stride(0), eps,
+            H=H, G=G, HALF=d // 2, PAIRS=cos_Tp.shape[1], INTERLEAVED=interleaved,
+            BLOCK=triton.next_power_of_2(d // 2), Q_HEADS=q_heads, K_HEADS=k_heads,
+            Q_TILES=tiles[0], NUMBERS=G * v_width, VALUES=triton.next_power_of_2(G * v_width),
+            GP=triton.next_power_of_2(G), num_warps=1,
+        )  # fmt: skip
+    return out_THd, zeros
+
+
+@triton.jit
+def _rotate_into_pages_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, q_w_ptr, k_w_ptr,
+    out_ptr, zeros_ptr, q_stride, k_stride, v_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    Q_TILES: tl.constexpr, NUMBERS: tl.constexpr, VALUES: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if tile < Q_TILES:
+        _turn_heads(
+            q_ptr + token * q_stride, cos_ptr, sin_ptr, q_w_ptr, out_ptr + token * H * 2 * HALF,
+            tile, token, eps, H, H, HALF, PAIRS, INTERLEAVED, BLOCK, Q_HEADS,
+        )  # fmt: skip
+    elif tile < tl.num_programs(1) - 1:
+        _turn_heads(
+            k_ptr + token * k_stride, cos_ptr, sin_ptr, k_w_ptr, keys_ptr + slot * G * 2 * HALF,
+            tile - Q_TILES, token, eps, G, tl.where(slot >= 0, G, 0), HALF, PAIRS, INTERLEAVED,
+            BLOCK, K_HEADS,
+        )  # fmt: skip
+    else:
+        i, group = tl.arange(0, VALUES), tl.arange(0, GP)
+        mask = i < tl.where(slot >= 0, NUMBERS, 0)
+        v = tl.load(v_ptr + token * v_stride + i, mask=mask)
+        tl.store(values_ptr + slot * NUMBERS + i, v, mask=mask)
+        tl.store(zeros_ptr + token * G + group, tl.zeros((GP,), tl.int32), mask=group < G)
 
 
 def _with_whole_tokens(x_THd: torch.Tensor) -> torch.Tensor:
