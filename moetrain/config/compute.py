@@ -12,7 +12,7 @@ from moetrain.config.sections import Section, checked
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
-Precision = Literal["bf16", "fp8", "fp8_gradients"]
+Precision = Literal["bf16", "fp8", "fp8_gradients", "fp8_blocks", "fp8_blocks_ue8m0"]
 
 
 class ParallelSection(Section):

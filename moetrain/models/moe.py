@@ -318,8 +318,7 @@ class Experts(Adaptable):
         first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
         weights, backend = (first, second), self.backend
         if self.precision != "bf16":
-            how = {"narrow_grads": self.precision == "fp8_gradients"}
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, **how)
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
             given = (x_SD, weights_SK, indices, *weights, backend)
