@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
@@ -28,6 +28,7 @@ from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
@@ -304,6 +305,9 @@ class Experts(Adaptable):
         num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
+        if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
+            problem = f"{self.precision!r} takes experts of a width that is a multiple of {multiple}"
+            raise ConfigError("kernels.precision", f"{problem}, and theirs is {width}; use bf16")
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
 

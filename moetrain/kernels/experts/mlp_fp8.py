@@ -49,7 +49,6 @@ from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.quant.e4m3 import (
     MULTIPLE,
-    TILE,
     Quantised,
     quantise_to_rows,
     row_launch,
@@ -75,14 +74,14 @@ def expert_mlp_fp8(
     backend: Backend = "auto",
     precision: Precision = "fp8",
 ) -> torch.Tensor:
-    """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3; D and F are in 16s.
+    """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3.
 
-    With blocks F is in 128s, so that none holds rows of both gate and up.
+    D is a multiple of 16, and F of what the precision's recipe says.
     """
     inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp_fp8", *inputs)
     _, dim, width = w_down_EDF.shape
-    multiple = TILE if RECIPES[precision].tiled else MULTIPLE
+    multiple = RECIPES[precision].multiple
     if dim % MULTIPLE or width % multiple:
         takes = f"multiples of {MULTIPLE} and {multiple}"
         raise refusal("expert_mlp_fp8", takes, widths=(dim, width))

@@ -13,9 +13,9 @@ Blocks are n x m, mostly 128 x 128, and the last of a row or column of blocks ma
 
 so that what was read from such a checkpoint has its codes and scales again. With ue8m0 every number
 of a block is exact in bf16, and comes back as it was (a block whose largest code is 224 with half
-of its scale and twice its codes). With fp32 scales a number rounded to bf16 is off by 2^-9 at most,
+of its scale and twice its codes). With fp32 scales a number rounded to bf16 is off by 2^-8 at most,
 as is the largest, of which the scale is made: both together are less than half of a step of e4m3,
-2^-5, so the codes are the same; and the scale is, if the largest number was one of bf16.
+at least 2^-5, so the codes are the same; and the scale is, if the largest number was one of bf16.
 
 :func:`blocks_mm` multiplies rows in tiles of 128 by them. Its partial sums over 128 numbers are
 made by tensor cores, then scaled and added up in fp32, as section 3.3.2 has it.

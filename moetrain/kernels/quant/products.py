@@ -140,10 +140,8 @@ def _room(weight: torch.Tensor, precision: str) -> int:
 
 def _joined(weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
     """Stack the rows of all weights; a single weight is not copied."""
-    padded = [
-        F.pad(w, (0, 0, 0, room - len(w))) if (room := _room(w, precision)) > len(w) else w
-        for w in weights
-    ]
+    rooms = [_room(w, precision) for w in weights]
+    padded = [w if len(w) == n else F.pad(w, (0, 0, 0, n - len(w))) for w, n in zip(weights, rooms, strict=True)]
     return padded[0] if len(weights) == 1 else torch.cat(padded)
 
 

@@ -17,7 +17,13 @@ import torch
 from moetrain.config.compute import Precision
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.quant.blocks import Blocks, Scales, quantise_blocks
-from moetrain.kernels.quant.e4m3 import Quantised, quantise_columns, quantise_rows
+from moetrain.kernels.quant.e4m3 import (
+    MULTIPLE,
+    TILE,
+    Quantised,
+    quantise_columns,
+    quantise_rows,
+)
 
 
 class Recipe(NamedTuple):
@@ -31,6 +37,12 @@ class Recipe(NamedTuple):
     @property
     def tiled(self) -> bool:
         return self.blocks is not None
+
+    @property
+    def multiple(self) -> int:
+        """What the experts' width is a multiple of: of whole blocks, lest one hold rows of both
+        gate and up."""
+        return TILE if self.tiled else MULTIPLE
 
     def rows(self, x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
         """Quantise activations or gradients [..., M]."""

@@ -18,8 +18,9 @@ combining and the two backwards take; nothing else survives a call::
     rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
     source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
 
-Where ``precision`` is fp8 tokens are sent in e4m3 with their scales, and so are gradients in the backward
-of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits of it.
+Where ``precision`` is fp8 tokens are sent in e4m3 with their scales, and so are gradients in the
+backward of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits
+of it.
 
 Both generations of the package have the interface used here, with the same results; 2.x insists on
 the NCCL that it was built with. Left out on purpose: several machines, and low-latency kernels.
@@ -204,7 +205,8 @@ def why_not_here(
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
     local_experts, top_k = arch.num_experts // ranks, arch.num_experts_per_token
-    width, multiple = arch.sent_size, _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
+    width = arch.sent_size
+    multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
     if device.type != "cuda":
