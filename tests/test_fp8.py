@@ -439,7 +439,13 @@ def test_generation_over_ranks_sends_tokens_as_they_are(tiny_words):
 def test_it_learns_as_bf16_does(tiny):
     last = {}
     for precision in ("bf16", "fp8", "fp8_gradients", "fp8_blocks"):
-        words = [*SIZES, "model.moe_intermediate_size=128", "train.steps=40", "optim.lr=3e-3", f"kernels.precision={precision}"]
+        words = [
+            *SIZES,
+            "model.moe_intermediate_size=128",
+            "train.steps=40",
+            "optim.lr=3e-3",
+            f"kernels.precision={precision}",
+        ]
         trainer = Trainer(tiny(*words, "checkpoint.resume=never", "train.sample_tokens=0"))
         trainer.fit()
         losses = [row["loss"] for row in read_metrics(trainer.log.path) if "loss" in row]

@@ -137,7 +137,9 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
 
     sizes = {"hidden_size": 160, "moe_intermediate_size": 128, "intermediate_size": 272}
     _, narrow = save_quantised("deepseek_v3", tmp_path, how=of_bf16, block=block, **sizes)
-    files = {name: x for path in tmp_path.glob("*.safetensors") for name, x in load_file(path).items()}
+    files = {
+        name: x for path in tmp_path.glob("*.safetensors") for name, x in load_file(path).items()
+    }
     model = load_hf(tmp_path)
     parameters, seen, twice = dict(model.named_parameters()), set(), 0
     for piece in model.pieces():
@@ -146,14 +148,18 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
         w = parameters[piece.parameter].to(dtype)
         made = recipe.weights(w if w.dim() == 3 else w[None], "reference")
         at = piece.place if w.dim() == 3 else (0, *piece.place)
-        blocks = [slice(x.start // 128, -(-x.stop // 128)) if isinstance(x, slice) else x for x in at]
+        blocks = [
+            slice(x.start // 128, -(-x.stop // 128)) if isinstance(x, slice) else x for x in at
+        ]
         codes, scales = made.values[at].float(), made.scales[tuple(blocks)]
         want, want_scales = (files[piece.hf_name + x] for x in ("", "_scale_inv"))
         # A power of two half as large, where the largest code is 224, for numbers that are equal.
         ratio = want_scales / scales
         assert ((ratio == 1) | (ratio == 2) & in_powers).all(), piece.hf_name
         twice += (ratio == 2).sum().item()
-        wide = ratio.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(want), : want.shape[1]]
+        wide = ratio.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+            : len(want), : want.shape[1]
+        ]
         assert torch.equal(codes, want.float() * wide), piece.hf_name
         seen.add(piece.hf_name)
     assert len(narrow) - 1 == len(seen) > 20

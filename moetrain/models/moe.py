@@ -306,7 +306,9 @@ class Experts(Adaptable):
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
         if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
-            problem = f"{self.precision!r} takes experts of a width that is a multiple of {multiple}"
+            problem = (
+                f"{self.precision!r} takes experts of a width that is a multiple of {multiple}"
+            )
             raise ConfigError("kernels.precision", f"{problem}, and theirs is {width}; use bf16")
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.quant.blocks import Blocks, blocks_mm, quantise_blocks
+from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm, quantise_blocks
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
     SCALED,
@@ -57,7 +57,13 @@ def _to_rows(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]
     )
     own = torch.cat((made.tokens.values.float(), made.tokens.scales_by_row()), 1)
     scales_RG = made.rows.scales_by_row()
-    return made.rows.values, scales_RG, made.weights_R, made.wide_RD, own[made.token_R.long().clamp(0, len(x_TD) - 1)]
+    return (
+        made.rows.values,
+        scales_RG,
+        made.weights_R,
+        made.wide_RD,
+        own[made.token_R.long().clamp(0, len(x_TD) - 1)],
+    )
 
 
 def _to_rows_reference(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]:
@@ -189,9 +195,7 @@ def _weight_grad_inputs(case: Case, dtype: torch.dtype, generator: torch.Generat
     a, g = (_transposed_inputs(of | {"M": case[x]}, dtype, generator) for x in "MN")
     columns = place_columns(a["ends_E"], a["num_rows"], "reference")
     made = [
-        transpose_rows(
-            Quantised(x["bytes_RM"].view(E4M3), x["scales"]), columns, None, "reference"
-        )
+        transpose_rows(Quantised(x["bytes_RM"].view(E4M3), x["scales"]), columns, None, "reference")
         for x in (a, g)
     ]
     return {
@@ -388,7 +392,7 @@ def _product(backend: Backend, bytes, scales, ends_E, dtype, used: int) -> torch
     return torch.cat([a[i:j] @ w.t() for i, j, w in zip([0, *ends], ends, b, strict=False)])
 
 
-_OPERANDS = (Quantised, Blocks)
+_OPERANDS = (Quantised, QuantisedBlocks)
 _BLOCKS_SPECS = (
     KernelSpec(
         name="quantise_blocks",

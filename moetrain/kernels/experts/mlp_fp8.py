@@ -228,7 +228,7 @@ def _weight_grad(
     tokens: tuple[torch.Tensor | None, torch.Tensor | None],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply rows, or with ``columns`` codes: of rows, or of ``tokens``, where these are given."""
+    """Multiply rows or, with ``columns``, codes: of rows, or of ``tokens`` where they are given."""
     if columns is None:
         return grouped_weight_grad(a, g, offsets_E)
     pair = (transpose_rows(x, columns, t, "triton") for x, t in zip((a, g), tokens, strict=True))

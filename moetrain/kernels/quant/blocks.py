@@ -20,6 +20,8 @@ at least 2^-5, so the codes are the same; and the scale is, if the largest numbe
 :func:`blocks_mm` multiplies rows in tiles of 128 by them. Its partial sums over 128 numbers are
 made by tensor cores, then scaled and added up in fp32, as section 3.3.2 has it.
 
+Left out on purpose: products on a CPU (:mod:`moetrain.kernels.quant.products`).
+
 Legend: N rows and M columns of the part that is read, or inner width; R rows sorted by expert, E
 experts, n and m blocks along N and M.
 """
@@ -42,7 +44,6 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.experts.products import grouped_mm
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
     TILE,
@@ -89,7 +90,7 @@ class BlockScaled:
         return w_NM
 
 
-class Blocks(NamedTuple):
+class QuantisedBlocks(NamedTuple):
     """Matrices in e4m3 in blocks of 128 x 128."""
 
     values: torch.Tensor
@@ -106,7 +107,7 @@ class Blocks(NamedTuple):
 
 def quantise_blocks(
     w_ENM: torch.Tensor, kind: Scales, *, turned: bool = False, backend: Backend = "auto"
-) -> Blocks:
+) -> QuantisedBlocks:
     """Quantise contiguous matrices in blocks, within an op; ``turned``: [E, M, N] in their place.
 
     Both ways have the same codes and scales.
@@ -123,7 +124,7 @@ def quantise_blocks(
                 w_ENM, values, scales, rows, columns, TILE=TILE, TURNED=turned,
                 POWERS=kind == "ue8m0", LEAST=_LEAST, BY_HAND=INTERPRETED, num_warps=8,
             )  # fmt: skip
-        return Blocks(values, scales)
+        return QuantisedBlocks(values, scales)
     padded = F.pad(w_ENM.detach().float(), (0, m * TILE - columns, 0, n * TILE - rows))
     blocks_EnNmM = padded.view(experts, n, TILE, m, TILE)
     if kind == "ue8m0":
@@ -137,21 +138,17 @@ def quantise_blocks(
     values = values.reshape(experts, n * TILE, m * TILE)[:, :rows, :columns]
     if turned:
         values, scales = values.transpose(1, 2), scales.transpose(1, 2)
-    return Blocks(values.contiguous(), scales.contiguous())
+    return QuantisedBlocks(values.contiguous(), scales.contiguous())
 
 
 def blocks_mm(
-    a_RM: Quantised, b_ENM: Blocks, offsets_E: torch.Tensor | None, dtype: torch.dtype
+    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
 
-    ``a`` is in tiles. Without ``offsets_E`` all rows are of the only group.
+    ``a`` is in tiles. Without ``offsets_E`` all rows are of the only group. It is a fast path.
     """
     (rows, width), (experts, n, _) = a_RM.values.shape, b_ENM.values.shape
-    if not (a_RM.values.is_cuda or INTERPRETED):
-        ends = a_RM.scales.new_full((1,), rows, dtype=torch.int32)
-        a, b = (x.to(torch.float32) for x in (a_RM, b_ENM))
-        return grouped_mm(a, b.transpose(1, 2), ends if offsets_E is None else offsets_E).to(dtype)
     out_RN = a_RM.scales.new_empty(rows, n, dtype=dtype)
     if not rows:
         return out_RN

@@ -24,9 +24,16 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import Backend, refusal, save_inputs, use_fast, worth_saving
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    refusal,
+    save_inputs,
+    use_fast,
+    worth_saving,
+)
 from moetrain.kernels.experts.products import grouped_mm
-from moetrain.kernels.quant.blocks import Blocks, blocks_mm
+from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm
 from moetrain.kernels.quant.e4m3 import MULTIPLE, TILE, Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 
@@ -51,10 +58,10 @@ def scaled_mm(
 
 
 def scaled_grouped_mm(
-    a_RM: Quantised, b_ENM: Quantised | Blocks, offsets_E: torch.Tensor, dtype: torch.dtype
+    a_RM: Quantised, b_ENM: Quantised | QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``."""
-    if isinstance(b_ENM, Blocks):
+    if isinstance(b_ENM, QuantisedBlocks) and (a_RM.values.is_cuda or INTERPRETED):
         return blocks_mm(a_RM, b_ENM, offsets_E, dtype)
     if not a_RM.values.is_cuda:
         a = a_RM.to(torch.float32)
@@ -127,8 +134,8 @@ def _linears_fp8(
     return _dense(x, w, x_TD.dtype)
 
 
-def _dense(a_TM: Quantised, b_1NM: Quantised | Blocks, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(b_1NM, Blocks):
+def _dense(a_TM: Quantised, b_1NM: Quantised | QuantisedBlocks, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(b_1NM, QuantisedBlocks):
         return blocks_mm(a_TM, b_1NM, None, dtype)
     return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
 
@@ -141,7 +148,10 @@ def _room(weight: torch.Tensor, precision: str) -> int:
 def _joined(weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
     """Stack the rows of all weights; a single weight is not copied."""
     rooms = [_room(w, precision) for w in weights]
-    padded = [w if len(w) == n else F.pad(w, (0, 0, 0, n - len(w))) for w, n in zip(weights, rooms, strict=True)]
+    padded = [
+        w if len(w) == n else F.pad(w, (0, 0, 0, n - len(w)))
+        for w, n in zip(weights, rooms, strict=True)
+    ]
     return padded[0] if len(weights) == 1 else torch.cat(padded)
 
 
@@ -174,9 +184,7 @@ def _differentiate(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
     x_TD, *weights = ctx.saved_tensors
     is_trained = any(ctx.needs_input_grad[1])
     w_ND = _joined(weights, ctx.precision)  # made again rather than kept since the forward
-    dx_TD, dw_ND = _linears_fp8_backward(
-        dy_TN.contiguous(), x_TD, w_ND, ctx.precision, is_trained
-    )
+    dx_TD, dw_ND = _linears_fp8_backward(dy_TN.contiguous(), x_TD, w_ND, ctx.precision, is_trained)
     if not is_trained:
         return dx_TD, [None] * len(weights), None
     parts = dw_ND.split([_room(w, ctx.precision) for w in weights])

@@ -16,7 +16,7 @@ import torch
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.quant.blocks import Blocks, Scales, quantise_blocks
+from moetrain.kernels.quant.blocks import QuantisedBlocks, Scales, quantise_blocks
 from moetrain.kernels.quant.e4m3 import (
     MULTIPLE,
     TILE,
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
     def weights(
         self, w_ENM: torch.Tensor, backend: Backend = "auto", *, turned: bool = False
-    ) -> Quantised | Blocks:
+    ) -> Quantised | QuantisedBlocks:
         """Quantise matrices for ``x @ w^T``, or ``turned`` [E, M, N] for ``dy @ w``."""
         if self.blocks is not None:
             return quantise_blocks(w_ENM, self.blocks, turned=turned, backend=backend)
