@@ -33,6 +33,7 @@ from moetrain.kernels.backend import (
     worth_saving,
 )
 from moetrain.kernels.experts.products import grouped_mm
+from moetrain.kernels.quant import grouped_e4m3
 from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm
 from moetrain.kernels.quant.e4m3 import MULTIPLE, TILE, Quantised
 from moetrain.kernels.quant.recipes import RECIPES
@@ -61,6 +62,8 @@ def scaled_grouped_mm(
     a_RM: Quantised, b_ENM: Quantised | QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``."""
+    if dtype == torch.bfloat16 and grouped_e4m3.takes(a_RM.values, b_ENM.values):
+        return grouped_e4m3.product(*a_RM, *b_ENM, offsets_E)
     if isinstance(b_ENM, QuantisedBlocks) and (a_RM.values.is_cuda or INTERPRETED):
         return blocks_mm(a_RM, b_ENM, offsets_E, dtype)
     if not a_RM.values.is_cuda:
