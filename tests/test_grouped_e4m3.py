@@ -1,4 +1,4 @@
-"""The grouped products of e4m3 for Hopper: their Gluon code in threads, their kernels beside others."""
+"""The grouped products of e4m3 for Hopper: Gluon code in threads, and kernels beside others."""
 
 import gluon_threads as threads
 import numpy as np
@@ -20,7 +20,8 @@ def narrow_in_threads(in_threads, monkeypatch):  # noqa: F811
     """Make the parts of this kernel plain functions, too."""
     for name in ("_HALF", "_COLUMNS", "_DEPTH", "_STAGES", "_PART", "_END"):
         monkeypatch.setattr(grouped_e4m3, name, getattr(grouped, name))
-    for name in "_tiles _place _steps _next_stage _next_tile _schedule _load _halves".split():
+    parts = "_tiles _place _steps _next_stage _next_tile _schedule _load _halves"
+    for name in parts.split():
         monkeypatch.setattr(grouped_e4m3, name, getattr(grouped, name))
     for name in ("_emit", "_multiply"):
         monkeypatch.setattr(grouped_e4m3, name, getattr(grouped_e4m3, name).fn)
@@ -63,7 +64,9 @@ def test_parts_meet(narrow_in_threads, tiled):
         bounds = (threads.Pointer(np.array(ENDS)), len(SIZES))
         ring = (empty(8, 64, 64), empty(4, 256, 64), threads.Barriers(4, 1), threads.Barriers(4, 2))
         pairs = [x.values.view(torch.uint16).flatten(0, -2).numpy() for x in (a, b)]
-        ins = [threads.Descriptor(x, box) for x, box in zip(pairs, ((64, 64), (256, 64)))]
+        ins = [
+            threads.Descriptor(x, box) for x, box in zip(pairs, ((64, 64), (256, 64)), strict=True)
+        ]
         outs = (threads.Descriptor(out, (64, 128)), empty(2, 1, 1, 64, 128))
         flat = (threads.Pointer(x.scales.flatten().numpy()) for x in (a, b))
         how = (bounds, outs, ring, numbers, (*flat, ROWS + TAIL), WIDTH, DEPTH // 2, tiled)
