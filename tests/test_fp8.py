@@ -4,6 +4,7 @@ refuses. Its kernels keep their specs in tests/test_kernels.py.
 
 import sys
 from functools import partial
+from typing import get_args
 from unittest.mock import patch
 
 import fake_deep_ep
@@ -71,6 +72,10 @@ def rows_of_all_sizes() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     x_RM = torch.randn(60, 80, generator=generator)
     return x_RM * torch.logspace(-36, 36, 60)[:, None]
+
+
+def test_every_precision_but_bf16_has_a_recipe():
+    assert {"bf16", *RECIPES} == set(get_args(Precision))
 
 
 # Quantisation.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.config.compute import Precision
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.quant.blocks import QuantisedBlocks, Scales, quantise_blocks
 from moetrain.kernels.quant.e4m3 import (
@@ -57,9 +56,10 @@ class Recipe(NamedTuple):
         return quantise_columns(w_ENM, backend) if turned else quantise_rows(w_ENM, backend)
 
 
-RECIPES: dict[Precision, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "fp8": Recipe(),
     "fp8_gradients": Recipe(narrow_grads=True),
     "fp8_blocks": Recipe("fp32", narrow_grads=True),
     "fp8_blocks_ue8m0": Recipe("ue8m0", narrow_grads=True),
 }
+"""By the values of ``kernels.precision``; bf16 has none."""

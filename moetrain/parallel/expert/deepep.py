@@ -360,7 +360,8 @@ def _widened(
 ) -> torch.Tensor:
     if isinstance(x_SD, torch.Tensor):
         return x_SD
-    return Quantised.received(*x_SD, RECIPES[precision].tiled).to(dtype, "auto")
+    values_SD, scales_SG = x_SD
+    return Quantised.received(values_SD, scales_SG, RECIPES[precision].tiled).to(dtype, "auto")
 
 
 @_dispatch.register_fake
