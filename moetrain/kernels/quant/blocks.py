@@ -132,7 +132,9 @@ def quantise_blocks(
         values, scales = quantise_rows(parts, "reference")
         values = values.unflatten(-1, (TILE, TILE)).transpose(2, 3)
     else:
-        scales = blocks_EnNmM.abs().amax((2, 4)).clamp(min=_LEAST) / _LARGEST
+        largest = blocks_EnNmM.abs().amax((2, 4)).clamp(min=_LEAST)
+        # By a tensor, as torch multiplies by the inverse of a number on a GPU.
+        scales = largest / torch.full_like(largest, _LARGEST)
         values = blocks_EnNmM * (1 / scales)[:, :, None, :, None]
         values = values.clamp(-_LARGEST, _LARGEST).to(E4M3)
     values = values.reshape(experts, n * TILE, m * TILE)[:, :rows, :columns]
