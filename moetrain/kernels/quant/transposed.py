@@ -12,10 +12,8 @@ takes the largest scale of its rows, and a row's values are divided by what its 
 Both are powers of two: all that is rounded here is what falls below 2^-6 and becomes subnormal, by
 half of 2^-9 of the group's scale, 2^-18 of its largest number.
 
-Rows that are scaled by tiles (of :mod:`moetrain.kernels.quant.e4m3`) are scaled anew instead, by
-tiles of 128 rows in one of their columns, as DeepSeek-V3 does (arXiv 2412.19437, section 3.5.2); by
-powers of two again, which rounds nothing else. A product of these is scaled and added up in fp32
-every 128 rows.
+Of rows that are scaled by tiles of 128 (:mod:`moetrain.kernels.quant.e4m3`) a group takes a scale
+for each column of tiles, in the same way.
 
 The product reads 128 columns at once, so that each group begins at a multiple of 128: column p of
 the result holds row r of a group that begins at another place. A group has its rows in order, then
@@ -38,14 +36,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import INTERPRETED, Backend, TensorDescriptor, tl, triton, use_fast
 from moetrain.kernels.experts.products import grouped_weight_grad
-from moetrain.kernels.quant.e4m3 import (
-    E4M3,
-    TILE,
-    Quantised,
-    quantise_rows,
-    scale_of,
-    to_e4m3,
-)
+from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
 
 _ROOM = 128
 """Columns of a group are a multiple of this, which a product reads at once."""
@@ -55,8 +46,6 @@ _WORD = 4  # columns that lie in one int32
 _TILE = {"BM": 128, "WORDS": 32, "num_warps": 8}
 # The fastest of seven on one H100 (LOG.md).
 _PRODUCT = {"BM": 256, "BN": 128, "num_warps": 8, "num_stages": 4}
-_TILES = {"BM": 64, "num_warps": 4}
-_TILED_PRODUCT = {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 4}
 _LEAST = 2.0**-126  # the least scale of a row
 
 
@@ -74,13 +63,13 @@ class Columns(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """A transposed operand; column p of group e stands for ``values[:, p] * scales[e]``, or, with
-    tiles, for ``values[:, p] * scales[p // 128]``."""
+    """A transposed operand; column p of group e stands for ``values[:, p] * scales[e]``, or with
+    tiles for ``values[m, p] * scales[m // 128, e]``."""
 
     values: torch.Tensor
     """[M, P] e4m3."""
     scales: torch.Tensor
-    """fp32, powers of two: [E], or [P / 128, M] of tiles."""
+    """fp32, powers of two: [E], or [M / 128, E] of tiles."""
 
     @property
     def is_tiled(self) -> bool:
@@ -88,10 +77,15 @@ class Transposed(NamedTuple):
 
     def rows(self, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise to rows [P, M] in ``dtype``."""
-        scales = self.scales.to(dtype)
-        if self.is_tiled:
-            return self.values.t().to(dtype) * scales.repeat_interleave(TILE, 0)
-        return self.values.t().to(dtype) * scales[columns.group_P, None]
+        scales = _by_column(self.scales.to(dtype)[..., columns.group_P], len(self.values))
+        return self.values.t().to(dtype) * scales
+
+
+def _by_column(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """Spread scales [P], or [M / 128, P] of tiles, over what they scale: [P, 1] or [P, M]."""
+    if scales.dim() == 1:
+        return scales[:, None]
+    return scales.t().repeat_interleave(TILE, 1)[:, :width]
 
 
 def place_columns(ends_E: torch.Tensor, num_rows: int, backend: Backend = "auto") -> Columns:
@@ -127,51 +121,30 @@ def transpose_rows(
     Rows that are in no group are not read.
     """
     groups, width, total = columns.ends_E.shape[0], rows.values.shape[1], columns.row_P.shape[0]
-    if rows.is_tiled:
-        return _transpose_tiles(rows, columns, token_R, backend)
+    shape = (*rows.scales.shape[:-1], groups)
     if use_fast(backend, rows.values):
-        scales_E = rows.scales.new_empty(groups)
-        _group_scale_kernel[(groups,)](
-            rows.scales, token_R, columns.ends_E, scales_E, LEAST=_LEAST, BLOCK=_SCALES, num_warps=8
-        )
+        scales, tiled = rows.scales.new_empty(shape), rows.is_tiled
+        _group_scale_kernel[(groups, shape[0] if tiled else 1)](
+            rows.scales, token_R, columns.ends_E, scales, len(rows.values), groups,
+            LEAST=_LEAST, BLOCK=_SCALES, num_warps=8,
+        )  # fmt: skip
         values_MP = rows.values.new_empty(width, total)
         grid = (triton.cdiv(width, _TILE["BM"]), triton.cdiv(total, _TILE["WORDS"] * _WORD))
         along = token_R is not None  # all programs that read a part of the tokens run together
         _transpose_kernel[grid[::-1] if along else grid](
             rows.values.view(torch.uint8), rows.scales, token_R, columns.row_P, columns.group_P,
-            scales_E, values_MP.view(torch.int32), width, total // _WORD,
-            ALONG=along, BY_HAND=INTERPRETED, **_TILE,
-        )  # fmt: skip
-        return Transposed(values_MP, scales_E)
-    # -1, no row, indexes the last, which is zeros.
-    source_P = columns.row_P if token_R is None else F.pad(token_R, (0, 1), value=-1)[columns.row_P]
-    scales_P = F.pad(rows.scales, (0, 1), value=_LEAST)[source_P]
-    scales_E = rows.scales.new_full((groups,), _LEAST)
-    scales_E = scales_E.scatter_reduce(0, columns.group_P.long(), scales_P, "amax")
-    shrunk_P = scales_P / scales_E[columns.group_P]
-    wide_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk_P[:, None]
-    return Transposed(wide_PM.t().contiguous().to(E4M3), scales_E)
-
-
-def _transpose_tiles(
-    rows: Quantised, columns: Columns, token_R: torch.Tensor | None, backend: Backend
-) -> Transposed:
-    width, total = rows.values.shape[1], columns.row_P.shape[0]
-    if use_fast(backend, rows.values):
-        scales = rows.scales.new_empty(total // TILE, width)
-        values_MP = rows.values.new_empty(width, total)
-        grid = (total // TILE, triton.cdiv(width, _TILES["BM"]))
-        _transpose_tiles_kernel[grid](
-            rows.values.view(torch.uint8), rows.scales, token_R, columns.row_P, scales,
-            values_MP.view(torch.int32), width, total // _WORD, len(rows.values),
-            TILE=TILE, WORDS=TILE // _WORD, BY_HAND=INTERPRETED, **_TILES,
+            scales, values_MP.view(torch.int32), width, total // _WORD, len(rows.values), groups,
+            ALONG=along, TILED=tiled, BY_HAND=INTERPRETED, **_TILE,
         )  # fmt: skip
         return Transposed(values_MP, scales)
     # -1, no row, indexes the last, which is zeros.
     source_P = columns.row_P if token_R is None else F.pad(token_R, (0, 1), value=-1)[columns.row_P]
-    wide_PM = F.pad(rows.to(torch.float32), (0, 0, 0, 1))[source_P]
-    made = quantise_rows(wide_PM.t().contiguous(), "reference", tiled=True)
-    return Transposed(*made)
+    scales_P = F.pad(rows.scales, (0, 1), value=_LEAST)[..., source_P]
+    group_P = columns.group_P.long().expand_as(scales_P)
+    scales = rows.scales.new_full(shape, _LEAST).scatter_reduce(-1, group_P, scales_P, "amax")
+    shrunk = _by_column(scales_P / scales[..., columns.group_P], width)
+    wide_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk
+    return Transposed(wide_PM.t().contiguous().to(E4M3), scales)
 
 
 def scaled_weight_grad(
@@ -191,12 +164,12 @@ def scaled_weight_grad(
         return grouped_weight_grad(*rows, columns.offsets_E).to(dtype)
     experts, M, N = len(columns.offsets_E), a.values.shape[0], g.values.shape[0]
     out_EMN = a.scales.new_empty(experts, M, N, dtype=dtype)
-    tile = _TILED_PRODUCT if a.is_tiled else _PRODUCT
+    tile = _PRODUCT
     blocks = [[tile["BM"], _ROOM], [tile["BN"], _ROOM]]
     descriptors = map(TensorDescriptor.from_tensor, (a.values, g.values), blocks)
     grid = (experts * triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]),)
     _weight_grad_kernel[grid](
-        *descriptors, columns.offsets_E, a.scales, g.scales, out_EMN, M, N,
+        *descriptors, columns.offsets_E, a.scales, g.scales, out_EMN, M, N, experts,
         BK=_ROOM, TILED=a.is_tiled, WIDEN=INTERPRETED, **tile,
     )  # fmt: skip
     return out_EMN
@@ -222,11 +195,12 @@ def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl
     tl.store(groups + p, group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # which changes from call to call
 def _group_scale_kernel(
-    scales, tokens, ends, group_scales, LEAST: tl.constexpr, BLOCK: tl.constexpr
+    scales, tokens, ends, group_scales, num_rows, E, LEAST: tl.constexpr, BLOCK: tl.constexpr
 ):
     group = tl.program_id(0)
+    scales += tl.program_id(1).to(tl.int64) * num_rows
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, group > 0, other=0)
     largest = tl.full([BLOCK], LEAST, tl.float32)
@@ -234,18 +208,22 @@ def _group_scale_kernel(
         row = first + tl.arange(0, BLOCK)
         source = row if tokens is None else tl.load(tokens + row, row < end, other=0)
         largest = tl.maximum(largest, tl.load(scales + source, row < end, other=LEAST))
-    tl.store(group_scales + group, tl.max(largest, axis=0))
+    tl.store(group_scales + tl.program_id(1) * E + group, tl.max(largest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _transpose_kernel(
-    values, scales, tokens, rows, groups, group_scales, out, M, W,
-    BM: tl.constexpr, WORDS: tl.constexpr, ALONG: tl.constexpr, BY_HAND: tl.constexpr,
+    values, scales, tokens, rows, groups, group_scales, out, M, W, num_rows, E,
+    BM: tl.constexpr, WORDS: tl.constexpr, ALONG: tl.constexpr, TILED: tl.constexpr,
+    BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Of each word's four columns in turn, so that only whole words change places."""
     m = tl.program_id(1 if ALONG else 0) * BM + tl.arange(0, BM)
     w = tl.program_id(0 if ALONG else 1) * WORDS + tl.arange(0, WORDS)
     words = tl.zeros([WORDS, BM], tl.int32)
+    if TILED:  # a program has the columns of one
+        scales += tl.program_id(1 if ALONG else 0).to(tl.int64) * num_rows
+        group_scales += tl.program_id(1 if ALONG else 0) * E
     for i in tl.static_range(4):
         row = tl.load(rows + w * 4 + i, w < W, other=-1)
         group = tl.load(groups + w * 4 + i, w < W, other=0)
@@ -267,45 +245,9 @@ def _transpose_kernel(
     tl.store(out + m.to(tl.int64)[:, None] * W + w[None, :], tl.trans(words), mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _transpose_tiles_kernel(
-    values, scales, tokens, rows, new_scales, out, M, W, num_rows,
-    TILE: tl.constexpr, WORDS: tl.constexpr, BM: tl.constexpr, BY_HAND: tl.constexpr,
-):  # fmt: skip
-    """All rows of a tile of columns, twice: for their largest numbers, and to scale them anew."""
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    scales += tl.program_id(1) * BM // TILE * num_rows
-    w = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    largest = tl.zeros([BM], tl.float32)
-    for i in tl.static_range(4):
-        x = _load_rows(values, scales, tokens, rows + w * 4 + i, m, M)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
-    scale, inverse = scale_of(largest)
-    tl.store(new_scales + tl.program_id(0).to(tl.int64) * M + m, scale, m < M)
-    words = tl.zeros([WORDS, BM], tl.int32)
-    for i in tl.static_range(4):
-        x = _load_rows(values, scales, tokens, rows + w * 4 + i, m, M)
-        byte = to_e4m3(x * inverse[None, :], BY_HAND).to(tl.uint8, bitcast=True)
-        words |= byte.to(tl.int32) << (8 * i)
-    at = out + m.to(tl.int64)[:, None] * W + w[None, :]
-    tl.store(at, tl.trans(words), (m < M)[:, None] & (w < W)[None, :])
-
-
-@triton.jit
-def _load_rows(values, scales, tokens, rows, m, M):
-    """Columns ``m`` of the rows that ``rows`` points to, in fp32; zeros for no row."""
-    row = tl.load(rows)
-    is_used = row >= 0
-    source = row if tokens is None else tl.load(tokens + row, is_used, other=0)
-    own = tl.load(scales + source, is_used, other=0.0)
-    at = values + source.to(tl.int64)[:, None] * M + m[None, :]
-    byte = tl.load(at, is_used[:, None] & (m < M)[None, :], other=0)
-    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * own[:, None]
-
-
 @triton.jit
 def _weight_grad_kernel(
-    a_desc, g_desc, offsets, a_scales, g_scales, out, M, N,
+    a_desc, g_desc, offsets, a_scales, g_scales, out, M, N, E,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of one group's product. Programs of a group follow one another, for the cache."""
@@ -315,20 +257,19 @@ def _weight_grad_kernel(
     first_m, first_n = tile // across * BM, tile % across * BN
     end = tl.load(offsets + group)
     start = tl.load(offsets + group - 1, group > 0, other=0)
-    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(start, end, BK):
         a = a_desc.load([first_m, k])
         g = g_desc.load([first_n, k])
         if WIDEN:  # Triton's interpreter multiplies no e4m3
             a, g = a.to(tl.float32), g.to(tl.float32)
-        if TILED:
-            a_scale = tl.load(a_scales + k // BK * M + m, m < M, other=0.0)
-            g_scale = tl.load(g_scales + k // BK * N + n, n < N, other=0.0)
-            total += tl.dot(a, g.T) * a_scale[:, None] * g_scale[None, :]
-        else:
-            total = tl.dot(a, g.T, total)
-    if not TILED:
+        total = tl.dot(a, g.T, total)
+    m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
+    if TILED:
+        a_scale = tl.load(a_scales + m // BK * E + group, m < M, other=0.0)
+        g_scale = tl.load(g_scales + n // BK * E + group, n < N, other=0.0)
+        total *= a_scale[:, None] * g_scale[None, :]
+    else:
         total *= tl.load(a_scales + group) * tl.load(g_scales + group)
     at = out + group.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
     tl.store(at, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
