@@ -377,7 +377,7 @@ def _product_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) 
     return {
         "bytes": tuple(x.values.view(torch.uint8) for x in (a, b)),
         "scales": (a.scales, b.scales),
-        "ends_E": None if case.get("dense") else ends_E,
+        "ends_E": ends_E,
         "dtype": dtype,
         "used": int(ends_E[-1]),
     }
@@ -388,7 +388,7 @@ def _product(backend: Backend, bytes, scales, ends_E, dtype, used: int) -> torch
     if backend != "reference":
         return blocks_mm(a, b, ends_E, dtype)[:used]
     a, b = a.to(torch.float64), b.to(torch.float64)
-    ends = [used] if ends_E is None else ends_E.tolist()
+    ends = ends_E.tolist()
     return torch.cat([a[i:j] @ w.t() for i, j, w in zip([0, *ends], ends, b, strict=False)])
 
 
@@ -419,7 +419,7 @@ _BLOCKS_SPECS = (
         make_inputs=_product_inputs,
         cases=(
             {"rows": (5, 0, 137, 16, 1), "M": 144, "N": 48, "kind": "fp32"},
-            {"rows": (300,), "M": 272, "N": 144, "kind": "ue8m0", "dense": True},
+            {"rows": (300,), "M": 272, "N": 144, "kind": "ue8m0"},
             {"rows": (0, 130, 0), "M": 48, "N": 272, "kind": "ue8m0", "unused": 3},
         ),
         benches=(
@@ -428,7 +428,7 @@ _BLOCKS_SPECS = (
                 for rows in ((5120,) * 32, (1280,) * 128)
                 for n, m in ((1536, 2048), (2048, 768), (768, 2048), (2048, 1536))
             ),
-            Bench({"rows": (20480,), "N": 5120, "M": 2048, "kind": "fp32", "dense": True}),
+            Bench({"rows": (20480,), "N": 5120, "M": 2048, "kind": "fp32"}),
         ),
         tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-5},
         cpu_dtypes=(torch.float32,),
@@ -448,6 +448,7 @@ _LINEAR_FP8_SPECS = (
             {"T": 37, "D": 48, "N": (16, 32)},
             {"T": 37, "D": 144, "N": (128, 48, 16), "how": "fp8_blocks"},
             {"T": 130, "D": 48, "N": (272,), "how": "fp8_blocks_ue8m0"},
+            {"T": 256, "D": 128, "N": (128, 256), "how": "fp8_blocks"},
         ),
         benches=(
             Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),

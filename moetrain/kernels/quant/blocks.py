@@ -56,7 +56,8 @@ from moetrain.kernels.quant.e4m3 import (
 Scales = Literal["fp32", "ue8m0"]
 _LARGEST = 448.0
 _LEAST = 2.0**-100  # the least largest number of a block, so that neither scale nor inverse is 0
-_PRODUCT = {"BM": 128, "BN": 128, "num_warps": 8, "num_stages": 4}
+# The fastest of three on one H100 where ours for many rows is not taken (LOG.md).
+_PRODUCT = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,11 @@ def quantise_blocks(
 
 
 def blocks_mm(
-    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor | None, dtype: torch.dtype
+    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
 
-    ``a`` is in tiles. Without ``offsets_E`` all rows are of the only group. It is a fast path.
+    ``a`` is in tiles. It is a fast path.
     """
     (rows, width), (experts, n, _) = a_RM.values.shape, b_ENM.values.shape
     out_RN = a_RM.scales.new_empty(rows, n, dtype=dtype)
@@ -207,17 +208,14 @@ def _product_kernel(
     another, for the cache."""
     across = tl.cdiv(N, BN)
     tile, first_n = tl.program_id(0) // across, tl.program_id(0) % across * BN
-    if ends is None:
-        group, first, end = 0, tile * BM, R
-    else:
-        e = tl.arange(0, GROUPS)
-        ends_E = tl.load(ends + e, e < E, other=0)
-        starts_E = tl.load(ends + e - 1, (e > 0) & (e < E), other=0)
-        tiles_E = (ends_E - starts_E + BM - 1) // BM
-        group = tl.sum((tl.cumsum(tiles_E, axis=0) <= tile).to(tl.int32), axis=0)
-        before = tl.sum(tl.where(e < group, tiles_E, 0), axis=0)
-        end = tl.sum(tl.where(e == group, ends_E, 0), axis=0)  # 0 behind the last group
-        first = tl.sum(tl.where(e == group, starts_E, 0), axis=0) + (tile - before) * BM
+    e = tl.arange(0, GROUPS)
+    ends_E = tl.load(ends + e, e < E, other=0)
+    starts_E = tl.load(ends + e - 1, (e > 0) & (e < E), other=0)
+    tiles_E = (ends_E - starts_E + BM - 1) // BM
+    group = tl.sum((tl.cumsum(tiles_E, axis=0) <= tile).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(e < group, tiles_E, 0), axis=0)
+    end = tl.sum(tl.where(e == group, ends_E, 0), axis=0)  # 0 behind the last group
+    first = tl.sum(tl.where(e == group, starts_E, 0), axis=0) + (tile - before) * BM
     if first < end:
         row, column = first + tl.arange(0, BM), first_n + tl.arange(0, BN)
         blocks = tl.cdiv(M, BK)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.functional import ScalingType
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.backend import (
@@ -138,9 +139,17 @@ def _linears_fp8(
 
 
 def _dense(a_TM: Quantised, b_1NM: Quantised | QuantisedBlocks, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(b_1NM, QuantisedBlocks):
-        return blocks_mm(a_TM, b_1NM, None, dtype)
-    return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
+    if isinstance(b_1NM, Quantised):
+        return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
+    (rows, width), wide = a_TM.values.shape, b_1NM.values.shape[1]
+    if a_TM.values.is_cuda and not any(size % TILE for size in (rows, width, wide)):
+        # The bits of ours, and 1.8 times its rate (LOG.md).
+        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        scales = a_TM.scales.t(), b_1NM.scales[0].t()
+        operands = (a_TM.values, b_1NM.values[0].t(), scales[0], kinds[0], scales[1], kinds[1])
+        return F.scaled_mm(*operands, output_dtype=dtype)
+    ends = a_TM.scales.new_full((1,), rows, dtype=torch.int32)
+    return scaled_grouped_mm(a_TM, b_1NM, ends, dtype)
 
 
 def _room(weight: torch.Tensor, precision: str) -> int:
