@@ -4,12 +4,12 @@
     python scripts/compare_precision.py RECIPE --reductions PICTURE [--seeds 5] [...]
     python scripts/compare_precision.py RECIPE --losses PICTURE [--seeds 5] [...]
 
-The first compares gradients with fp32's. Four runs from the same weights take the same first
+The first compares gradients with fp32's. Five runs from the same weights take the same first
 batch, one after the other: ``train.dtype`` float32, bfloat16, and bfloat16 with
-``kernels.precision`` fp8 and fp8_gradients. A line of the table is a layer, a column what its
-parameters belong to; the numbers are ``|g - g32| / |g32|`` in bf16, in fp8 and with its gradients
-in fp8 too, over all of these parameters. Where precisions differ the router may send a token
-elsewhere, which is part of all errors.
+``kernels.precision`` fp8, fp8_gradients and fp8_blocks. A line of the table is a layer, a column
+what its parameters belong to; the numbers are ``|g - g32| / |g32|`` in bf16 and in each fp8, over
+all of these parameters. Where precisions differ the router may send a token elsewhere, which is
+part of all errors.
 
 ``--reductions`` compares sums of the same bf16 gradients, one micro-batch's for each of up to 32
 ranks, which it computes one after another. They are added in several orders of the ranks: as
@@ -58,6 +58,7 @@ PRECISIONS = {
     "bf16": ["train.dtype=bfloat16", "kernels.precision=bf16"],
     "fp8": ["train.dtype=bfloat16", "kernels.precision=fp8"],
     "fp8_gradients": ["train.dtype=bfloat16", "kernels.precision=fp8_gradients"],
+    "fp8_blocks": ["train.dtype=bfloat16", "kernels.precision=fp8_blocks"],
 }
 
 
@@ -101,7 +102,7 @@ def _part(module: str) -> str:
 
 
 def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
-    """A line a layer; ``bf16 / fp8 / fp8_gradients`` for each part."""
+    """A line a layer; ``bf16 / fp8 / fp8_gradients / fp8_blocks`` for each part."""
     groups = list(next(iter(errors.values())))
     lines = []
     for layer in dict.fromkeys(layer for layer, _ in groups):

@@ -452,9 +452,9 @@ def random_reference(case, **sizes):
     return model
 
 
-def save_reference(case, folder):
+def save_reference(case, folder, **sizes):
     """Write the model's files into ``folder``, with a tensor of further heads."""
-    model = random_reference(case)
+    model = random_reference(case, **sizes)
     model.save_pretrained(folder)
     name = EXTRA.get(case.split()[0])
     if name is not None:

@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 PATIENCE = 60.0
 """Seconds that a part waits at a barrier before the test fails."""
@@ -149,9 +150,16 @@ def _add(pointer, value):
         return old
 
 
-def _multiply(a, b, sums, is_async):
+def _multiply(a, b, sums, is_async, use_acc=True):
     time.sleep(0)  # lets another part run
-    return sums + a.array @ b.array
+    return sums * use_acc + a.array @ b.array
+
+
+def reinterpret(memory, dtype, shape, layout):
+    """Give memory of codes two by two, as numbers of uint16, as what each of them stands for."""
+    codes = memory.array.astype(np.uint16).view(np.uint8)
+    values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
+    return Memory(values.reshape(shape))
 
 
 HOPPER = SimpleNamespace(
@@ -171,6 +179,8 @@ GL = SimpleNamespace(
     int32=None,
     BlockedLayout=lambda *_: None,
     NVMMADistributedLayout=lambda *_: None,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
+    float8e4nv=None,
     SliceLayout=lambda *_: None,
     static_range=range,
     to_tensor=lambda x: x,

@@ -22,6 +22,10 @@ CASES = {
         *("kernels.precision=fp8_gradients", "model.hidden_size=32"),
         "model.moe_intermediate_size=16",
     ],
+    "fp8_blocks": [
+        *("kernels.precision=fp8_blocks", "model.hidden_size=32"),
+        "model.moe_intermediate_size=128",
+    ],
     "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
     "muon": ["optim.name=muon"],
     "muon bf16": [

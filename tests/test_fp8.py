@@ -4,6 +4,7 @@ refuses. Its kernels keep their specs in tests/test_kernels.py.
 
 import sys
 from functools import partial
+from typing import get_args
 from unittest.mock import patch
 
 import fake_deep_ep
@@ -19,6 +20,7 @@ from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_
 from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.config.compute import Precision
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
@@ -26,6 +28,7 @@ from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy_sum
 from moetrain.kernels.loss.narrow_gradients import step_of
 from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.quant.transposed import place_columns, transpose_rows
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.expert import dispatch
@@ -46,7 +49,8 @@ HALF_STEP = 2.0**-4
 NEAR = 0.08
 """A gradient's error, relative to its norm: sqrt(2 or 3) operands of 2.6% each, and some more."""
 
-ARCH = make_architecture(
+ARCH = partial(
+    make_architecture,
     family="qwen3_moe",
     vocab_size=40,
     hidden_size=32,
@@ -58,7 +62,6 @@ ARCH = make_architecture(
     qk_norm=True,
     num_experts=4,
     num_experts_per_token=2,
-    moe_intermediate_size=16,
     moe_layers=(True, False),
 )
 SIZES = ["model.hidden_size=32", "model.head_dim=16", "model.moe_intermediate_size=16"]
@@ -69,6 +72,10 @@ def rows_of_all_sizes() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     x_RM = torch.randn(60, 80, generator=generator)
     return x_RM * torch.logspace(-36, 36, 60)[:, None]
+
+
+def test_every_precision_but_bf16_has_a_recipe():
+    assert {"bf16", *RECIPES} == set(get_args(Precision))
 
 
 # Quantisation.
@@ -121,12 +128,12 @@ def make_experts(tokens=64, experts=5, slots=2, dim=64, width=48):
     return {name: x.requires_grad_() for name, x in leaves.items()}, ids_TK, normal(tokens, dim)
 
 
-@pytest.mark.parametrize("narrow_grads", [False, True])
-def test_gradients_of_experts_are_near_those_in_fp64(narrow_grads):
-    leaves, ids_TK, slope_TD = make_experts()
+@pytest.mark.parametrize("precision", RECIPES)
+def test_gradients_of_experts_are_near_those_in_fp64(precision):
+    leaves, ids_TK, slope_TD = make_experts(width=128)
     indices = expert_indices(ids_TK, 5)
     x, weights, *matrices = leaves.values()
-    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, narrow_grads=narrow_grads)
+    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, precision=precision)
     found = [y_TD, *torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)]
 
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
@@ -137,13 +144,14 @@ def test_gradients_of_experts_are_near_those_in_fp64(narrow_grads):
         assert 1e-3 < error < NEAR, f"{name}: {error}"  # it is quantised, and not more than that
 
 
-def test_gradients_of_projections_are_near_those_in_fp64():
+@pytest.mark.parametrize("precision", RECIPES)
+def test_gradients_of_projections_are_near_those_in_fp64(precision):
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(40, 64, generator=generator, requires_grad=True)
     weights = [torch.randn(n, 64, generator=generator, requires_grad=True) for n in (32, 16)]
     slopes = [torch.randn(40, n, generator=generator) for n in (32, 16)]
     leaves = [x_TD, *weights]
-    found = torch.autograd.grad(linears_fp8(x_TD, weights), leaves, slopes)
+    found = torch.autograd.grad(linears_fp8(x_TD, weights, "auto", precision), leaves, slopes)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     products = [wide[0] @ w.t() for w in wide[1:]]
     exact = torch.autograd.grad(products, wide, [s.double() for s in slopes])
@@ -152,9 +160,10 @@ def test_gradients_of_projections_are_near_those_in_fp64():
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)  # not quantised
 
 
-def test_a_weights_gradient_does_not_depend_on_where_its_expert_is():
+@pytest.mark.parametrize("precision", ["fp8_gradients", "fp8_blocks"])
+def test_a_weights_gradient_does_not_depend_on_where_its_expert_is(precision):
     """Beside other experts, in another order of experts, and behind rows of none."""
-    leaves, ids_TK, slope_TD = make_experts()
+    leaves, ids_TK, slope_TD = make_experts(width=128)
 
     def gradients(order):
         ids = torch.full_like(ids_TK, -1)
@@ -163,7 +172,7 @@ def test_a_weights_gradient_does_not_depend_on_where_its_expert_is():
         x, weights, *matrices = leaves.values()
         matrices = [w[list(order)].detach().requires_grad_() for w in matrices]
         indices = expert_indices(ids, len(order))
-        y_TD = expert_mlp_fp8(x, weights, indices, *matrices, narrow_grads=True)
+        y_TD = expert_mlp_fp8(x, weights, indices, *matrices, precision=precision)
         return torch.autograd.grad(y_TD, matrices, slope_TD)
 
     alone, among = gradients([3]), gradients([4, 3, 0, 1])
@@ -297,7 +306,8 @@ def test_tokens_without_experts_are_not_read(backend):
 
 # In a model.
 def fresh_model(precision="fp8"):
-    model = Transformer(ARCH, kernels=KernelsSection(precision=precision), moe=MoeSection())
+    arch = ARCH(moe_intermediate_size=RECIPES[precision].multiple)
+    model = Transformer(arch, kernels=KernelsSection(precision=precision), moe=MoeSection())
     model.init_weights(std=0.3, seed=0)
     return model
 
@@ -333,7 +343,7 @@ def test_the_setting_reaches_experts_and_the_head_and_nothing_else():
     assert changed == {"head", "hidden", "moe experts.w_gate_up", "moe experts.w_down"}
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_gradients"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_gradients", "fp8_blocks"])
 @pytest.mark.parametrize("policy", ["selective", "full", "compiled selective"])
 def test_recomputation_changes_no_gradient(policy, precision):
     *compiled, policy = policy.split()
@@ -356,10 +366,16 @@ def test_compiled_evaluation_gives_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("world", "precision"), [(2, "fp8"), (2, "fp8_gradients"), (4, "fp8"), (4, "fp8_gradients")]
+    ("world", "precision"),
+    [
+        *((world, f"fp8{ending}") for world in (2, 4) for ending in ("", "_gradients")),
+        (2, "fp8_blocks"),
+        (4, "fp8_blocks_ue8m0"),
+    ],
 )
 def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words):
-    words = words_of(tiny_words, *SIZES, f"kernels.precision={precision}")
+    words = [*SIZES, f"model.moe_intermediate_size={RECIPES[precision].multiple}"]
+    words = words_of(tiny_words, *words, f"kernels.precision={precision}")
     names = {2: ("dp", "ep"), 4: ("ep", "ep+efsdp")}[world]
     runs = {f"{name} plain": [*words, *LAYOUTS[world][name]] for name in names}
     if world == 2:
@@ -379,13 +395,15 @@ def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
 
 
-def check_transports() -> None:
+def check_transports(precision: Precision) -> None:
     """Tokens and what comes back of gradients travel in e4m3, and experts see the same bits."""
     sys.modules["deep_ep"] = fake_deep_ep
-    size, group = Size(8, 3, 32, 16), dist.group.WORLD
+    recipe = RECIPES[precision]
+    size, group = Size(8, 3, 160 if recipe.tiled else 32, recipe.multiple), dist.group.WORLD
     experts = make_weights(size)
-    deep = DeepEP(size.experts, group, size.width, num_sms=6, precision="fp8")
-    plain, narrow = (AllToAll(size.experts, group, precision=p) for p in ("bf16", "fp8"))
+    deep = DeepEP(size.experts, group, size.width, num_sms=6, precision=precision)
+    plain, narrow = (AllToAll(size.experts, group, precision=p) for p in ("bf16", precision))
+    layer = partial(run_narrow, precision=precision)
     for seed, routing in enumerate(ROUTINGS):
         batch = make_batch(size, (40, 7, 0, 101)[dist.get_rank()], routing, seed)
         answers = {}
@@ -398,16 +416,16 @@ def check_transports() -> None:
             deep.static = static
             fake_deep_ep.calls.clear()
             with patch.object(dispatch, "all_to_all_single", wraps=all_to_all_single) as sent:
-                answers[name] = run_step(partial(run_narrow, transport), batch, experts)
+                answers[name] = run_step(partial(layer, transport), batch, experts)
             dtypes = [call.args[0].dtype for call in sent.call_args_list]
             assert dtypes.count(torch.uint8) == 2 * (name == "all-to-all")
             assert fake_deep_ep.calls["in e4m3"] == 2 * (transport is deep)
             assert_same(answers[name], answers["plain"], 1e-6, (routing, name))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_is_sent_in_e4m3_changes_nothing(world):
-    spawn(world, check_transports, timeout=200)
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp8"), (4, "fp8"), (2, "fp8_blocks")])
+def test_what_is_sent_in_e4m3_changes_nothing(world, precision):
+    spawn(world, check_transports, precision, timeout=200)
 
 
 def sample_over_ranks(words):
@@ -425,16 +443,21 @@ def test_generation_over_ranks_sends_tokens_as_they_are(tiny_words):
 
 def test_it_learns_as_bf16_does(tiny):
     last = {}
-    for precision in ("bf16", "fp8", "fp8_gradients"):
-        words = [*SIZES, "train.steps=40", "optim.lr=3e-3", f"kernels.precision={precision}"]
+    for precision in ("bf16", "fp8", "fp8_gradients", "fp8_blocks"):
+        words = [
+            *SIZES,
+            "model.moe_intermediate_size=128",
+            "train.steps=40",
+            "optim.lr=3e-3",
+            f"kernels.precision={precision}",
+        ]
         trainer = Trainer(tiny(*words, "checkpoint.resume=never", "train.sample_tokens=0"))
         trainer.fit()
         losses = [row["loss"] for row in read_metrics(trainer.log.path) if "loss" in row]
         last[precision] = sum(losses[-5:]) / 5
     assert last["bf16"] < 0.8 * losses[0]
-    assert last["fp8"] == pytest.approx(last["bf16"], rel=0.03)
-    assert last["fp8_gradients"] == pytest.approx(last["bf16"], rel=0.03)
-    assert len(set(last.values())) == 3
+    assert list(last.values()) == [pytest.approx(last["bf16"], rel=0.03)] * len(last)
+    assert len(set(last.values())) == len(last)
 
 
 def test_generation_computes_in_bf16(tiny):
@@ -449,7 +472,8 @@ def test_generation_computes_in_bf16(tiny):
     ("words", "problem"),
     [
         ("model.hidden_size=40", r"multiples of 16, and attn.wq.weight is \[.*, 40\]; use bf16"),
-        ("model.moe_intermediate_size=24", r"multiples of 16, and moe.experts.w_down is"),
+        ("model.moe_intermediate_size=24", "of a width that is a multiple of 16, and theirs is 24"),
+        ("model.moe_intermediate_size=192", "'fp8_blocks' takes .* multiple of 128, .* is 192"),
         ("model.hidden_size=24", "'fp8_gradients' takes widths that are multiples of 16"),
         ("parallel.tp=2", "'fp8' contradicts parallel.tp 2"),
         ("lora.rank=8", "'fp8' contradicts lora.rank 8"),
@@ -457,7 +481,8 @@ def test_generation_computes_in_bf16(tiny):
     ],
 )
 def test_what_it_refuses(words, problem):
-    precision = f"{FP8}_gradients" if "fp8_gradients" in problem else FP8
+    found = [p for p in RECIPES if f"'{p}'" in problem]
+    precision = f"kernels.precision={found[0] if found else 'fp8'}"
     with pytest.raises(ConfigError, match=f"kernels.precision: .*{problem}"):
         resolve_run(Config.load(None, [precision, words], environ={}))
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import ConfigError
-from moetrain.kernels.quant.blocks import BlockScaled
+from moetrain.kernels.quant.blocks import BlockScaled, quantise_blocks
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 
@@ -24,8 +25,8 @@ QUANTISED = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "in_proj_qkv
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
 
 
-def quantise(w_NM, block=BLOCK):
-    """Codes, scales, and the values that they stand for."""
+def quantise(w_NM, block=BLOCK, *, in_powers=False):
+    """Codes, scales (``in_powers`` of two), and the values that they stand for."""
     (rows, columns), (n, m) = w_NM.shape, block
     scales = torch.empty(-(-rows // n), -(-columns // m))
     codes = torch.empty_like(w_NM, dtype=torch.float8_e4m3fn)
@@ -34,15 +35,17 @@ def quantise(w_NM, block=BLOCK):
         for j in range(scales.shape[1]):
             part = (slice(i * n, (i + 1) * n), slice(j * m, (j + 1) * m))
             scales[i, j] = w_NM[part].abs().max() / 448
+            if in_powers:
+                scales[i, j] = scales[i, j].log2().ceil().exp2()
             codes[part] = (w_NM[part] / scales[i, j]).to(torch.float8_e4m3fn)
             values[part] = codes[part].float() * scales[i, j]
     return codes, scales, values
 
 
-def save_quantised(case, folder, change=lambda tensors: None):
+def save_quantised(case, folder, change=lambda tensors: None, how=quantise, block=BLOCK, **sizes):
     """Write a model in fp8, its scales in another file; returns the values in fp32 of all tensors,
     and the names of matrices in fp8."""
-    save_reference(case, folder)
+    save_reference(case, folder, **sizes)
     stored = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     further = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
@@ -50,7 +53,7 @@ def save_quantised(case, folder, change=lambda tensors: None):
     values, first, second = {}, {}, {}
     for name, tensor in stored.items():
         if name.endswith(QUANTISED) and tensor.ndim == 2:
-            codes, scales, values[name] = quantise(tensor)
+            codes, scales, values[name] = how(tensor, block)
             first[name], second[f"{name}_scale_inv"] = codes, scales
         else:
             values[name] = first[name] = tensor
@@ -63,7 +66,8 @@ def save_quantised(case, folder, change=lambda tensors: None):
     places = dict.fromkeys(first, names[0]) | dict.fromkeys(second, names[1])
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config |= {"quantization_config": SETTINGS, "num_nextn_predict_layers": 1}
+    settings = SETTINGS | {"weight_block_size": [*block]}
+    config |= {"quantization_config": settings, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     return values, {name.removesuffix("_scale_inv") for name in second}
 
@@ -117,6 +121,59 @@ def test_matrices_in_blocks_of_fp8_are_read_and_written_in_bf16(case, tmp_path, 
     tokens_BS = tokens(2, 9)
     limit = 1e-4 if case == "qwen3_next" else 1e-5
     assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["fp8_blocks", "fp8_blocks_ue8m0"])
+@torch.no_grad()
+def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
+    """What products multiply is the file's codes and scales, of weights in fp32 and of their copies
+    in bf16, which ranks gather."""
+    recipe, block = RECIPES[precision], (128, 128)
+    in_powers = recipe.blocks == "ue8m0"
+
+    def of_bf16(w_NM, block):
+        return quantise(w_NM.bfloat16().float(), block, in_powers=in_powers)
+
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 128, "intermediate_size": 272}
+    _, narrow = save_quantised("deepseek_v3", tmp_path, how=of_bf16, block=block, **sizes)
+    files = {
+        name: x for path in tmp_path.glob("*.safetensors") for name, x in load_file(path).items()
+    }
+    model = load_hf(tmp_path)
+    parameters, seen, twice = dict(model.named_parameters()), set(), 0
+    for piece in model.pieces():
+        if piece.hf_name not in narrow:
+            continue
+        w = parameters[piece.parameter].to(dtype)
+        made = recipe.weights(w if w.dim() == 3 else w[None], "reference")
+        at = piece.place if w.dim() == 3 else (0, *piece.place)
+        blocks = [
+            slice(x.start // 128, -(-x.stop // 128)) if isinstance(x, slice) else x for x in at
+        ]
+        codes, scales = made.values[at].float(), made.scales[tuple(blocks)]
+        want, want_scales = (files[piece.hf_name + x] for x in ("", "_scale_inv"))
+        # A power of two half as large, where the largest code is 224, for numbers that are equal.
+        ratio = want_scales / scales
+        assert ((ratio == 1) | (ratio == 2) & in_powers).all(), piece.hf_name
+        twice += (ratio == 2).sum().item()
+        wide = ratio.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+            : len(want), : want.shape[1]
+        ]
+        assert torch.equal(codes, want.float() * wide), piece.hf_name
+        seen.add(piece.hf_name)
+    assert len(narrow) - 1 == len(seen) > 20
+    assert twice < len(seen) / 4
+
+
+def test_scales_of_other_origin_come_back_nearly_and_codes_as_they_were():
+    """Of numbers that were no numbers of bf16."""
+    w_NM = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    codes, scales, values = quantise(w_NM, (128, 128))
+    for dtype, limit in ((torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-8)):
+        made = quantise_blocks(values[None].to(dtype), "fp32")
+        assert torch.equal(made.values[0].float(), codes.float())
+        assert ((made.scales[0] - scales).abs() <= limit * scales).all()
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "tp"])

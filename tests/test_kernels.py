@@ -54,6 +54,8 @@ NOT_KERNELS = {
     "moetrain.kernels.optim.rounding",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",
+    "moetrain.kernels.quant.grouped_e4m3",
+    "moetrain.kernels.quant.recipes",
     "moetrain.kernels.quant.transposed",
 }
 

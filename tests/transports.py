@@ -75,10 +75,11 @@ def run_layer(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, backend="auto
     return dispatcher.combine(y_SD, sent.ctx)
 
 
-def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down):
+def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, precision="fp8"):
     """:func:`run_layer` in e4m3."""
     sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, gate_up, down)
+    matrices = (gate_up, down, "auto", precision)
+    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, *matrices)
     return dispatcher.combine(y_SD, sent.ctx)
 
 

@@ -225,7 +225,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
     if modules[0].precision != "bf16":
-        products = linears_fp8(x_TD, weights, modules[0].backend)
+        products = linears_fp8(x_TD, weights, modules[0].backend, modules[0].precision)
         made = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
     elif small_m.runs_linears(x_TD, weights):
         made = small_m.linears(x_TD, weights, biases)

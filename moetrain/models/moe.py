@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.few_tokens import (
@@ -33,6 +33,7 @@ from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
@@ -310,6 +311,11 @@ class Experts(Adaptable):
         num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
+        if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
+            problem = (
+                f"{self.precision!r} takes experts of a width that is a multiple of {multiple}"
+            )
+            raise ConfigError("kernels.precision", f"{problem}, and theirs is {width}; use bf16")
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
         self.counters: torch.Tensor | None = None
@@ -325,8 +331,7 @@ class Experts(Adaptable):
         first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
         weights, backend = (first, second), self.backend
         if self.precision != "bf16":
-            how = {"narrow_grads": self.precision == "fp8_gradients"}
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, **how)
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
             given = (x_SD, weights_SK, indices, *weights, backend)

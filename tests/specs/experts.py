@@ -17,10 +17,9 @@ from moetrain.kernels.experts.mlp import (
 from moetrain.kernels.experts.mlp_fp8 import (
     _expert_mlp_fp8,
     _expert_mlp_fp8_backward,
-    _swiglu_backward_narrow,
-    _swiglu_backward_quantised,
-    _swiglu_quantised,
     expert_mlp_fp8,
+    swiglu_backward_quantised,
+    swiglu_quantised,
 )
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.relu2 import _relu2, _relu2_backward, relu2
@@ -120,7 +119,15 @@ _MLP_SPECS = (
 
 
 def _narrow(backend: Backend, **inputs) -> torch.Tensor:
-    return expert_mlp_fp8(**inputs, backend=backend, narrow_grads=True)
+    return expert_mlp_fp8(**inputs, backend=backend, precision="fp8_gradients")
+
+
+def _in_blocks(backend: Backend, how, **inputs) -> torch.Tensor:
+    return expert_mlp_fp8(**inputs, backend=backend, precision=how)
+
+
+def _block_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    return make_inputs(case, dtype, generator) | {"how": case.get("how", "fp8_blocks")}
 
 
 def _narrow_cost(case: Case) -> tuple[Cost, Cost]:
@@ -149,7 +156,7 @@ _MLP_FP8_SPECS = (
         ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
         bad_inputs=BAD_INPUTS
         | {
-            "takes multiples of 16": lambda x: (
+            "takes multiples of 16 and 16": lambda x: (
                 x
                 | {
                     "x_TD": x["x_TD"][:, 1:],
@@ -342,7 +349,8 @@ def _swiglu_fp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generato
     rows, width = case["R"], case["F"]
     gate_up = normal(generator, rows, 2 * width).to(dtype)
     gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
-    return {"gate_up_R2F": gate_up, "weights_R": uniform(generator, rows)}
+    tiled = case.get("tiled", False)
+    return {"gate_up_R2F": gate_up, "weights_R": uniform(generator, rows), "tiled": tiled}
 
 
 def _make_backward_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -350,49 +358,40 @@ def _make_backward_inputs(case: Case, dtype: torch.dtype, generator: torch.Gener
     return {"dy_RF": normal(generator, case["R"], case["F"]).to(dtype)} | inputs
 
 
-def _fast(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (_swiglu_quantised(gate_up_R2F, weights_R).to(torch.float32),)
+def _fast(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool):
+    return (swiglu_quantised(gate_up_R2F, weights_R, tiled).to(torch.float32),)
 
 
-def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    narrow = quantise_rows(swiglu(gate_up_R2F, weights_R, "reference"), "reference")
-    return (narrow.to(torch.float32),)
+def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool):
+    y_RF = swiglu(gate_up_R2F, weights_R, "reference")
+    return (quantise_rows(y_RF, "reference", tiled=tiled).to(torch.float32),)
 
 
-def _fast_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    narrow, *others = _swiglu_backward_quantised(dy_RF, gate_up_R2F, weights_R)
-    return narrow.to(torch.float32), *others
+def _fast_backward(how: str, **inputs) -> tuple[torch.Tensor, ...]:
+    made = swiglu_backward_quantised(**inputs, **{how: True})
+    narrow = made.d_gate_up.to(torch.float32)
+    if how == "wide":
+        return narrow, made.wide_R2F, made.d_weights_R, made.y
+    return narrow, made.d_weights_R, made.y.to(torch.float32)
 
 
 def _reference_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+    how: str, dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool
 ) -> tuple[torch.Tensor, ...]:
     inputs = gate_up_R2F.detach().requires_grad_(), weights_R.detach().requires_grad_()
     with torch.enable_grad():
         y_RF = swiglu(*inputs, backend="reference")
         d_gate_up, d_weights = torch.autograd.grad(y_RF, inputs, dy_RF)
-    narrow = quantise_rows(d_gate_up, "reference").to(torch.float32)
-    return narrow, d_gate_up, d_weights, y_RF.detach()
+    narrow, y = (
+        quantise_rows(x, "reference", tiled=tiled).to(torch.float32) for x in (d_gate_up, y_RF)
+    )
+    if how == "wide":
+        return narrow, d_gate_up, d_weights, y_RF.detach()
+    return narrow, d_weights, y
 
 
 def _swiglu_fp8_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
     return x[~inputs["gate_up_R2F"].isnan().any(1)]
-
-
-def _fast_narrow(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    narrow, d_weights, y = _swiglu_backward_narrow(dy_RF, gate_up_R2F, weights_R)
-    return narrow.to(torch.float32), d_weights, y.to(torch.float32)
-
-
-def _reference_narrow(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    narrow, _, d_weights, y_RF = _reference_backward(dy_RF, gate_up_R2F, weights_R)
-    return narrow, d_weights, quantise_rows(y_RF, "reference").to(torch.float32)
 
 
 _CASES = (
@@ -400,6 +399,7 @@ _CASES = (
     {"R": 1, "F": 1},
     {"R": 13, "F": 257, "unused": 3},
     {"R": 0, "F": 16},
+    {"R": 9, "F": 384, "unused": 2, "tiled": True},
 )
 # Where the dtype's rounding decides between two numbers of e4m3, they are 6% apart.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
@@ -418,8 +418,8 @@ _SWIGLU_FP8_SPECS = (
     ),
     KernelSpec(
         name="swiglu_backward_quantised",
-        fast=_fast_backward,
-        reference=_reference_backward,
+        fast=partial(_fast_backward, "wide"),
+        reference=partial(_reference_backward, "wide"),
         make_inputs=_make_backward_inputs,
         cases=_CASES,
         benches=(),  # timed as parts of expert_mlp_fp8
@@ -429,8 +429,8 @@ _SWIGLU_FP8_SPECS = (
     ),
     KernelSpec(
         name="swiglu_backward_narrow",
-        fast=_fast_narrow,
-        reference=_reference_narrow,
+        fast=partial(_fast_backward, "narrow"),
+        reference=partial(_reference_backward, "narrow"),
         make_inputs=_make_backward_inputs,
         cases=_CASES,
         benches=(),  # timed as parts of expert_mlp_fp8_gradients
@@ -449,6 +449,27 @@ SPECS = (
         fast=partial(_narrow, "triton"),
         reference=partial(_narrow, "reference"),
         cost=_narrow_cost,
+    ),
+    replace(
+        _MLP_FP8_SPECS[0],
+        name="expert_mlp_fp8_blocks",
+        fast=partial(_in_blocks, "triton"),
+        reference=partial(_in_blocks, "reference"),
+        make_inputs=_block_inputs,
+        cases=(
+            CASES[0] | {"D": 144, "F": 128},
+            CASES[3] | {"D": 48, "F": 256, "how": "fp8_blocks_ue8m0"},
+        ),
+        cost=_narrow_cost,
+        bad_inputs={
+            r"multiples of 16 and 128": lambda x: (
+                x
+                | {
+                    "w_gate_up_E2FD": x["w_gate_up_E2FD"][:, :32],
+                    "w_down_EDF": x["w_down_EDF"][..., :16],
+                }
+            ),
+        },
     ),
     *_MLP_LORA_SPECS,
     *_SWIGLU_SPECS,

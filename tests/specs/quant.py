@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from moetrain.kernels.backend import Backend
+from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm, quantise_blocks
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
     SCALED,
@@ -37,32 +38,46 @@ def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     x_RM = normal(generator, case["R"], case["M"])
     x_RM[0] = 0.0
     x_RM *= torch.logspace(-9, 9, case["R"], device=x_RM.device)[:, None]
-    return {"x_XM": x_RM.to(dtype)}
+    return {"x_XM": x_RM.to(dtype), "tiled": case.get("tiled", False)}
 
 
 def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
-    return {"self": quantise_rows(x_RM, "reference"), "dtype": dtype}
+    given = _rows_inputs(case, dtype, generator)
+    return {"self": quantise_rows(**given, backend="reference"), "dtype": dtype}
 
 
 def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     return {"w_ENM": normal(generator, case["E"], case["N"], case["M"]).to(dtype)}
 
 
-def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+def _to_rows(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]:
     rows = indices.row_slot_R.shape[0]
-    quantised, weights_R, x_RD = quantise_to_rows(
-        x_TD, weights_TK, indices.slot_row_TK, rows, wide=True
+    made = quantise_to_rows(
+        x_TD, weights_TK, indices.slot_row_TK, rows, tiled=tiled, wide=True, own=True
     )
-    return *quantised, weights_R, x_RD
+    own = torch.cat((made.tokens.values.float(), made.tokens.scales_by_row()), 1)
+    scales_RG = made.rows.scales_by_row()
+    return (
+        made.rows.values,
+        scales_RG,
+        made.weights_R,
+        made.wide_RD,
+        own[made.token_R.long().clamp(0, len(x_TD) - 1)],
+    )
 
 
-def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+def _to_rows_reference(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]:
     slot_R = indices.row_slot_R.clamp(min=0)
     token_R = slot_R // indices.slot_row_TK.shape[1]
-    quantised = quantise_rows(x_TD, "reference")
-    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
-    return *(x[token_R] for x in quantised), weights_R, x_RD
+    made = quantise_rows(x_TD, "reference", tiled=tiled)
+    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], made.to(x_TD.dtype)[token_R]
+    values_RD, scales_RG = made.values[token_R], made.scales_by_row()[token_R]
+    own = torch.cat((values_RD.float(), scales_RG), 1)
+    return values_RD, scales_RG, weights_R, x_RD, own
+
+
+def _to_rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    return token_inputs(case, dtype, generator) | {"tiled": case.get("tiled", False)}
 
 
 _EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
@@ -73,7 +88,10 @@ _ROWS_SPECS = (
         fast=partial(quantise_rows, backend="triton"),
         reference=partial(quantise_rows, backend="reference"),
         make_inputs=_rows_inputs,
-        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        cases=(
+            *({"R": r, "M": m} for r, m in ((37, 48), (2, 1), (5, 1000))),
+            *({"R": r, "M": m, "tiled": True} for r, m in ((7, 256), (3, 48), (5, 1000))),
+        ),
         benches=(
             Bench({"R": 20480, "M": 2048}, {"forward_fraction": 0.7}),
             Bench({"R": 128 * 1536, "M": 2048}, {"forward_fraction": 0.7}),
@@ -107,7 +125,10 @@ _ROWS_SPECS = (
         fast=partial(Quantised.to, backend="triton"),
         reference=partial(Quantised.to, backend="reference"),
         make_inputs=_dequantise_inputs,
-        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        cases=(
+            *({"R": r, "M": m} for r, m in ((37, 48), (2, 1), (5, 1000))),
+            *({"R": r, "M": m, "tiled": True} for r, m in ((7, 256), (3, 48), (5, 1000))),
+        ),
         benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
         tolerance=_EXACT,
         cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
@@ -122,8 +143,8 @@ _ROWS_SPECS = (
         name="quantise_to_rows",
         fast=_to_rows,
         reference=_to_rows_reference,
-        make_inputs=token_inputs,
-        cases=CASES,
+        make_inputs=_to_rows_inputs,
+        cases=(*CASES, CASES[0] | {"tiled": True, "D": 272}, CASES[2] | {"tiled": True}),
         benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
         tolerance=_EXACT,
         cost=lambda case: (
@@ -150,33 +171,31 @@ def _transposed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generato
         x_RM[-1] = float("nan")
         token_R = torch.randint(tokens - 1, (rows,), generator=generator, device=x_RM.device).int()
         token_R[used:] = 1 << 30
-    narrow = quantise_rows(x_RM.to(dtype), "reference")
+    narrow = quantise_rows(x_RM.to(dtype), "reference", tiled=case.get("tiled", False))
     # As bytes: torch's tests compare and copy no e4m3.
     return {
         "bytes_RM": narrow.values.view(torch.uint8),
-        "scales_R": narrow.scales,
+        "scales": narrow.scales,
         "ends_E": ends_E,
         "token_R": token_R,
         "num_rows": rows,
     }
 
 
-def _transposed(backend: Backend, bytes_RM, scales_R, ends_E, token_R, num_rows):
+def _transposed(backend: Backend, bytes_RM, scales, ends_E, token_R, num_rows):
     columns = place_columns(ends_E, num_rows, backend)
-    rows = Quantised(bytes_RM.view(E4M3), scales_R.float())
-    values_MP, scales_E = transpose_rows(rows, columns, token_R, backend)
-    return values_MP.float(), scales_E, *columns[1:]
+    rows = Quantised(bytes_RM.view(E4M3), scales.float())
+    values_MP, scales = transpose_rows(rows, columns, token_R, backend)
+    return values_MP.float(), scales, *columns[1:]
 
 
 def _weight_grad_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     """Two operands of the same rows, as bytes and scales of groups."""
-    of = {"rows": case["rows"]}
+    of = {"rows": case["rows"], "tiled": case.get("tiled", False)}
     a, g = (_transposed_inputs(of | {"M": case[x]}, dtype, generator) for x in "MN")
     columns = place_columns(a["ends_E"], a["num_rows"], "reference")
     made = [
-        transpose_rows(
-            Quantised(x["bytes_RM"].view(E4M3), x["scales_R"]), columns, None, "reference"
-        )
+        transpose_rows(Quantised(x["bytes_RM"].view(E4M3), x["scales"]), columns, None, "reference")
         for x in (a, g)
     ]
     return {
@@ -208,8 +227,14 @@ _TRANSPOSED_SPECS = (
             {"rows": (3, 31, 0), "M": 16, "T": 9, "unused": 4},
             {"rows": (16, 130, 7, 0, 0, 200, 1), "M": 272, "T": 33},
             {"rows": (4200, 5), "M": 16},  # of more rows than a program reads at once
+            {"rows": (5, 0, 37, 16, 1), "M": 48, "tiled": True},
+            {"rows": (3, 31, 0), "M": 144, "T": 9, "unused": 4, "tiled": True},
+            {"rows": (16, 130, 0, 200, 1), "M": 272, "T": 33, "tiled": True},
         ),
-        benches=(Bench({"rows": (5120,) * 32, "M": 2048}, {"forward_fraction": 0.5}),),
+        benches=tuple(
+            Bench({"rows": (5120,) * 32, "M": 2048, "tiled": tiled}, {"forward_fraction": 0.5})
+            for tiled in (False, True)
+        ),
         tolerance=_EXACT,
         cost=lambda case: (Cost(bytes=2 * sum(case["rows"]) * case["M"]), Cost()),
     ),
@@ -223,6 +248,8 @@ _TRANSPOSED_SPECS = (
             {"rows": (300,), "M": 272, "N": 144},
             {"rows": (0, 0), "M": 16, "N": 32},
             {"rows": (129, 0, 260), "M": 528, "N": 400},
+            {"rows": (129, 0, 260), "M": 144, "N": 272, "tiled": True},
+            {"rows": (0, 0), "M": 16, "N": 32, "tiled": True},
         ),
         benches=(
             *(Bench({"rows": (5120,) * 32, "M": m, "N": n}) for m, n in _OF_EXPERTS),
@@ -313,13 +340,16 @@ _NAMES = ("w0_ND", "w1_ND", "w2_ND")
 def _linear_fp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     rows, dim = case["T"], case["D"]
     weights = [(normal(generator, n, dim) * dim**-0.5).to(dtype) for n in case["N"]]
-    return {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_NAMES)} | dict(
-        zip(_NAMES, weights, strict=False)
-    )
+    given = {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_NAMES)}
+    return given | dict(zip(_NAMES, weights, strict=False)) | {"how": case.get("how", "fp8")}
 
 
 def _given(weights: Inputs) -> list[torch.Tensor]:
     return [w for w in weights.values() if w is not None]
+
+
+def _linears(backend: Backend, x_TD, how, **weights) -> tuple[torch.Tensor, ...]:
+    return linears_fp8(x_TD, _given(weights), backend, how)
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
@@ -330,16 +360,95 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     return Cost(moved, flops), Cost(moved + 2.0 * (rows + width) * dim, 3 * flops)
 
 
+def _blocks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    w_ENM = normal(generator, case["E"], case["N"], case["M"])
+    w_ENM *= torch.logspace(-9, 9, case["N"], device=w_ENM.device)[:, None]
+    w_ENM[-1, -1] = 0.0
+    return {"w_ENM": w_ENM.to(dtype), "kind": case["kind"], "turned": case.get("turned", False)}
+
+
+def _product_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Operands as bytes and scales; rows past the last group's are NaN."""
+    ends_E = torch.tensor(case["rows"], dtype=torch.int32, device=generator.device).cumsum(0).int()
+    x_RM = normal(generator, int(ends_E[-1]) + case.get("unused", 0), case["M"])
+    x_RM[ends_E[-1] :] = float("nan")
+    w_ENM = normal(generator, len(case["rows"]), case["N"], case["M"])
+    a, b = quantise_rows(x_RM, "reference", tiled=True), quantise_blocks(w_ENM, case["kind"])
+    return {
+        "bytes": tuple(x.values.view(torch.uint8) for x in (a, b)),
+        "scales": (a.scales, b.scales),
+        "ends_E": ends_E,
+        "dtype": dtype,
+        "used": int(ends_E[-1]),
+    }
+
+
+def _product(backend: Backend, bytes, scales, ends_E, dtype, used: int) -> torch.Tensor:
+    a, b = (kind(x.view(E4M3), s) for kind, x, s in zip(_OPERANDS, bytes, scales, strict=True))
+    if backend != "reference":
+        return blocks_mm(a, b, ends_E, dtype)[:used]
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    ends = ends_E.tolist()
+    return torch.cat([a[i:j] @ w.t() for i, j, w in zip([0, *ends], ends, b, strict=False)])
+
+
+_OPERANDS = (Quantised, QuantisedBlocks)
+_BLOCKS_SPECS = (
+    KernelSpec(
+        name="quantise_blocks",
+        fast=partial(quantise_blocks, backend="triton"),
+        reference=partial(quantise_blocks, backend="reference"),
+        make_inputs=_blocks_inputs,
+        cases=tuple(
+            {"E": e, "N": n, "M": m, "kind": kind, "turned": turned}
+            for kind in ("fp32", "ue8m0")
+            for (e, n, m), turned in (((2, 144, 272), False), ((3, 272, 48), True))
+        ),
+        benches=tuple(
+            Bench({"E": 128, "N": 1536, "M": 2048, "kind": "fp32", "turned": turned})
+            for turned in (False, True)
+        ),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
+        bad_inputs={"takes a contiguous": lambda i: i | {"w_ENM": i["w_ENM"].transpose(1, 2)}},
+    ),
+    KernelSpec(
+        name="blocks_mm",
+        fast=partial(_product, "triton"),
+        reference=partial(_product, "reference"),
+        make_inputs=_product_inputs,
+        cases=(
+            {"rows": (5, 0, 137, 16, 1), "M": 144, "N": 48, "kind": "fp32"},
+            {"rows": (300,), "M": 272, "N": 144, "kind": "ue8m0"},
+            {"rows": (0, 130, 0), "M": 48, "N": 272, "kind": "ue8m0", "unused": 3},
+        ),
+        benches=(
+            *(
+                Bench({"rows": rows, "N": n, "M": m, "kind": "fp32"})
+                for rows in ((5120,) * 32, (1280,) * 128)
+                for n, m in ((1536, 2048), (2048, 768), (768, 2048), (2048, 1536))
+            ),
+            Bench({"rows": (20480,), "N": 5120, "M": 2048, "kind": "fp32"}),
+        ),
+        tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-5},
+        cpu_dtypes=(torch.float32,),
+        cost=lambda case: (Cost(flops=sum(case["rows"]) * case["M"] * case["N"]), Cost()),
+    ),
+)
+
 _LINEAR_FP8_SPECS = (
     KernelSpec(
         name="linears_fp8",
-        fast=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "triton"),
-        reference=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "reference"),
+        fast=partial(_linears, "triton"),
+        reference=partial(_linears, "reference"),
         make_inputs=_linear_fp8_inputs,
         cases=(
             {"T": 13, "D": 32, "N": (32, 16, 16)},
             {"T": 1, "D": 16, "N": (16,)},
             {"T": 37, "D": 48, "N": (16, 32)},
+            {"T": 37, "D": 144, "N": (128, 48, 16), "how": "fp8_blocks"},
+            {"T": 130, "D": 48, "N": (272,), "how": "fp8_blocks_ue8m0"},
+            {"T": 256, "D": 128, "N": (128, 256), "how": "fp8_blocks"},
         ),
         benches=(
             Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),
@@ -358,4 +467,10 @@ _LINEAR_FP8_SPECS = (
     ),
 )
 
-SPECS = (*_ROWS_SPECS, *_TRANSPOSED_SPECS, *_MXFP8_SPECS, *_LINEAR_FP8_SPECS)
+SPECS = (
+    *_ROWS_SPECS,
+    *_TRANSPOSED_SPECS,
+    *_MXFP8_SPECS,
+    *_BLOCKS_SPECS,
+    *_LINEAR_FP8_SPECS,
+)

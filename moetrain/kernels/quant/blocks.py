@@ -1,4 +1,4 @@
-"""Matrices in e4m3 with a scale for each block, as files of quantised models hold them.
+"""Matrices in e4m3 with a scale for each block: in files, quantised, and multiplied.
 
     w[i, j] = codes[i, j] * scales[i // n, j // m]
 
@@ -6,16 +6,58 @@ Blocks are n x m, mostly 128 x 128, and the last of a row or column of blocks ma
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). With blocks of 2 x 2 a matrix [3, 5] has scales
 [2, 3], and ``w[2, 4]`` has the scale [1, 2].
 
-Left out on purpose: quantising, and products of codes (:mod:`moetrain.kernels.quant.e4m3`).
+:func:`quantise_blocks` makes blocks of 128 x 128, with one of two kinds of scales::
 
-Legend: N rows and M columns of the part that is read.
+    fp32     scale = amax / 448                             as DeepSeek-V3's checkpoint has them
+    ue8m0    scale = 2^k, the least with amax <= 448 scale  as DeepSeek-V3.1's
+
+so that what was read from such a checkpoint has its codes and scales again. With ue8m0 every number
+of a block is exact in bf16, and comes back as it was (a block whose largest code is 224 with half
+of its scale and twice its codes). With fp32 scales a number rounded to bf16 is off by 2^-8 at most,
+as is the largest, of which the scale is made: both together are less than half of a step of e4m3,
+at least 2^-5, so the codes are the same; and the scale is, if the largest number was one of bf16.
+
+:func:`blocks_mm` multiplies rows in tiles of 128 by them. Its partial sums over 128 numbers are
+made by tensor cores, then scaled and added up in fp32, as section 3.3.2 has it.
+
+Left out on purpose: products on a CPU (:mod:`moetrain.kernels.quant.products`).
+
+Legend: N rows and M columns of the part that is read, or inner width; R rows sorted by expert, E
+experts, n and m blocks along N and M.
 """
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn import functional as F
+
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    TensorDescriptor,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+)
+from moetrain.kernels.quant.e4m3 import (
+    E4M3,
+    TILE,
+    Quantised,
+    quantise_rows,
+    scale_of,
+    to_e4m3,
+)
+
+Scales = Literal["fp32", "ue8m0"]
+_LARGEST = 448.0
+_LEAST = 2.0**-100  # the least largest number of a block, so that neither scale nor inverse is 0
+# The fastest of three on one H100 where ours for many rows is not taken (LOG.md).
+_PRODUCT = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 
 
 @dataclass(frozen=True)
@@ -47,3 +89,146 @@ class BlockScaled:
             start = (top // n + i) * n
             w_NM[max(start - top, 0) : start + n - top] *= scales_M
         return w_NM
+
+
+class QuantisedBlocks(NamedTuple):
+    """Matrices in e4m3 in blocks of 128 x 128."""
+
+    values: torch.Tensor
+    """[E, N, M] e4m3."""
+    scales: torch.Tensor
+    """[E, n, m] fp32."""
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise to ``dtype``."""
+        _, rows, columns = self.values.shape
+        wide = self.scales.to(dtype).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
+        return self.values.to(dtype) * wide[:, :rows, :columns]
+
+
+def quantise_blocks(
+    w_ENM: torch.Tensor, kind: Scales, *, turned: bool = False, backend: Backend = "auto"
+) -> QuantisedBlocks:
+    """Quantise contiguous matrices in blocks, within an op; ``turned``: [E, M, N] in their place.
+
+    Both ways have the same codes and scales.
+    """
+    experts, rows, columns = w_ENM.shape
+    n, m = (-(-size // TILE) for size in (rows, columns))
+    if use_fast(backend, w_ENM):
+        require_contiguous("quantise_blocks", w=w_ENM)
+        shapes = ((columns, rows), (m, n)) if turned else ((rows, columns), (n, m))
+        values = w_ENM.new_empty(experts, *shapes[0], dtype=E4M3)
+        scales = w_ENM.new_empty(experts, *shapes[1], dtype=torch.float32)
+        if w_ENM.numel():
+            _blocks_kernel[(m, n, experts)](
+                w_ENM, values, scales, rows, columns, TILE=TILE, TURNED=turned,
+                POWERS=kind == "ue8m0", LEAST=_LEAST, BY_HAND=INTERPRETED, num_warps=8,
+            )  # fmt: skip
+        return QuantisedBlocks(values, scales)
+    padded = F.pad(w_ENM.detach().float(), (0, m * TILE - columns, 0, n * TILE - rows))
+    blocks_EnNmM = padded.view(experts, n, TILE, m, TILE)
+    if kind == "ue8m0":
+        parts = blocks_EnNmM.transpose(2, 3).flatten(-2)
+        values, scales = quantise_rows(parts, "reference")
+        values = values.unflatten(-1, (TILE, TILE)).transpose(2, 3)
+    else:
+        largest = blocks_EnNmM.abs().amax((2, 4)).clamp(min=_LEAST)
+        # By a tensor, as torch multiplies by the inverse of a number on a GPU.
+        scales = largest / torch.full_like(largest, _LARGEST)
+        values = blocks_EnNmM * (1 / scales)[:, :, None, :, None]
+        values = values.clamp(-_LARGEST, _LARGEST).to(E4M3)
+    values = values.reshape(experts, n * TILE, m * TILE)[:, :rows, :columns]
+    if turned:
+        values, scales = values.transpose(1, 2), scales.transpose(1, 2)
+    return QuantisedBlocks(values.contiguous(), scales.contiguous())
+
+
+def blocks_mm(
+    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
+
+    ``a`` is in tiles. It is a fast path.
+    """
+    (rows, width), (experts, n, _) = a_RM.values.shape, b_ENM.values.shape
+    out_RN = a_RM.scales.new_empty(rows, n, dtype=dtype)
+    if not rows:
+        return out_RN
+    launch = _PRODUCT
+    descriptors = (
+        TensorDescriptor.from_tensor(a_RM.values, [launch["BM"], TILE]),
+        TensorDescriptor.from_tensor(b_ENM.values.flatten(0, 1), [launch["BN"], TILE]),
+    )
+    tiles = triton.cdiv(rows, launch["BM"]) + experts - 1
+    _product_kernel[(tiles * triton.cdiv(n, launch["BN"]),)](
+        *descriptors, a_RM.scales, b_ENM.scales, offsets_E, out_RN, rows, n, width, experts,
+        GROUPS=triton.next_power_of_2(experts), BK=TILE, WIDEN=INTERPRETED, **launch,
+    )  # fmt: skip
+    return out_RN
+
+
+@triton.jit
+def _blocks_kernel(
+    w, values, scales, N, M,
+    TILE: tl.constexpr, TURNED: tl.constexpr, POWERS: tl.constexpr, LEAST: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    m = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    first = expert * N * M
+    x = tl.load(w + first + n[:, None] * M + m[None, :], mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    if POWERS:
+        scale, inverse = scale_of(largest)
+    else:
+        scale = tl.div_rn(tl.maximum(largest, LEAST), 448.0)  # its inverse is finite
+        inverse = tl.div_rn(1.0, scale)
+    codes = to_e4m3(x * inverse, BY_HAND)
+    wide, high = tl.num_programs(0), tl.num_programs(1)
+    at = scales + expert * wide * high
+    if TURNED:
+        at_codes = values + first + m[:, None] * N + n[None, :]
+        tl.store(at_codes, tl.trans(codes), (m < M)[:, None] & (n < N)[None, :])
+        tl.store(at + tl.program_id(0) * high + tl.program_id(1), scale)
+    else:
+        tl.store(values + first + n[:, None] * M + m[None, :], codes, mask)
+        tl.store(at + tl.program_id(1) * wide + tl.program_id(0), scale)
+
+
+@triton.jit(do_not_specialize=["R"])  # which changes from call to call
+def _product_kernel(
+    a_desc, b_desc, a_scales, b_scales, ends, out, R, N, M, E,
+    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one group and of columns of one block. Programs of the same rows follow one
+    another, for the cache."""
+    across = tl.cdiv(N, BN)
+    tile, first_n = tl.program_id(0) // across, tl.program_id(0) % across * BN
+    e = tl.arange(0, GROUPS)
+    ends_E = tl.load(ends + e, e < E, other=0)
+    starts_E = tl.load(ends + e - 1, (e > 0) & (e < E), other=0)
+    tiles_E = (ends_E - starts_E + BM - 1) // BM
+    group = tl.sum((tl.cumsum(tiles_E, axis=0) <= tile).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(e < group, tiles_E, 0), axis=0)
+    end = tl.sum(tl.where(e == group, ends_E, 0), axis=0)  # 0 behind the last group
+    first = tl.sum(tl.where(e == group, starts_E, 0), axis=0) + (tile - before) * BM
+    if first < end:
+        row, column = first + tl.arange(0, BM), first_n + tl.arange(0, BN)
+        blocks = tl.cdiv(M, BK)
+        b_scales += (group * tl.cdiv(N, BK) + first_n // BK) * blocks
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, blocks):
+            a_scale = tl.load(a_scales + k * R + row, row < end, other=0.0)
+            scale = a_scale * tl.load(b_scales + k)
+            a = a_desc.load([first, k * BK])
+            b = b_desc.load([group * N + first_n, k * BK])
+            if WIDEN:  # Triton's interpreter multiplies no e4m3
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total += tl.dot(a, b.T) * scale[:, None]
+        at = out + row.to(tl.int64)[:, None] * N + column[None, :]
+        mask = (row < end)[:, None] & (column < N)[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask)

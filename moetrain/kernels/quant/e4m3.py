@@ -1,8 +1,9 @@
 """Quantisation to e4m3: rows for products, and MXFP8 groups for storage.
 
-Rows have a scale each and lie in the order a product reads them::
+Rows have a scale each, or one for each tile of 128 neighbours (DeepSeek-V3, arXiv 2412.19437,
+section 3.3), and lie in the order a product reads them::
 
-    scale = 2^k, the least with |x| <= 448 scale in all of the row      values = round(x / scale)
+    scale = 2^k, the least with |x| <= 448 scale in row or tile      values = round(x / scale)
 
 With powers of two dividing is exact, a value times its scale is exact in bf16, and quantising what
 was quantised changes nothing: every rank that quantises a row gets the same bits. It costs at most
@@ -16,8 +17,8 @@ OCP's MXFP8 (Microscaling Formats v1.0) has a scale for each group of 32 neighbo
 rule, stored as the byte of its exponent in fp32: 127 + k, k >= -126. Groups are widened without
 rounding (in bf16 but for numbers below 2^-133).
 
-Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width;
-of MXFP8: W ranks, N numbers of whole groups, G groups.
+Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width,
+G tiles of a row; of MXFP8: W ranks, N numbers of whole groups, G groups.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -25,6 +26,7 @@ of MXFP8: W ranks, N numbers of whole groups, G groups.
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.backend import (
     INTERPRETED,
@@ -40,22 +42,50 @@ E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0  # the largest number in e4m3
 MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this."""
+TILE = 128
+"""Neighbours in a row that share a scale where a row has several."""
 _TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # a tile that is transposed at once
 
 
 class Quantised(NamedTuple):
-    """Rows in e4m3 with their scales; they stand for ``values * scales[..., None]``."""
+    """Rows in e4m3 with their scales; they stand for ``values`` times these."""
 
     values: torch.Tensor
     """[..., M] e4m3."""
     scales: torch.Tensor
-    """[...] fp32, powers of two."""
+    """fp32, powers of two: [...], a scale a row, or [G, ...], one for each 128 numbers of it."""
+
+    @classmethod
+    def empty(cls, like: torch.Tensor, rows: int, width: int, tiled: bool) -> "Quantised":
+        """Return rows on the device of ``like`` that are to be filled."""
+        shape = (-(-width // TILE), rows) if tiled else (rows,)
+        values = like.new_empty(rows, width, dtype=E4M3)
+        return cls(values, like.new_empty(shape, dtype=torch.float32))
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.scales.dim() == self.values.dim()
+
+    @classmethod
+    def received(cls, values_RM: torch.Tensor, scales_RG: torch.Tensor, tiled: bool) -> "Quantised":
+        """Return rows whose scales lie row by row."""
+        return cls(values_RM, scales_RG.t().contiguous() if tiled else scales_RG[:, 0])
+
+    def scales_by_row(self) -> torch.Tensor:
+        """Return the scales of rows [R, M] as they are sent: contiguous [R, G]."""
+        scales_GR = self.scales if self.is_tiled else self.scales[None]
+        return scales_GR.t().clone(memory_format=torch.contiguous_format)
 
     def to(self, dtype: torch.dtype, backend: Backend = "reference") -> torch.Tensor:
         """Dequantise to ``dtype``; exact in bf16 and wider. The fast path takes rows [R, M]."""
-        if self.scales.shape != self.values.shape[:-1]:
-            raise refusal("dequantise", "a scale a row", **self._asdict())
+        *rows, width = self.values.shape
+        tiles = [-(-width // TILE)] * self.is_tiled
+        if [*self.scales.shape] != [*tiles, *rows]:
+            raise refusal("dequantise", "a scale a row, or a tile of it", **self._asdict())
         if not use_fast(backend, self.values):
+            if self.is_tiled:
+                wide = self.scales.movedim(0, -1).repeat_interleave(TILE, -1)[..., :width]
+                return self.values.to(dtype) * wide.to(dtype)
             # A product, as a cast to the dtype that is there gives the same tensor, and torch 2.11
             # compiled gives no gradient to an alias in an autograd function's forward.
             return self.values.to(dtype) * self.scales[..., None].to(dtype)
@@ -64,12 +94,20 @@ class Quantised(NamedTuple):
         return _dequantise(values, self.scales.contiguous(), dtype)
 
 
-def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """Quantise ``x`` [..., M] (contiguous) by rows."""
+def quantise_rows(
+    x_XM: torch.Tensor, backend: Backend = "auto", *, tiled: bool = False
+) -> Quantised:
+    """Quantise ``x`` [..., M] (contiguous) by rows, or with ``tiled`` by tiles of these."""
     if use_fast(backend, x_XM):
         require_contiguous("quantise_rows", x=x_XM)
-        values, scales = _quantise_rows(x_XM.flatten(0, -2))
-        return Quantised(values.view_as(x_XM), scales.view(x_XM.shape[:-1]))
+        values, scales = _quantise_rows(x_XM.flatten(0, -2), tiled)
+        return Quantised(values.view_as(x_XM), scales.view(*scales.shape[:-1], *x_XM.shape[:-1]))
+    if tiled:
+        width = x_XM.shape[-1]
+        parts = F.pad(x_XM.detach(), (0, -width % TILE)).unflatten(-1, (-1, TILE))
+        values, scales = quantise_rows(parts, "reference")
+        values = values.flatten(-2)[..., :width].contiguous()
+        return Quantised(values, scales.movedim(-1, 0).contiguous())
     amax_X = x_XM.detach().abs().amax(-1).float()
     # The exponent's field of the power of two from which on a row is too large for scale 1 / 256.
     field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
@@ -94,103 +132,97 @@ def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantise
     return Quantised(values_EMN, scales_EM)
 
 
+class QuantisedRows(NamedTuple):
+    """Tokens permuted to rows in e4m3; what was not asked for is empty."""
+
+    rows: Quantised
+    """[R, D]."""
+    weights_R: torch.Tensor
+    """The routing weight of each row."""
+    wide_RD: torch.Tensor
+    """The dequantised rows in the tokens' dtype."""
+    tokens: Quantised
+    """The tokens themselves [T, D]."""
+    token_R: torch.Tensor
+    """int32: the token that each row is of."""
+
+
 def quantise_to_rows(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     num_rows: int,
     *,
+    tiled: bool = False,
     narrow: bool = True,
     wide: bool = False,
-) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
+    own: bool = False,
+) -> QuantisedRows:
     """Permute tokens to rows in e4m3 (:mod:`moetrain.kernels.experts.permutation`).
 
-    Returns the rows (with ``narrow``), their weights, and (with ``wide``) the dequantised rows in
-    ``x``'s dtype; the others are empty. It is for the inside of an op, with contiguous inputs.
+    It is for the inside of an op, with contiguous inputs. ``narrow`` asks for ``rows``, ``wide``
+    for ``wide_RD`` and ``own`` for ``tokens`` and ``token_R``.
     """
-    width = x_TD.shape[1]
-    values_RD = x_TD.new_empty(num_rows if narrow else 0, width, dtype=E4M3)
-    scales_R = x_TD.new_empty(num_rows, dtype=torch.float32)
-    weights_R = weights_TK.new_empty(num_rows)
-    x_RD = x_TD.new_empty(num_rows if wide else 0, width)
-    _launch_rows(
-        x_TD, slot_row_TK, values_RD if narrow else None, scales_R, x_RD if wide else None,
-        weights_TK, weights_R,
-    )  # fmt: skip
-    return Quantised(values_RD, scales_R), weights_R, x_RD
-
-
-def quantise_tokens_and_rows(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
-) -> tuple[Quantised, Quantised, torch.Tensor, torch.Tensor]:
-    """Quantise tokens, and permute them to rows as :func:`quantise_to_rows`.
-
-    Returns the tokens, the rows, the rows' weights, and int32 [R] the token that each row is of.
-    """
-    (tokens, width), scale_like = x_TD.shape, {"dtype": torch.float32}
-    own = Quantised(x_TD.new_empty(tokens, width, dtype=E4M3), x_TD.new_empty(tokens, **scale_like))
-    rows = Quantised(
-        x_TD.new_empty(num_rows, width, dtype=E4M3), x_TD.new_empty(num_rows, **scale_like)
+    tokens, width = x_TD.shape
+    made = QuantisedRows(
+        Quantised.empty(x_TD, num_rows if narrow else 0, width, tiled),
+        weights_TK.new_empty(num_rows),
+        x_TD.new_empty(num_rows if wide else 0, width),
+        Quantised.empty(x_TD, tokens if own else 0, width, tiled),
+        slot_row_TK.new_empty(num_rows if own else 0),
     )
-    weights_R, token_R = weights_TK.new_empty(num_rows), slot_row_TK.new_empty(num_rows)
-    _launch_rows(x_TD, slot_row_TK, *rows, None, weights_TK, weights_R, own=own, token_R=token_R)
-    return own, rows, weights_R, token_R
+    if tokens:
+        slots = slot_row_TK.shape[1]
+        _rows_kernel[(tokens,)](
+            x_TD, slot_row_TK, *(made.rows if narrow else (None, None)),
+            made.wide_RD if wide else None, weights_TK, made.weights_R,
+            *(made.tokens if own else (None, None)), made.token_R if own else None,
+            width, num_rows, tokens, SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width, tiled),
+        )  # fmt: skip
+    return made
 
 
 @torch.library.custom_op("moetrain::quantise_rows", mutates_args=())
-def _quantise_rows(x_RM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values_RM, scales_R = _quantise_rows_fake(x_RM)
-    _launch_rows(x_RM, None, values_RM, scales_R)
-    return values_RM, scales_R
+def _quantise_rows(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x_RM.shape
+    made = Quantised.empty(x_RM, rows, width, tiled)
+    if rows:
+        _rows_kernel[(rows,)](
+            x_RM, None, *made, None, None, None, None, None, None,
+            width, rows, rows, SLOTS=1, BY_HAND=INTERPRETED, **row_launch(width, tiled),
+        )  # fmt: skip
+    return made.values, made.scales
 
 
 @_quantise_rows.register_fake
-def _quantise_rows_fake(x_RM):
-    return torch.empty_like(x_RM, dtype=E4M3), x_RM.new_empty(x_RM.shape[0], dtype=torch.float32)
+def _(x_RM, tiled):
+    return tuple(Quantised.empty(x_RM, *x_RM.shape, tiled))
 
 
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
-def _dequantise(bytes_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantise(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
     if rows:
         values_RM = bytes_RM.view(E4M3)
-        _wide_kernel[(rows,)](values_RM, scales_R, x_RM, width, **row_launch(width))
+        launch = row_launch(width, scales.dim() == 2)
+        _wide_kernel[(rows,)](values_RM, scales, x_RM, width, rows, **launch)
     return x_RM
 
 
 @_dequantise.register_fake
-def _(bytes_RM, scales_R, dtype):
+def _(bytes_RM, scales, dtype):
     return torch.empty_like(bytes_RM, dtype=dtype)
 
 
-def row_launch(width: int) -> dict[str, int]:
-    """Return the launch settings of a kernel whose programs take a whole row each."""
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(16, max(2, block // 512))}
+def row_launch(width: int, tiled: bool) -> dict[str, int]:
+    """Return the launch settings of a kernel whose programs take a whole row each.
 
-
-def _launch_rows(
-    x_TD: torch.Tensor,
-    slot_row_TK: torch.Tensor | None,
-    values_RD: torch.Tensor | None,
-    scales_R: torch.Tensor,
-    x_RD: torch.Tensor | None = None,
-    weights_TK: torch.Tensor | None = None,
-    weights_R: torch.Tensor | None = None,
-    own: Quantised | tuple[None, None] = (None, None),
-    token_R: torch.Tensor | None = None,
-) -> None:
-    """Quantise each token to its rows; without ``slot_row_TK`` token t is row t.
-
-    ``own`` and ``token_R`` are filled where they are given.
+    They take it as [BLOCK // PART, PART] numbers: a tile, or all of the row, in each.
     """
-    tokens, width = x_TD.shape
-    slots = 1 if slot_row_TK is None else slot_row_TK.shape[1]
-    if tokens:
-        _rows_kernel[(tokens,)](
-            x_TD, slot_row_TK, values_RD, scales_R, x_RD, weights_TK, weights_R, *own, token_R,
-            width, SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width),
-        )  # fmt: skip
+    block = triton.next_power_of_2(width)
+    block = max(block, TILE) if tiled else block
+    part = TILE if tiled else block
+    return {"BLOCK": block, "PART": part, "num_warps": min(16, max(2, block // 512))}
 
 
 @triton.jit
@@ -216,45 +248,51 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
     return x.to(tl.float8e4nv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])  # which change from call to call
 def _rows_kernel(
     x, slot_row, values, scales, rows, weights, row_weights, own_values, own_scales, row_token,
-    width,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, BY_HAND: tl.constexpr,
+    width, num_rows, num_tokens,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    part = tl.arange(0, BLOCK // PART)
+    column = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    has_scale = part * PART < width
     given = tl.load(x + token * width + column, column < width, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.abs(given), axis=0))
-    narrow = to_e4m3(given * inverse, BY_HAND)
+    scale, inverse = scale_of(tl.max(tl.abs(given), axis=1))
+    narrow = to_e4m3(given * inverse[:, None], BY_HAND)
     if slot_row is None:
         tl.store(values + token * width + column, narrow, column < width)
-        tl.store(scales + token, scale)
+        tl.store(scales + part * num_rows + token, scale, has_scale)
     else:
         if own_values is not None:
             tl.store(own_values + token * width + column, narrow, column < width)
-            tl.store(own_scales + token, scale)
+            tl.store(own_scales + part * num_tokens + token, scale, has_scale)
         for k in tl.static_range(SLOTS):
             row = tl.load(slot_row + token * SLOTS + k).to(tl.int64)
             # An absent row has no columns.
             mask = column < tl.where(row >= 0, width, 0)
             if values is not None:
                 tl.store(values + row * width + column, narrow, mask)
+                is_there = part * PART < tl.where(row >= 0, width, 0)
+                tl.store(scales + part * num_rows + row, scale, is_there)
             if rows is not None:
-                tl.store(rows + row * width + column, narrow.to(tl.float32) * scale, mask)
+                wide = narrow.to(tl.float32) * scale[:, None]
+                tl.store(rows + row * width + column, wide, mask)
             if row >= 0:
-                tl.store(scales + row, scale)
                 tl.store(row_weights + row, tl.load(weights + token * SLOTS + k))
                 if row_token is not None:
                     tl.store(row_token + row, token.to(tl.int32))
 
 
-@triton.jit
-def _wide_kernel(values, scales, x, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def _wide_kernel(values, scales, x, width, num_rows, BLOCK: tl.constexpr, PART: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    part = tl.arange(0, BLOCK // PART)
+    column = part[:, None] * PART + tl.arange(0, PART)[None, :]
     narrow = tl.load(values + row * width + column, column < width)
-    wide = narrow.to(tl.float32) * tl.load(scales + row)
+    scale = tl.load(scales + part * num_rows + row, part * PART < width, other=0.0)
+    wide = narrow.to(tl.float32) * scale[:, None]
     tl.store(x + row * width + column, wide, column < width)
 
 

@@ -12,6 +12,9 @@ takes the largest scale of its rows, and a row's values are divided by what its 
 Both are powers of two: all that is rounded here is what falls below 2^-6 and becomes subnormal, by
 half of 2^-9 of the group's scale, 2^-18 of its largest number.
 
+Of rows that are scaled by tiles of 128 (:mod:`moetrain.kernels.quant.e4m3`) a group takes a scale
+for each column of tiles, in the same way.
+
 The product reads 128 columns at once, so that each group begins at a multiple of 128: column p of
 the result holds row r of a group that begins at another place. A group has its rows in order, then
 zeros up to the next multiple.
@@ -33,7 +36,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import INTERPRETED, Backend, TensorDescriptor, tl, triton, use_fast
 from moetrain.kernels.experts.products import grouped_weight_grad
-from moetrain.kernels.quant.e4m3 import E4M3, Quantised, to_e4m3
+from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
 
 _ROOM = 128
 """Columns of a group are a multiple of this, which a product reads at once."""
@@ -60,16 +63,29 @@ class Columns(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """A transposed operand; column p of group e stands for ``values[:, p] * scales[e]``."""
+    """A transposed operand; column p of group e stands for ``values[:, p] * scales[e]``, or with
+    tiles for ``values[m, p] * scales[m // 128, e]``."""
 
     values: torch.Tensor
     """[M, P] e4m3."""
     scales: torch.Tensor
-    """[E] fp32, powers of two."""
+    """fp32, powers of two: [E], or [M / 128, E] of tiles."""
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.scales.dim() == 2
 
     def rows(self, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise to rows [P, M] in ``dtype``."""
-        return self.values.t().to(dtype) * self.scales.to(dtype)[columns.group_P, None]
+        scales = _by_column(self.scales.to(dtype)[..., columns.group_P], len(self.values))
+        return self.values.t().to(dtype) * scales
+
+
+def _by_column(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """Spread scales [P], or [M / 128, P] of tiles, over what they scale: [P, 1] or [P, M]."""
+    if scales.dim() == 1:
+        return scales[:, None]
+    return scales.t().repeat_interleave(TILE, 1)[:, :width]
 
 
 def place_columns(ends_E: torch.Tensor, num_rows: int, backend: Backend = "auto") -> Columns:
@@ -105,28 +121,30 @@ def transpose_rows(
     Rows that are in no group are not read.
     """
     groups, width, total = columns.ends_E.shape[0], rows.values.shape[1], columns.row_P.shape[0]
+    shape = (*rows.scales.shape[:-1], groups)
     if use_fast(backend, rows.values):
-        scales_E = rows.scales.new_empty(groups)
-        _group_scale_kernel[(groups,)](
-            rows.scales, token_R, columns.ends_E, scales_E, LEAST=_LEAST, BLOCK=_SCALES, num_warps=8
-        )
+        scales, tiled = rows.scales.new_empty(shape), rows.is_tiled
+        _group_scale_kernel[(groups, shape[0] if tiled else 1)](
+            rows.scales, token_R, columns.ends_E, scales, len(rows.values), groups,
+            LEAST=_LEAST, BLOCK=_SCALES, num_warps=8,
+        )  # fmt: skip
         values_MP = rows.values.new_empty(width, total)
         grid = (triton.cdiv(width, _TILE["BM"]), triton.cdiv(total, _TILE["WORDS"] * _WORD))
         along = token_R is not None  # all programs that read a part of the tokens run together
         _transpose_kernel[grid[::-1] if along else grid](
             rows.values.view(torch.uint8), rows.scales, token_R, columns.row_P, columns.group_P,
-            scales_E, values_MP.view(torch.int32), width, total // _WORD,
-            ALONG=along, BY_HAND=INTERPRETED, **_TILE,
+            scales, values_MP.view(torch.int32), width, total // _WORD, len(rows.values), groups,
+            ALONG=along, TILED=tiled, BY_HAND=INTERPRETED, **_TILE,
         )  # fmt: skip
-        return Transposed(values_MP, scales_E)
+        return Transposed(values_MP, scales)
     # -1, no row, indexes the last, which is zeros.
     source_P = columns.row_P if token_R is None else F.pad(token_R, (0, 1), value=-1)[columns.row_P]
-    scales_P = F.pad(rows.scales, (0, 1), value=_LEAST)[source_P]
-    scales_E = rows.scales.new_full((groups,), _LEAST)
-    scales_E = scales_E.scatter_reduce(0, columns.group_P.long(), scales_P, "amax")
-    shrunk_P = scales_P / scales_E[columns.group_P]
-    wide_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk_P[:, None]
-    return Transposed(wide_PM.t().contiguous().to(E4M3), scales_E)
+    scales_P = F.pad(rows.scales, (0, 1), value=_LEAST)[..., source_P]
+    group_P = columns.group_P.long().expand_as(scales_P)
+    scales = rows.scales.new_full(shape, _LEAST).scatter_reduce(-1, group_P, scales_P, "amax")
+    shrunk = _by_column(scales_P / scales[..., columns.group_P], width)
+    wide_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk
+    return Transposed(wide_PM.t().contiguous().to(E4M3), scales)
 
 
 def scaled_weight_grad(
@@ -144,15 +162,15 @@ def scaled_weight_grad(
         wide = torch.promote_types(dtype, torch.float32)
         rows = (x.rows(columns, wide) for x in (a, g))
         return grouped_weight_grad(*rows, columns.offsets_E).to(dtype)
-    experts, M, N = a.scales.shape[0], a.values.shape[0], g.values.shape[0]
+    experts, M, N = len(columns.offsets_E), a.values.shape[0], g.values.shape[0]
     out_EMN = a.scales.new_empty(experts, M, N, dtype=dtype)
     tile = _PRODUCT
     blocks = [[tile["BM"], _ROOM], [tile["BN"], _ROOM]]
     descriptors = map(TensorDescriptor.from_tensor, (a.values, g.values), blocks)
     grid = (experts * triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]),)
     _weight_grad_kernel[grid](
-        *descriptors, columns.offsets_E, a.scales, g.scales, out_EMN, M, N,
-        BK=_ROOM, WIDEN=INTERPRETED, **tile,
+        *descriptors, columns.offsets_E, a.scales, g.scales, out_EMN, M, N, experts,
+        BK=_ROOM, TILED=a.is_tiled, WIDEN=INTERPRETED, **tile,
     )  # fmt: skip
     return out_EMN
 
@@ -177,11 +195,12 @@ def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl
     tl.store(groups + p, group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # which changes from call to call
 def _group_scale_kernel(
-    scales, tokens, ends, group_scales, LEAST: tl.constexpr, BLOCK: tl.constexpr
+    scales, tokens, ends, group_scales, num_rows, E, LEAST: tl.constexpr, BLOCK: tl.constexpr
 ):
     group = tl.program_id(0)
+    scales += tl.program_id(1).to(tl.int64) * num_rows
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, group > 0, other=0)
     largest = tl.full([BLOCK], LEAST, tl.float32)
@@ -189,18 +208,22 @@ def _group_scale_kernel(
         row = first + tl.arange(0, BLOCK)
         source = row if tokens is None else tl.load(tokens + row, row < end, other=0)
         largest = tl.maximum(largest, tl.load(scales + source, row < end, other=LEAST))
-    tl.store(group_scales + group, tl.max(largest, axis=0))
+    tl.store(group_scales + tl.program_id(1) * E + group, tl.max(largest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _transpose_kernel(
-    values, scales, tokens, rows, groups, group_scales, out, M, W,
-    BM: tl.constexpr, WORDS: tl.constexpr, ALONG: tl.constexpr, BY_HAND: tl.constexpr,
+    values, scales, tokens, rows, groups, group_scales, out, M, W, num_rows, E,
+    BM: tl.constexpr, WORDS: tl.constexpr, ALONG: tl.constexpr, TILED: tl.constexpr,
+    BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Of each word's four columns in turn, so that only whole words change places."""
     m = tl.program_id(1 if ALONG else 0) * BM + tl.arange(0, BM)
     w = tl.program_id(0 if ALONG else 1) * WORDS + tl.arange(0, WORDS)
     words = tl.zeros([WORDS, BM], tl.int32)
+    if TILED:  # a program has the columns of one
+        scales += tl.program_id(1 if ALONG else 0).to(tl.int64) * num_rows
+        group_scales += tl.program_id(1 if ALONG else 0) * E
     for i in tl.static_range(4):
         row = tl.load(rows + w * 4 + i, w < W, other=-1)
         group = tl.load(groups + w * 4 + i, w < W, other=0)
@@ -224,8 +247,8 @@ def _transpose_kernel(
 
 @triton.jit
 def _weight_grad_kernel(
-    a_desc, g_desc, offsets, a_scales, g_scales, out, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr,
+    a_desc, g_desc, offsets, a_scales, g_scales, out, M, N, E,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of one group's product. Programs of a group follow one another, for the cache."""
     across = tl.cdiv(N, BN)
@@ -241,7 +264,12 @@ def _weight_grad_kernel(
         if WIDEN:  # Triton's interpreter multiplies no e4m3
             a, g = a.to(tl.float32), g.to(tl.float32)
         total = tl.dot(a, g.T, total)
-    total *= tl.load(a_scales + group) * tl.load(g_scales + group)
     m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
+    if TILED:
+        a_scale = tl.load(a_scales + m // BK * E + group, m < M, other=0.0)
+        g_scale = tl.load(g_scales + n // BK * E + group, n < N, other=0.0)
+        total *= a_scale[:, None] * g_scale[None, :]
+    else:
+        total *= tl.load(a_scales + group) * tl.load(g_scales + group)
     at = out + group.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
     tl.store(at, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

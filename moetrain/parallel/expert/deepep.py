@@ -18,8 +18,9 @@ combining and the two backwards take; nothing else survives a call::
     rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
     source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
 
-Where ``is_narrow`` tokens are sent in e4m3, with a scale each, and so are gradients in the backward
-of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits of it.
+Where ``precision`` is fp8 tokens are sent in e4m3 with their scales, and so are gradients in the
+backward of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits
+of it.
 
 Both generations of the package have the interface used here, with the same results; 2.x insists on
 the NCCL that it was built with. Left out on purpose: several machines, and low-latency kernels.
@@ -48,7 +49,8 @@ from moetrain.config import ConfigError
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.quant.e4m3 import Quantised, quantise_rows
+from moetrain.kernels.quant.e4m3 import Quantised
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
 from moetrain.parallel.processes import machine
@@ -57,7 +59,7 @@ _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
 _MAX_TOP_K = 32  # a lane of one warp each
 _MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
-_HIDDEN_MULTIPLE = {"bf16": 16, "fp8": 32, "fp8_gradients": 32}
+_HIDDEN_MULTIPLE, _FP8_MULTIPLE = 16, 32
 _MAX_HIDDEN = 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
@@ -155,7 +157,7 @@ class DeepEP(ExpertParallelDispatcher):
             self.num_sms,
             self.num_ranks * max_tokens,
             rows,
-            self.precision != "bf16",
+            self.precision,
         )
         is_static = self.static is not None
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
@@ -173,7 +175,7 @@ class DeepEP(ExpertParallelDispatcher):
         return [is_sent_TW.sum(0, dtype=torch.int32), slots_E, is_sent_TW]
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        how = self.group_name, self.num_sms, self.precision != "bf16"
+        how = self.group_name, self.num_sms, self.precision
         return _combine(y_SD.contiguous(), list(ctx), *how)
 
 
@@ -203,7 +205,8 @@ def why_not_here(
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
     local_experts, top_k = arch.num_experts // ranks, arch.num_experts_per_token
-    width, multiple = arch.sent_size, _HIDDEN_MULTIPLE[precision]
+    width = arch.sent_size
+    multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
     if device.type != "cuda":
@@ -318,7 +321,7 @@ def _dispatch(
     num_sms: int,
     worst_tokens: int,
     worst_rows: int,
-    is_narrow: bool,
+    precision: str,
 ) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
     """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
 
@@ -329,7 +332,7 @@ def _dispatch(
     tokens_W, slots_E, is_sent_TW = send
     with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
-            _narrowed(x_TD, is_narrow),
+            _narrowed(x_TD, precision),
             topk_idx=ids_TK.to(found.ids_dtype),
             topk_weights=weights_TK,
             num_tokens_per_rank=tokens_W,
@@ -341,26 +344,28 @@ def _dispatch(
     rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
     *handle, is_sent_TW, send_head_TW = handle
     handle += is_sent_TW.clone(), send_head_TW  # none of the results may be an argument
-    return _widened(x_SD, x_TD.dtype), ids_SK.int(), weights_SK, rows_R0, *handle
+    return _widened(x_SD, x_TD.dtype, precision), ids_SK.int(), weights_SK, rows_R0, *handle
 
 
-def _narrowed(x_TD: torch.Tensor, is_narrow: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Give tokens as the package takes them: e4m3 with any number of scales a token, here one."""
-    if not is_narrow:
+def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Give tokens as the package takes them: e4m3 with any number of scales a token."""
+    if precision not in RECIPES:
         return x_TD
-    values_TD, scales_T = quantise_rows(x_TD)
-    return values_TD, scales_T[:, None]
+    rows = RECIPES[precision].rows(x_TD)
+    return rows.values, rows.scales_by_row()
 
 
-def _widened(x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+def _widened(
+    x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype, precision: str
+) -> torch.Tensor:
     if isinstance(x_SD, torch.Tensor):
         return x_SD
-    values_SD, scales_S1 = x_SD
-    return Quantised(values_SD, scales_S1[:, 0]).to(dtype, "auto")
+    values_SD, scales_SG = x_SD
+    return Quantised.received(values_SD, scales_SG, RECIPES[precision].tiled).to(dtype, "auto")
 
 
 @_dispatch.register_fake
-def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, is_narrow):
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, precision):
     (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
     integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
@@ -400,29 +405,29 @@ def _(d_x_SD, d_weights_SK, handle, group, num_sms):
 
 @torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
 def _combine(
-    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
+    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, precision: str
 ) -> torch.Tensor:
-    """Give ``y_TD``; ``is_narrow`` is for its backward."""
+    """Give ``y_TD``; ``precision`` is for its backward."""
     return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
 
 
 @_combine.register_fake
-def _(y_SD, handle, group, num_sms, is_narrow):
+def _(y_SD, handle, group, num_sms, precision):
     return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
 
 
 @torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
 def _combine_backward(
-    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, precision: str
 ) -> torch.Tensor:
-    sent, handle = _narrowed(d_y_TD, is_narrow), tuple(handle)
+    sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
-    return _widened(d_y_SD, d_y_TD.dtype)
+    return _widened(d_y_SD, d_y_TD.dtype, precision)
 
 
 @_combine_backward.register_fake
-def _(d_y_TD, handle, group, num_sms, is_narrow):
+def _(d_y_TD, handle, group, num_sms, precision):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 

@@ -18,7 +18,7 @@ An expert thus sees its rows in the order of the concatenated batch. A sum is ro
 dtype where it is sent, and once more where those of all ranks are added.
 
 With ``kernels.precision`` fp8 tokens are sent in e4m3, and so are the gradients that go the same
-way in the backward of ``combine``, each with its scale in the same message: half of the bytes.
+way in the backward of ``combine``, each with its scales in the same message: half of the bytes.
 Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel unrounded.
 
 Left out on purpose: hiding the exchange behind compute.
@@ -45,8 +45,8 @@ from moetrain.kernels.experts.permutation import (
     permute,
     unpermute,
 )
-from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
-from moetrain.models.architecture import FP32
+from moetrain.kernels.quant.e4m3 import E4M3, Quantised
+from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
@@ -162,7 +162,8 @@ class AllToAll(ExpertParallelDispatcher):
             received_W,
             tokens_S0.shape[0],
             self.group_name,
-            "forward" if self.precision != "bf16" else "",
+            self.precision,
+            "forward",
         )
         weights_SK, ids_SK = routing_SC.split(slots, dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
@@ -177,9 +178,8 @@ class AllToAll(ExpertParallelDispatcher):
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
-        e4m3 = "backward" if self.precision != "bf16" else ""
-        rows = route.row_slot_R.shape[0]
-        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, rows, self.group_name, e4m3)
+        how = self.group_name, self.precision, "backward"
+        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, route.row_slot_R.shape[0], *how)
         return unpermute(y_ND, route, self.backend)
 
 
@@ -220,17 +220,19 @@ def _exchange_rows(
     received_W: torch.Tensor,
     num_received: int,
     group: str,
-    e4m3: str,
+    precision: str,
+    narrow_pass: str,
 ) -> list[torch.Tensor]:
     """Send the first rows of each tensor to rank 0, the next to rank 1, ...
 
     ``num_received`` is how many rows each result has; what is past the sum of ``received_W``, in
-    results as in ``rows``, is unspecified. ``e4m3`` says which way the first tensor's rows travel
-    in e4m3: "forward", "backward" or neither.
+    results as in ``rows``, is unspecified. In ``narrow_pass``, "forward" or "backward", the
+    first tensor's rows travel as ``precision`` quantises them.
     """
     sent, received, first = sent_W.tolist(), received_W.tolist(), rows[0]
-    if e4m3 == "forward":
-        rows = [_pack(first), *rows[1:]]
+    recipe = RECIPES.get(precision) if narrow_pass == "forward" else None
+    if recipe is not None:
+        rows = [_pack(first, recipe), *rows[1:]]
     outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
     leaving = [given[: sum(sent)] for given in rows]
     with annotate("exchange_rows", *leaving):
@@ -247,29 +249,30 @@ def _exchange_rows(
         ]
         for work in works:
             work.wait()  # pyright: ignore[reportOptionalMemberAccess]
-    if e4m3 == "forward":
-        outputs[0] = _unpack(outputs[0], first.dtype)
+    if recipe is not None:
+        outputs[0] = _unpack(outputs[0], first, recipe)
     return outputs
 
 
-def _pack(x_ND: torch.Tensor) -> torch.Tensor:
-    """Bytes of each row's numbers in e4m3, then those of its scale."""
-    values_ND, scales_N = quantise_rows(x_ND.contiguous())
-    return torch.cat((values_ND.view(torch.uint8), scales_N.view(torch.uint8).view(-1, FP32)), 1)
+def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Bytes of each row's numbers in e4m3, then those of its scales."""
+    rows = recipe.rows(x_ND.contiguous())
+    return torch.cat([x.view(torch.uint8) for x in (rows.values, rows.scales_by_row())], 1)
 
 
-def _unpack(bytes_SC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    values, scales = (x.contiguous() for x in bytes_SC.tensor_split([-FP32], dim=1))
-    return Quantised(values.view(E4M3), scales.view(torch.float32)[:, 0]).to(dtype, "auto")
+def _unpack(bytes_SC: torch.Tensor, like_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    values, scales = (x.contiguous() for x in bytes_SC.tensor_split([like_ND.shape[1]], dim=1))
+    rows = Quantised.received(values.view(E4M3), scales.view(torch.float32), recipe.tiled)
+    return rows.to(like_ND.dtype, "auto")
 
 
 @_exchange_rows.register_fake
-def _(rows, sent_W, received_W, num_received, group, e4m3):
+def _(rows, sent_W, received_W, num_received, group, precision, narrow_pass):
     return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, sent_W, received_W, _, ctx.group, ctx.e4m3 = inputs
+    rows, sent_W, received_W, _, ctx.group, ctx.precision, ctx.narrow_pass = inputs
     ctx.save_for_backward(sent_W, received_W)
     ctx.num_sent = rows[0].shape[0]
 
@@ -277,9 +280,10 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
     sent_W, received_W = ctx.saved_tensors
     d_outputs = [d.contiguous() for d in d_outputs]
-    e4m3 = "forward" if ctx.e4m3 == "backward" else ""
-    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, ctx.group, e4m3)
-    return d_rows, *[None] * 5
+    turned = "forward" if ctx.narrow_pass == "backward" else "backward"
+    how = ctx.group, ctx.precision, turned
+    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, *how)
+    return d_rows, *[None] * 6
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
