@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from distributed import spawn
 from test_engine import ROWS, SEQ_LEN, make_engine, make_rows, objective_of, weights_of
 
 from moetrain import Trainer
@@ -154,8 +155,10 @@ DOCUMENTS = [9, 12, 16, 20, 9, 30, 16, 9]
 def run_steps(engine, micro=ROWS, between=lambda engine, step: None):
     """Losses, norms and routing of steps whose number of documents and learning rate change."""
     objective, numbers = objective_of(engine), []
+    rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
     for step, documents in enumerate(DOCUMENTS):
-        batches = packed(step, min(documents, micro * SEQ_LEN // 2), micro)
+        documents = min(documents + 9 * rank, micro * SEQ_LEN // 2)
+        batches = packed(step, documents, micro)[rank::ranks]
         totals = engine.forward_backward(batches, objective)
         outcome = engine.step(1e-2 / (step + 1))
         counts = totals.routing.counts_LE.cpu() if totals.routing else torch.zeros(1)
@@ -173,7 +176,10 @@ def look_between(engine, step):
                 g: {n: x.tensor.clone() * 0.9 for n, x in p.items()}
                 for g, p in engine.state().items()
             }
-        engine.load_state({"model": state["model"]})
+        if engine.world.size == 1:
+            engine.load_state({"model": state["model"]})
+        for member in engine.fsdp.members.values():
+            member.local.detach().mul_(0.9)
     if step == 5:
         engine.forward(packed(9, 12), CrossEntropy())
 
@@ -197,14 +203,52 @@ def check_steps(words, micro):
     for (name, mine), (_, theirs) in zip(ours.weights(), plain.weights(), strict=True):
         assert torch.equal(mine, theirs), name
     captured = [x for x in ours.graphs._kept.values() if isinstance(x, _Captured)]
-    buckets = [document_bucket(min(n, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
+    more = 9 * (ours.world.dims.data_ranks - 1)
+    buckets = [document_bucket(min(n + more, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
     assert len(captured) == 1 + len(set(buckets))  # and the update
     assert not ours.fsdp.has_gradients
+    return len(captured)
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon"])
 def test_steps_have_the_same_numbers(case):
     check_steps(*CASES[case])
+
+
+RANKS = {
+    "collectives": (["parallel.fsdp_transport=nccl"], 4),
+    "copies": (["parallel.fsdp_transport=copy", "train.dtype=bfloat16"], 4),
+    "accumulated": (["parallel.fsdp_transport=copy", "moe.aux_loss_scope=global_batch"], 2),
+    "sums": (["parallel.fsdp_transport=copy", "parallel.reduce=bf16"], 4),
+    "muon": (["optim.name=muon", "optim.state_dtype=bfloat16"], 4),
+    "recomputed": (["activation.policy=full"], 4),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_ranks_agree_on_graphs_and_have_the_same_numbers(case):
+    """Though each has other numbers of documents."""
+    words, micro = RANKS[case]
+    first, second = spawn(2, check_steps, words, micro, timeout=120)
+    assert first == second
+
+
+def differing(graphs):
+    engine, objective, seen = make_engine(*graphs, micro=4), CrossEntropy(), []
+    if engine.graphs is not None:
+        engine.graphs._capture = lambda fn: seen.append(fn) or fn
+    for step in range(4):
+        for micro in (4, 2 + 2 * engine.world.rank):
+            batches = packed(step, 12, micro)[:1]
+            total = engine.forward_backward(batches, objective).total
+        norm = engine.step(1e-2).grad_norm
+    return total.item(), norm.item(), len(seen)
+
+
+def test_ranks_with_other_shapes_run_without_graphs():
+    plain, ours = (spawn(2, differing, words) for words in ([], [ON]))
+    assert [x[:2] for x in ours] == [x[:2] for x in plain]
+    assert {x[2] for x in ours} == {2}  # where shapes are alike, and the update
 
 
 WIDE = ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
@@ -327,6 +371,8 @@ def test_graphs_take_a_gpu(tiny_words):
         "optim.offload_fraction=0.5",
         "activation.offload=0.5",
         "parallel.reshard_after_forward=yes",
+        "parallel.pp=2",
+        "parallel.ep=2",
     ],
 )
 def test_settings_that_move_memory_are_refused(word):
@@ -334,29 +380,11 @@ def test_settings_that_move_memory_are_refused(word):
         Config.load(None, [ON, word], environ={})
 
 
-class Twice:
-    """A world of two processes, as far as its size goes."""
-
-    size = 2
-
-    def __init__(self, world):
-        self._world = world
-
-    def __getattr__(self, name):
-        return getattr(self._world, name)
-
-
-@pytest.mark.parametrize(
-    ("sleep", "wrap", "why"),
-    [("never", lambda x: x, "generates"), (None, Twice, "has 2 processes")],
-)
-def test_graphs_are_for_one_process_that_trains(sleep, wrap, why, tiny_words, monkeypatch):
+def test_graphs_are_for_processes_that_train(tiny_words, monkeypatch):
     monkeypatch.setattr(setup, "_check_what_can_run", lambda *_: None)
-    join = setup.join_world
-    monkeypatch.setattr(setup, "join_world", lambda *given: wrap(join(*given)))
     config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
-    with pytest.raises(ConfigError, match=f"takes one process, and this run {why}; set no"):
-        Session(config, arch, sleep)
+    with pytest.raises(ConfigError, match="true, and this run generates; set no"):
+        Session(config, arch, "never")
 
 
 def test_memory_stays_and_graphs_go_with_it():

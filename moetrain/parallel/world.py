@@ -3,6 +3,7 @@
 One process is a world of one, with meshes like any other.
 """
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import lcm
@@ -172,6 +173,8 @@ def join_world(config: Config, arch: Architecture) -> World:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
+        if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",

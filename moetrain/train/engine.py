@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from moetrain.config import Config, logger
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
@@ -93,6 +94,11 @@ class Engine(ModelState):
         self._since_step: list[Totals] = []
         captures = config.compile.cuda_graphs
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
+        shared = captures and world.size > 1
+        self._hosts = dist.new_group(backend="gloo") if shared else None
+        if captures and sender is not None and self.static is None:
+            problem = "true, and this run's dispatch waits for the host; set no"
+            raise ConfigError("compile.cuda_graphs", problem)
         self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------
@@ -121,21 +127,36 @@ class Engine(ModelState):
             run = self._learn(batches, objective, sizes)
         # With fixed sizes alone: waits for the last forward, while its backward runs.
         if run.dropped is not None and run.dropped.read() > 0:
-            self.retried_steps += 1
-            self.fsdp.clear_gradients()
-            with self.exact_sizes():
-                run = self._learn(batches, objective, sizes)
+            return self._retry(batches, objective, sizes)
         return run.totals()
+
+    def _retry(
+        self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
+    ) -> Totals:
+        self.retried_steps += 1
+        self.fsdp.clear_gradients()
+        with self.exact_sizes():
+            return self._learn(batches, objective, sizes).totals()
 
     def _replay_totals(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Totals:
         assert self.graphs is not None
+        same = alike(batches, self._hosts)
+        if same is None or (self.static is not None and self._since_step):
+            return self._learn_totals(batches, objective, sizes)
         self.before_forward()
         self.fsdp.refresh()
-        given = [batch.to(self.world.device) for batch in alike(batches)], dict(sizes)
-        learn = lambda given: self._learn_totals(given[0], objective, given[1])  # noqa: E731
-        return self.graphs.run([objective], learn, given)
+
+        def learn(given: Any) -> tuple[Totals, torch.Tensor | None]:
+            run = self._learn(given[0], objective, given[1])
+            return run.totals(), run.lost
+
+        given = [batch.to(self.world.device) for batch in same], dict(sizes)
+        totals, lost = self.graphs.run([objective], learn, given)
+        if lost is not None and lost.item() > 0:  # with fixed sizes alone: waits for the replay
+            return self._retry(batches, objective, sizes)
+        return totals
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
@@ -295,8 +316,10 @@ class _Pass(Generic[_B]):
         self.values: list[torch.Tensor] = []
         """Total and terms of each micro-batch."""
         self.routings: list[RoutingStats] = []
-        self.dropped: LateNumbers | None = None
+        self.lost: torch.Tensor | None = None
         """How many rows of all ranks found no room; None: no row can be dropped."""
+        self.dropped: LateNumbers | None = None
+        """The same for the host, which a graph does not tell."""
         self.load: ExpertLoad | None = None
         """Expert load of all micro-batches; None: each is balanced by its own."""
         self.further: list[torch.Tensor] = []
@@ -345,7 +368,8 @@ class _Pass(Generic[_B]):
             dropped = [r.dropped for r in self.routings if r.dropped is not None]
             if dropped and len(self.routings) == self.num_batches:
                 # Before the last backward, which then runs while this is read.
-                self.dropped = LateNumbers(engine.world.sum(torch.stack(dropped).sum()))
+                self.lost = engine.world.sum(torch.stack(dropped).sum())
+                self.dropped = None if engine.graphs else LateNumbers(self.lost)
         return total
 
     def backward(self, total: torch.Tensor) -> None:

@@ -76,10 +76,8 @@ class Session:
         device = self.world.device
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        if config.compile.cuda_graphs and (self.world.size > 1 or sleep is not None):
-            processes = f"has {self.world.size} processes"
-            why = f"takes one process, and this run {'generates' if sleep else processes}"
-            raise ConfigError("compile.cuda_graphs", f"true {why}; set no")
+        if config.compile.cuda_graphs and sleep is not None:
+            raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.

@@ -220,6 +220,9 @@ class FSDP(Sharding):
         self._is_working = True
         try:
             self._share()
+            for stream in (self._copies.pull, self._copies.own, self._copies.push):
+                with self._copies.behind(stream):
+                    pass  # a capture takes in streams that wait for it, and only these
             yield
             self._finish_reductions()
             self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
@@ -429,11 +432,12 @@ class FSDP(Sharding):
                 bucket.host.wait()
 
     def refresh(self) -> None:
-        """Bring copies in the compute dtype up to date where parameters were changed."""
+        """Bring copies in the compute dtype up to date where parameters were changed. Collective."""
+        self._share()
         for unit in self.units:
             unit.move_in()
             for bucket in unit.buckets:
-                if bucket.is_cast:
+                if bucket.is_cast and bucket.peers is None:
                     bucket.refresh()
 
     @property

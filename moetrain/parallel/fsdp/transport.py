@@ -20,6 +20,10 @@ they are read only after the second. A reduction arrives at one barrier when it 
 the next reduction waits for before it writes, and at another when it has written, which it waits
 for itself before it adds up.
 
+To arrive is to write 1 to a word of each peer, which sets it to 0 again when it has waited for it.
+So CUDA graphs may hold barriers, as they could not hold counts. No rank arrives twice before a peer
+has waited, since barriers take turns in pairs: nobody passes the other of the pair meanwhile.
+
 No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
 and a grouped product that begins one program on each takes until that one is free. Streams write
 and wait for words of memory, which the front end of the GPU does. Nothing times out: a rank that
@@ -64,7 +68,7 @@ _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
+_OPENED, _SHARED, _WRITTEN, _SUMMED = _BARRIERS = range(4)
 
 
 # ---- collectives --------------------------------------------------------------------------------
@@ -130,31 +134,30 @@ class _DeviceMemory:
                 ) from None
             raise
         own[start:].zero_()
-        torch.cuda.synchronize(device)  # words are zero before a peer can write them
+        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[_SUMMED] = 1  # nothing is awaited
+        torch.cuda.synchronize(device)  # words are so before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
         self.parts = [part[:size] for part in parts]
-        # Of each rank, by barrier and by who writes it: how often that one has arrived.
+        # Of each rank, by barrier and by who writes it: whether that one has arrived.
         words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
         self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
         self._mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
-        self._counts = [0 for _ in _BARRIERS]
-        """By barrier, how often this rank has arrived."""
         self._own, self._handle = own, handle  # which parts do not keep
         DeviceBytes.add(device, whole)
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
         """Tell all ranks when the current stream has come here."""
-        self._counts[barrier] += 1
         for word in self._theirs[barrier]:
-            write_word(word, self._counts[barrier])
+            write_word(word, 1)
 
     def wait(self, barrier: int) -> None:
-        """Let the current stream go on when all ranks have arrived as often as this one."""
+        """Let the current stream go on when all ranks have arrived since it last waited."""
         for word in self._mine[barrier]:
-            wait_for_word(word, self._counts[barrier])
+            wait_for_word(word, 1)
+            write_word(word, 0)
 
 
 class _MappedMemory:
@@ -237,13 +240,13 @@ class Peers:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
             kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
             self._memory = kind(size, self.group, device)
-        self.barrier()
+        self.barrier(_OPENED)
 
-    def barrier(self) -> None:
+    def barrier(self, which: int = _SHARED) -> None:
         """Wait, on the device, until every rank's shards are what others are to read."""
         assert self._memory is not None  # opened
-        self._memory.arrive(_SHARDS)
-        self._memory.wait(_SHARDS)
+        self._memory.arrive(which)
+        self._memory.wait(which)
 
     def release(self) -> None:
         """Give the memory back until the next :meth:`open`. Collective.
