@@ -252,6 +252,7 @@ def test_ranks_with_other_shapes_run_without_graphs():
 
 
 WIDE = ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
+STATIC = ["parallel.ep=2", "moe.dispatcher=deepep", "moe.dispatch_mode=static"]
 GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
 
 
@@ -261,6 +262,34 @@ GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
 def test_steps_have_the_same_bits_on_a_gpu(case, compiled):
     words, micro = CASES[case]
     check_steps([*GPU, f"compile.enabled={compiled}", *words], micro)
+
+
+RANKS_GPU = RANKS | {
+    "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
+    "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], 4),
+    "float8 by collectives": (
+        ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16", "parallel.fsdp_transport=nccl"],
+        4,
+    ),
+    "late": (["parallel.reduce=fp32", "parallel.reduce_at=last"], 2),
+    "replicas": (["parallel.dp_replicate=2"], 4),
+    "tp": (["parallel.tp=2"], ROWS),
+    "cp": (["parallel.cp=2"], ROWS),
+    "compiled": (["compile.enabled=yes"], 4),
+    "static": ([*STATIC, "moe.static_capacity=2"], 4),
+    "static, rows dropped": ([*STATIC, "moe.static_capacity=1"], 4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RANKS_GPU)
+def test_steps_of_ranks_have_the_same_bits_on_gpus(case):
+    words, micro = RANKS_GPU[case]
+    if "parallel.ep=2" in words:
+        pytest.importorskip("deep_ep")
+    words = [*GPU, "compile.enabled=no", *words]
+    first, second = spawn(2, check_steps, words, micro, device_type="cuda", timeout=180)
+    assert first == second
 
 
 @pytest.mark.gpu
@@ -373,11 +402,12 @@ def test_graphs_take_a_gpu(tiny_words):
         "parallel.reshard_after_forward=yes",
         "parallel.pp=2",
         "parallel.ep=2",
+        "parallel.ep=2 moe.dispatch_mode=exact",
     ],
 )
 def test_settings_that_move_memory_are_refused(word):
     with pytest.raises(ConfigError, match="cuda_graphs"):
-        Config.load(None, [ON, word], environ={})
+        Config.load(None, [ON, *word.split()], environ={})
 
 
 def test_graphs_are_for_processes_that_train(tiny_words, monkeypatch):
@@ -385,6 +415,49 @@ def test_graphs_are_for_processes_that_train(tiny_words, monkeypatch):
     config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
     with pytest.raises(ConfigError, match="true, and this run generates; set no"):
         Session(config, arch, "never")
+
+
+MICRO_16 = "train.micro_batch_size=16"
+
+
+class OnGPU:
+    """A world whose device is a GPU, as far as sizes go."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, world):
+        self._world = world
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "sleep", "graphs"),
+    [
+        ([], None, True),
+        (["train.device=cpu"], None, False),
+        ([], "never", False),
+        (["activation.offload=0.5"], None, False),
+        (["model.hidden_size=4096", "model.moe_intermediate_size=4096", MICRO_16], None, False),
+        (["model.preset=qwen3-30b-a3b"], None, False),
+    ],
+)
+def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, monkeypatch):
+    """On a GPU that is not there, of 60 GB: the last model fits, and not twice."""
+    base = ["train.dtype=bfloat16", "compile.cuda_graphs=auto"]
+    base += ["train.global_batch_size=16", "train.micro_batch_size=1", "data.seq_len=512"]
+    if "model.preset=qwen3-30b-a3b" in words:
+        tiny_words = ["model.num_layers=4", "data.source=synthetic"]
+    on_gpu = "train.device=cpu" not in words
+    words = [*tiny_words, "train.device=auto", "compile.enabled=yes", *base, *words]
+    monkeypatch.setattr(setup, "_check_what_can_run", lambda *_: None)
+    monkeypatch.setattr(setup, "device_capacity", lambda _: 60e9)
+    if on_gpu:
+        join = setup.join_world
+        monkeypatch.setattr(setup, "join_world", lambda *given: OnGPU(join(*given)))
+    config, arch = resolve_run(Config.load(None, words, environ={}))
+    assert Session(config, arch, sleep).config.compile.cuda_graphs is graphs
 
 
 def test_memory_stays_and_graphs_go_with_it():

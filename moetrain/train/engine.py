@@ -92,7 +92,7 @@ class Engine(ModelState):
         self.retried_steps = 0
         self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
-        captures = config.compile.cuda_graphs
+        captures = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
         shared = captures and world.size > 1
         self._hosts = dist.new_group(backend="gloo") if shared else None

@@ -132,7 +132,7 @@ def _shape(leaf: Any) -> Hashable:
     raise ConfigError("compile.cuda_graphs", problem)
 
 
-def alike(batches: Sequence[_B], hosts: dist.ProcessGroup | None = None) -> list[_B] | None:
+def alike(batches: Sequence[_B], hosts: Any = None) -> list[_B] | None:
     """Give packed ``batches``, on the host, as many documents each, in buckets of powers of two.
 
     What is added are empty documents at the end, so that other documents need no other graph. With
@@ -142,7 +142,8 @@ def alike(batches: Sequence[_B], hosts: dist.ProcessGroup | None = None) -> list
     counts = [end_N.shape[0] - 1 for end_N in ends if end_N is not None]
     most = document_bucket(max(counts)) if counts else 0
     if hosts is not None:
-        leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in batches])
+        given: Any = [*batches]
+        leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in given])
         others = [_shape(leaf) for leaf in leaves if not any(leaf is end_N for end_N in ends)]
         own = zlib.crc32(repr((spec, others)).encode())
         agreed = torch.tensor([most, own, -own])

@@ -44,6 +44,9 @@ from moetrain.train.run_folder import RunFolder
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
+_WORK_FOR_GRAPHS = 2e12
+"""FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
+5 ms at 400 TFLOP/s. Hosts took 6.6 ms for a dense layer and 11.4 for one of experts (LOG.md)."""
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
@@ -76,7 +79,7 @@ class Session:
         device = self.world.device
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        if config.compile.cuda_graphs and sleep is not None:
+        if config.compile.cuda_graphs is True and sleep is not None:
             raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
@@ -85,8 +88,15 @@ class Session:
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
         peaks = [rank.peak(sleep) for rank in ranks]
-        max(peaks, key=lambda estimate: estimate.total).check(config, capacity)
+        peak = max(peaks, key=lambda estimate: estimate.total)
+        peak.check(config, capacity)
         check_host(ranks, self.world)
+        if config.compile.cuda_graphs == "auto":
+            tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
+            pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
+            wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
+            config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
+            config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         if config.train.deterministic:  # for the rest of this process
             # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own
             # choice.

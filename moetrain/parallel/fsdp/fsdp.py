@@ -220,16 +220,14 @@ class FSDP(Sharding):
         self._is_working = True
         try:
             self._share()
-            for stream in (self._copies.pull, self._copies.own, self._copies.push):
-                with self._copies.behind(stream):
-                    pass  # a capture takes in streams that wait for it, and only these
+            self._copies.begin()
             yield
             self._finish_reductions()
             self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
             self._finish_reductions()
         finally:
             if self.peers:
-                self._copies.end(self._copies.pull, self._copies.own, self._copies.push)()
+                self._copies.end(*self._copies.all)()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -432,7 +430,7 @@ class FSDP(Sharding):
                 bucket.host.wait()
 
     def refresh(self) -> None:
-        """Bring copies in the compute dtype up to date where parameters were changed. Collective."""
+        """Bring copies of changed parameters in the compute dtype up to date. Collective."""
         self._share()
         for unit in self.units:
             unit.move_in()

@@ -191,10 +191,16 @@ class CopyStreams:
         # Sums come before others' work: they are short, and peers wait for them. What does not
         # leave the device has a stream of its own: SMs may copy it, and those are busy, so that
         # nothing else should wait for it.
-        self.pull, self.own, self.push = (
+        self.pull, self.own, self.push = self.all = [
             torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for priority in (0, -1, -1)
-        )
+        ]
+
+    def begin(self) -> None:
+        """Put all streams behind the current one: a capture takes in those that wait for it."""
+        for stream in self.all:
+            with self.behind(stream):
+                pass
 
     @contextmanager
     def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
