@@ -220,14 +220,13 @@ class FSDP(Sharding):
         self._is_working = True
         try:
             self._share()
-            self._copies.begin()
             yield
             self._finish_reductions()
             self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
             self._finish_reductions()
         finally:
             if self.peers:
-                self._copies.end(*self._copies.all)()
+                self._copies.end(*self._copies.used)()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1

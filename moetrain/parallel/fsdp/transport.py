@@ -191,20 +191,16 @@ class CopyStreams:
         # Sums come before others' work: they are short, and peers wait for them. What does not
         # leave the device has a stream of its own: SMs may copy it, and those are busy, so that
         # nothing else should wait for it.
-        self.pull, self.own, self.push = self.all = [
+        self.pull, self.own, self.push = (
             torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for priority in (0, -1, -1)
-        ]
-
-    def begin(self) -> None:
-        """Put all streams behind the current one: a capture takes in those that wait for it."""
-        for stream in self.all:
-            with self.behind(stream):
-                pass
+        )
+        self.used: set[torch.cuda.Stream | None] = set()  # others are no part of a capture
 
     @contextmanager
     def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         """Give ``stream`` the work inside, behind all that the current stream has."""
+        self.used.add(stream)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
