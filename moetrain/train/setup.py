@@ -46,7 +46,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _WORK_FOR_GRAPHS = 2e12
 """FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
-5 ms at 400 TFLOP/s. Hosts took 6.6 ms for a dense layer and 11.4 for one of experts (LOG.md)."""
+5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for one of experts (docs/benchmarks.md)."""
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
