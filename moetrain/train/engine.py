@@ -318,8 +318,7 @@ class _Pass(Generic[_B]):
         self.routings: list[RoutingStats] = []
         self.lost: torch.Tensor | None = None
         """How many rows of all ranks found no room; None: no row can be dropped."""
-        self.dropped: LateNumbers | None = None
-        """The same for the host, which a graph does not tell."""
+        self.dropped: LateNumbers | None = None  # the same, on the host
         self.load: ExpertLoad | None = None
         """Expert load of all micro-batches; None: each is balanced by its own."""
         self.further: list[torch.Tensor] = []

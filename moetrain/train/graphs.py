@@ -146,9 +146,9 @@ def alike(batches: Sequence[_B], hosts: Any = None) -> list[_B] | None:
         leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in given])
         others = [_shape(leaf) for leaf in leaves if not any(leaf is end_N for end_N in ends)]
         own = zlib.crc32(repr((spec, others)).encode())
-        agreed = torch.tensor([most, own, -own])
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=hosts)
-        most, largest, least = agreed.tolist()
+        found = torch.tensor([most, own, -own])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=hosts)
+        most, largest, least = found.tolist()
         if largest != -least:
             return None
     if not counts:

@@ -46,7 +46,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _WORK_FOR_GRAPHS = 2e12
 """FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
-5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for one of experts (docs/benchmarks.md)."""
+5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts (docs/benchmarks.md)."""
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
@@ -79,7 +79,8 @@ class Session:
         device = self.world.device
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        if config.compile.cuda_graphs is True and sleep is not None:
+        graphs = config.compile.cuda_graphs
+        if graphs is True and sleep is not None:
             raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
@@ -91,7 +92,7 @@ class Session:
         peak = max(peaks, key=lambda estimate: estimate.total)
         peak.check(config, capacity)
         check_host(ranks, self.world)
-        if config.compile.cuda_graphs == "auto":
+        if graphs == "auto":
             tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
             pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
             wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
