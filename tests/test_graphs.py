@@ -215,11 +215,12 @@ def test_steps_have_the_same_numbers(case):
     check_steps(*CASES[case])
 
 
+COPY = "parallel.fsdp_transport=copy"
 RANKS = {
     "collectives": (["parallel.fsdp_transport=nccl"], 4),
-    "copies": (["parallel.fsdp_transport=copy", "train.dtype=bfloat16"], 4),
-    "accumulated": (["parallel.fsdp_transport=copy", "moe.aux_loss_scope=global_batch"], 2),
-    "sums": (["parallel.fsdp_transport=copy", "parallel.reduce=bf16"], 4),
+    "copies": ([COPY, "train.dtype=bfloat16"], 4),
+    "accumulated": ([COPY, "moe.aux_loss_scope=global_batch"], 2),
+    "sums": ([COPY, "parallel.reduce=bf16"], 4),
     "muon": (["optim.name=muon", "optim.state_dtype=bfloat16"], 4),
     "recomputed": (["activation.policy=full"], 4),
 }
@@ -231,6 +232,28 @@ def test_ranks_agree_on_graphs_and_have_the_same_numbers(case):
     words, micro = RANKS[case]
     first, second = spawn(2, check_steps, words, micro, timeout=120)
     assert first == second
+
+
+def shared_copies():
+    engine, objective, found = (
+        make_engine("train.dtype=bfloat16", COPY, micro=4),
+        CrossEntropy(),
+        [],
+    )
+    for step in range(2):
+        batches = packed(step, 12, 4)[engine.world.rank :][:1]
+        engine.forward_backward(batches, objective)
+        engine.step(1e-2)
+        for bucket in engine.fsdp.buckets:
+            assert torch.equal(bucket._cast_N, bucket.shard_N.to(bucket.dtype))
+            found.append(bucket.is_cast)
+    return found
+
+
+def test_what_peers_read_is_up_to_date_after_an_update():
+    """In a replay nothing else would bring it up to date."""
+    for found in spawn(2, shared_copies):
+        assert {*found} == {True, False}
 
 
 def differing(graphs):
@@ -458,6 +481,17 @@ def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, m
         monkeypatch.setattr(setup, "join_world", lambda *given: OnGPU(join(*given)))
     config, arch = resolve_run(Config.load(None, words, environ={}))
     assert Session(config, arch, sleep).config.compile.cuda_graphs is graphs
+
+
+def test_leaving_ends_graphs():
+    engine, objective = make_engine(ON), CrossEntropy()
+    engine.graphs._capture = lambda fn: fn
+    for _ in range(2):
+        engine.forward_backward(packed(0, 12), objective)
+        engine.step(1e-2)
+    assert engine.graphs._kept
+    engine.world.leave()
+    assert not engine.graphs._kept
 
 
 def test_memory_stays_and_graphs_go_with_it():

@@ -4,8 +4,9 @@ One process is a world of one, with meshes like any other.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ class World:
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous
     """How ranks wait for one another on the host."""
+    endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
+    """What :meth:`leave` calls first."""
 
     @property
     def data_rank(self) -> int:
@@ -106,6 +109,8 @@ class World:
         After an error, don't: it would wait for ranks that will not come, or pull the connection
         from under them before this rank's error was reported.
         """
+        for end in self.endings:
+            end()
         self.barrier()  # what the main rank leaves behind takes its time
         self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, ConfigError, logger
+from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
@@ -94,11 +94,10 @@ class Engine(ModelState):
         self._since_step: list[Totals] = []
         captures = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
+        if self.graphs is not None:
+            world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
         shared = captures and world.size > 1
         self._hosts = dist.new_group(backend="gloo") if shared else None
-        if captures and sender is not None and self.static is None:
-            problem = "true, and this run's dispatch waits for the host; set no"
-            raise ConfigError("compile.cuda_graphs", problem)
         self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------

@@ -416,8 +416,7 @@ class FSDP(Sharding):
                     unit.move_in()
                     place_N = bucket.cast_N
                 yield bucket, place_N
-                if place_N is not None:
-                    bucket.mark_fresh()
+                bucket.updated(place_N)
                 if self.frees:
                     bucket.clear_gradient(free=True)
 

@@ -51,7 +51,7 @@ from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
-from moetrain.kernels.memory import DeviceBytes, wait_for_word, write_word
+from moetrain.kernels.memory import DeviceBytes, on_words
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import STYLES, ParallelDims
@@ -69,6 +69,7 @@ _reduce_scatter: Callable[..., Any] = getattr(
 )
 
 _OPENED, _SHARED, _WRITTEN, _SUMMED = _BARRIERS = range(4)
+_TAKE = (("wait", 1), ("write", 0))
 
 
 # ---- collectives --------------------------------------------------------------------------------
@@ -142,22 +143,22 @@ class _DeviceMemory:
         # Of each rank, by barrier and by who writes it: whether that one has arrived.
         words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
-        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
-        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
+        theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
+        mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
+        self._arrive = [on_words([("write", word, 1) for word in row]) for row in theirs]
+        taken = [[(name, w, n) for w in row for name, n in _TAKE] for row in mine]
+        self._wait = [on_words(row) for row in taken]
         self._own, self._handle = own, handle  # which parts do not keep
         DeviceBytes.add(device, whole)
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
         """Tell all ranks when the current stream has come here."""
-        for word in self._theirs[barrier]:
-            write_word(word, 1)
+        self._arrive[barrier]()
 
     def wait(self, barrier: int) -> None:
         """Let the current stream go on when all ranks have arrived since it last waited."""
-        for word in self._mine[barrier]:
-            wait_for_word(word, 1)
-            write_word(word, 0)
+        self._wait[barrier]()
 
 
 class _MappedMemory:
