@@ -143,7 +143,8 @@ class Engine(ModelState):
         assert self.graphs is not None
         same = alike(batches, self._hosts)
         if same is None or (self.static is not None and self._since_step):
-            return self._learn_totals(batches, objective, sizes)
+            with self.exact_sizes():
+                return self._learn(batches, objective, sizes).totals()
         self.before_forward()
         self.fsdp.refresh()
 
