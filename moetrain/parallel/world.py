@@ -173,13 +173,13 @@ def join_world(config: Config, arch: Architecture) -> World:
             # Routing changes the size of activations every step, and segments that grow in place
             # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     owns_group = not dist.is_initialized()
     if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
-        if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
