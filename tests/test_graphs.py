@@ -1,7 +1,9 @@
 """CUDA graphs of steps: the bits of steps without them, whatever happens in between."""
 
 import shutil
+import sys
 
+import fake_deep_ep
 import pytest
 import torch
 from distributed import spawn
@@ -11,6 +13,7 @@ from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.parallel import apply
 from moetrain.train import setup
 from moetrain.train.graphs import Graphs, _Captured, alike
 from moetrain.train.metrics import read_metrics
@@ -207,7 +210,8 @@ def check_steps(words, micro):
     buckets = [document_bucket(min(n + more, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
     assert len(captured) == 1 + len(set(buckets))  # and the update
     assert not ours.fsdp.has_gradients
-    return len(captured)
+    assert ours.retried_steps == plain.retried_steps
+    return len(captured), ours.retried_steps
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon"])
@@ -215,6 +219,7 @@ def test_steps_have_the_same_numbers(case):
     check_steps(*CASES[case])
 
 
+STATIC = ["parallel.ep=2", "moe.dispatcher=deepep", "moe.dispatch_mode=static"]
 COPY = "parallel.fsdp_transport=copy"
 RANKS = {
     "collectives": (["parallel.fsdp_transport=nccl"], 4),
@@ -232,6 +237,21 @@ def test_ranks_agree_on_graphs_and_have_the_same_numbers(case):
     words, micro = RANKS[case]
     first, second = spawn(2, check_steps, words, micro, timeout=120)
     assert first == second
+
+
+def check_static(capacity):
+    sys.modules["deep_ep"] = fake_deep_ep
+    apply.why_not = lambda *_: None
+    words = [*STATIC, "train.dtype=bfloat16", f"moe.static_capacity={capacity}"]
+    return check_steps(words, 4)
+
+
+@pytest.mark.parametrize("capacity", [1, 2])  # 2 is room for everything
+def test_static_dispatch_has_the_same_numbers(capacity):
+    first, second = spawn(2, check_static, capacity)
+    assert first == second
+    _, retried = first
+    assert (retried > 0) == (capacity == 1)
 
 
 def shared_copies():
@@ -275,7 +295,6 @@ def test_ranks_with_other_shapes_run_without_graphs():
 
 
 WIDE = ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
-STATIC = ["parallel.ep=2", "moe.dispatcher=deepep", "moe.dispatch_mode=static"]
 GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
 
 

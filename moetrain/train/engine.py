@@ -126,37 +126,33 @@ class Engine(ModelState):
             run = self._learn(batches, objective, sizes)
         # With fixed sizes alone: waits for the last forward, while its backward runs.
         if run.dropped is not None and run.dropped.read() > 0:
-            return self._retry(batches, objective, sizes)
+            self.retried_steps += 1
+            self.fsdp.clear_gradients()
+            with self.exact_sizes():
+                run = self._learn(batches, objective, sizes)
         return run.totals()
-
-    def _retry(
-        self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
-    ) -> Totals:
-        self.retried_steps += 1
-        self.fsdp.clear_gradients()
-        with self.exact_sizes():
-            return self._learn(batches, objective, sizes).totals()
 
     def _replay_totals(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Totals:
         assert self.graphs is not None
-        same = alike(batches, self._hosts)
-        if same is None or (self.static is not None and self._since_step):
-            with self.exact_sizes():
-                return self._learn(batches, objective, sizes).totals()
-        self.before_forward()
-        self.fsdp.refresh()
 
         def learn(given: Any) -> tuple[Totals, torch.Tensor | None]:
             run = self._learn(given[0], objective, given[1])
             return run.totals(), run.lost
 
-        given = [batch.to(self.world.device) for batch in same], dict(sizes)
-        totals, lost = self.graphs.run([objective], learn, given)
-        if lost is not None and lost.item() > 0:  # with fixed sizes alone: waits for the replay
-            return self._retry(batches, objective, sizes)
-        return totals
+        same = alike(batches, self._hosts)
+        if same is not None and not (self.static and self._since_step):
+            self.before_forward()
+            self.fsdp.refresh()
+            given = [batch.to(self.world.device) for batch in same], dict(sizes)
+            totals, lost = self.graphs.run([objective], learn, given)
+            if lost is None or lost.item() == 0:  # with fixed sizes alone: waits for the replay
+                return totals
+            self.retried_steps += 1
+            self.fsdp.clear_gradients()
+        with self.exact_sizes():
+            return learn((batches, sizes))[0]
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]

@@ -20,9 +20,9 @@ they are read only after the second. A reduction arrives at one barrier when it 
 the next reduction waits for before it writes, and at another when it has written, which it waits
 for itself before it adds up.
 
-To arrive is to write 1 to a word of each peer, which sets it to 0 again when it has waited for it.
-So CUDA graphs may hold barriers, as they could not hold counts. No rank arrives twice before a peer
-has waited, since barriers take turns in pairs: nobody passes the other of the pair meanwhile.
+To arrive is to write 1 to a word of each peer, which sets it to 0 when it has waited: no count,
+which a CUDA graph could not hold. Barriers take turns in pairs, and nobody passes the other of a
+pair before all have waited at this one; so no rank arrives twice before a peer has waited.
 
 No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
 and a grouped product that begins one program on each takes until that one is free. Streams write
