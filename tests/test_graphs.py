@@ -1,15 +1,19 @@
 """CUDA graphs of steps: the bits of steps without them, whatever happens in between."""
 
 import shutil
+import sys
 
+import fake_deep_ep
 import pytest
 import torch
+from distributed import spawn
 from test_engine import ROWS, SEQ_LEN, make_engine, make_rows, objective_of, weights_of
 
 from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.parallel import apply
 from moetrain.train import setup
 from moetrain.train.graphs import Graphs, _Captured, alike
 from moetrain.train.metrics import read_metrics
@@ -154,8 +158,10 @@ DOCUMENTS = [9, 12, 16, 20, 9, 30, 16, 9]
 def run_steps(engine, micro=ROWS, between=lambda engine, step: None):
     """Losses, norms and routing of steps whose number of documents and learning rate change."""
     objective, numbers = objective_of(engine), []
+    rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
     for step, documents in enumerate(DOCUMENTS):
-        batches = packed(step, min(documents, micro * SEQ_LEN // 2), micro)
+        documents = min(documents + 9 * rank, micro * SEQ_LEN // 2)
+        batches = packed(step, documents, micro)[rank::ranks]
         totals = engine.forward_backward(batches, objective)
         outcome = engine.step(1e-2 / (step + 1))
         counts = totals.routing.counts_LE.cpu() if totals.routing else torch.zeros(1)
@@ -173,7 +179,10 @@ def look_between(engine, step):
                 g: {n: x.tensor.clone() * 0.9 for n, x in p.items()}
                 for g, p in engine.state().items()
             }
-        engine.load_state({"model": state["model"]})
+        if engine.world.size == 1:
+            engine.load_state({"model": state["model"]})
+        for member in engine.fsdp.members.values():
+            member.local.detach().mul_(0.9)
     if step == 5:
         engine.forward(packed(9, 12), CrossEntropy())
 
@@ -197,14 +206,92 @@ def check_steps(words, micro):
     for (name, mine), (_, theirs) in zip(ours.weights(), plain.weights(), strict=True):
         assert torch.equal(mine, theirs), name
     captured = [x for x in ours.graphs._kept.values() if isinstance(x, _Captured)]
-    buckets = [document_bucket(min(n, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
+    more = 9 * (ours.world.dims.data_ranks - 1)
+    buckets = [document_bucket(min(n + more, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
     assert len(captured) == 1 + len(set(buckets))  # and the update
     assert not ours.fsdp.has_gradients
+    assert ours.retried_steps == plain.retried_steps
+    return len(captured), ours.retried_steps
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon"])
 def test_steps_have_the_same_numbers(case):
     check_steps(*CASES[case])
+
+
+STATIC = ["parallel.ep=2", "moe.dispatcher=deepep", "moe.dispatch_mode=static"]
+COPY = "parallel.fsdp_transport=copy"
+RANKS = {
+    "collectives": (["parallel.fsdp_transport=nccl"], 4),
+    "copies": ([COPY, "train.dtype=bfloat16"], 4),
+    "accumulated": ([COPY, "moe.aux_loss_scope=global_batch"], 2),
+    "sums": ([COPY, "parallel.reduce=bf16"], 4),
+    "muon": (["optim.name=muon", "optim.state_dtype=bfloat16"], 4),
+    "recomputed": (["activation.policy=full"], 4),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_ranks_agree_on_graphs_and_have_the_same_numbers(case):
+    """Though each has other numbers of documents."""
+    words, micro = RANKS[case]
+    first, second = spawn(2, check_steps, words, micro, timeout=120)
+    assert first == second
+
+
+def check_static(capacity):
+    sys.modules["deep_ep"] = fake_deep_ep
+    apply.why_not = lambda *_: None
+    words = [*STATIC, "train.dtype=bfloat16", f"moe.static_capacity={capacity}"]
+    return check_steps(words, 4)
+
+
+@pytest.mark.parametrize("capacity", [1, 2])  # 2 is room for everything
+def test_static_dispatch_has_the_same_numbers(capacity):
+    first, second = spawn(2, check_static, capacity)
+    assert first == second
+    _, retried = first
+    assert (retried > 0) == (capacity == 1)
+
+
+def shared_copies():
+    engine, objective, found = (
+        make_engine("train.dtype=bfloat16", COPY, micro=4),
+        CrossEntropy(),
+        [],
+    )
+    for step in range(2):
+        batches = packed(step, 12, 4)[engine.world.rank :][:1]
+        engine.forward_backward(batches, objective)
+        engine.step(1e-2)
+        for bucket in engine.fsdp.buckets:
+            assert torch.equal(bucket._cast_N, bucket.shard_N.to(bucket.dtype))
+            found.append(bucket.is_cast)
+    return found
+
+
+def test_what_peers_read_is_up_to_date_after_an_update():
+    """In a replay nothing else would bring it up to date."""
+    for found in spawn(2, shared_copies):
+        assert {*found} == {True, False}
+
+
+def differing(graphs):
+    engine, objective, seen = make_engine(*graphs, micro=4), CrossEntropy(), []
+    if engine.graphs is not None:
+        engine.graphs._capture = lambda fn: seen.append(fn) or fn
+    for step in range(4):
+        for micro in (4, 2 + 2 * engine.world.rank):
+            batches = packed(step, 12, micro)[:1]
+            total = engine.forward_backward(batches, objective).total
+        norm = engine.step(1e-2).grad_norm
+    return total.item(), norm.item(), len(seen)
+
+
+def test_ranks_with_other_shapes_run_without_graphs():
+    plain, ours = (spawn(2, differing, words) for words in ([], [ON]))
+    assert [x[:2] for x in ours] == [x[:2] for x in plain]
+    assert {x[2] for x in ours} == {2}  # where shapes are alike, and the update
 
 
 WIDE = ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
@@ -217,6 +304,34 @@ GPU = [*WIDE, "train.device=cuda", "train.dtype=bfloat16"]
 def test_steps_have_the_same_bits_on_a_gpu(case, compiled):
     words, micro = CASES[case]
     check_steps([*GPU, f"compile.enabled={compiled}", *words], micro)
+
+
+RANKS_GPU = RANKS | {
+    "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
+    "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], 4),
+    "float8 by collectives": (
+        ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16", "parallel.fsdp_transport=nccl"],
+        4,
+    ),
+    "late": (["parallel.reduce=fp32", "parallel.reduce_at=last"], 2),
+    "replicas": (["parallel.dp_replicate=2"], 4),
+    "tp": (["parallel.tp=2"], ROWS),
+    "cp": (["parallel.cp=2"], ROWS),
+    "compiled": (["compile.enabled=yes"], 4),
+    "static": ([*STATIC, "moe.static_capacity=2"], 4),
+    "static, rows dropped": ([*STATIC, "moe.static_capacity=1"], 4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RANKS_GPU)
+def test_steps_of_ranks_have_the_same_bits_on_gpus(case):
+    words, micro = RANKS_GPU[case]
+    if "parallel.ep=2" in words:
+        pytest.importorskip("deep_ep")
+    words = [*GPU, "compile.enabled=no", *words]
+    first, second = spawn(2, check_steps, words, micro, device_type="cuda", timeout=180)
+    assert first == second
 
 
 @pytest.mark.gpu
@@ -327,17 +442,30 @@ def test_graphs_take_a_gpu(tiny_words):
         "optim.offload_fraction=0.5",
         "activation.offload=0.5",
         "parallel.reshard_after_forward=yes",
+        "parallel.pp=2",
+        "parallel.ep=2",
+        "parallel.ep=2 moe.dispatch_mode=exact",
     ],
 )
 def test_settings_that_move_memory_are_refused(word):
     with pytest.raises(ConfigError, match="cuda_graphs"):
-        Config.load(None, [ON, word], environ={})
+        Config.load(None, [ON, *word.split()], environ={})
 
 
-class Twice:
-    """A world of two processes, as far as its size goes."""
+def test_graphs_are_for_processes_that_train(tiny_words, monkeypatch):
+    monkeypatch.setattr(setup, "_check_what_can_run", lambda *_: None)
+    config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
+    with pytest.raises(ConfigError, match="true, and this run generates; set no"):
+        Session(config, arch, "never")
 
-    size = 2
+
+MICRO_16 = "train.micro_batch_size=16"
+
+
+class OnGPU:
+    """A world whose device is a GPU, as far as sizes go."""
+
+    device = torch.device("cuda")
 
     def __init__(self, world):
         self._world = world
@@ -347,16 +475,42 @@ class Twice:
 
 
 @pytest.mark.parametrize(
-    ("sleep", "wrap", "why"),
-    [("never", lambda x: x, "generates"), (None, Twice, "has 2 processes")],
+    ("words", "sleep", "graphs"),
+    [
+        ([], None, True),
+        (["train.device=cpu"], None, False),
+        ([], "never", False),
+        (["activation.offload=0.5"], None, False),
+        (["model.hidden_size=4096", "model.moe_intermediate_size=4096", MICRO_16], None, False),
+        (["model.preset=qwen3-30b-a3b"], None, False),
+    ],
 )
-def test_graphs_are_for_one_process_that_trains(sleep, wrap, why, tiny_words, monkeypatch):
+def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, monkeypatch):
+    """On a GPU that is not there, of 60 GB: the last model fits, and not twice."""
+    base = ["train.dtype=bfloat16", "compile.cuda_graphs=auto"]
+    base += ["train.global_batch_size=16", "train.micro_batch_size=1", "data.seq_len=512"]
+    if "model.preset=qwen3-30b-a3b" in words:
+        tiny_words = ["model.num_layers=4", "data.source=synthetic"]
+    on_gpu = "train.device=cpu" not in words
+    words = [*tiny_words, "train.device=auto", "compile.enabled=yes", *base, *words]
     monkeypatch.setattr(setup, "_check_what_can_run", lambda *_: None)
-    join = setup.join_world
-    monkeypatch.setattr(setup, "join_world", lambda *given: wrap(join(*given)))
-    config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
-    with pytest.raises(ConfigError, match=f"takes one process, and this run {why}; set no"):
-        Session(config, arch, sleep)
+    monkeypatch.setattr(setup, "device_capacity", lambda _: 60e9)
+    if on_gpu:
+        join = setup.join_world
+        monkeypatch.setattr(setup, "join_world", lambda *given: OnGPU(join(*given)))
+    config, arch = resolve_run(Config.load(None, words, environ={}))
+    assert Session(config, arch, sleep).config.compile.cuda_graphs is graphs
+
+
+def test_leaving_ends_graphs():
+    engine, objective = make_engine(ON), CrossEntropy()
+    engine.graphs._capture = lambda fn: fn
+    for _ in range(2):
+        engine.forward_backward(packed(0, 12), objective)
+        engine.step(1e-2)
+    assert engine.graphs._kept
+    engine.world.leave()
+    assert not engine.graphs._kept
 
 
 def test_memory_stays_and_graphs_go_with_it():

@@ -1,5 +1,6 @@
 """Streams that wait for words of memory."""
 
+import ctypes
 import time
 from types import SimpleNamespace
 
@@ -7,26 +8,53 @@ import pytest
 import torch
 
 from moetrain.kernels import memory
-from moetrain.kernels.memory import wait_for_word, write_word
+from moetrain.kernels.memory import on_words
+
+
+def write_word(word, value):
+    on_words([("write", word, value)])()
+
+
+def wait_for_word(word, value):
+    on_words([("wait", word, value)])()
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
     calls = []
 
-    def refuse(*args):
-        calls.append(list(args))
+    def refuse(stream, count, array, flags):
+        each = [(x.operation, x.address, x.value, x.flags) for x in array]
+        calls.append((stream, count, each, flags))
         return 801
 
-    functions = dict.fromkeys(("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"), refuse)
-    driver = SimpleNamespace(cuGetErrorString=lambda *_: 0, **functions)
+    driver = SimpleNamespace(cuGetErrorString=lambda *_: 0, cuStreamBatchMemOp_v2=refuse)
     monkeypatch.setattr(memory, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2: CUDA error 801"):
-        write_word(word, 2**32 + 5)
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue32_v2: CUDA error 801"):
-        wait_for_word(word, 5)
-    assert calls == [[7, word.data_ptr(), 5, 0]] * 2
+    with pytest.raises(RuntimeError, match="cuStreamBatchMemOp_v2: CUDA error 801"):
+        on_words([("wait", word, 2**32 + 5), ("write", word, 0)])()
+    assert calls == [(7, 2, [(1, word.data_ptr(), 5, 0), (2, word.data_ptr(), 0, 0)], 0)]
+    assert ctypes.sizeof(memory._OnWord) == 48
+
+
+@pytest.mark.gpu
+def test_a_graph_waits_anew_in_each_replay():
+    word, seen = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    others, turn = torch.cuda.Stream(), on_words([("wait", word, 1), ("write", word, 0)])
+    seen.add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        turn()
+        seen.add_(1)
+    for replay in range(3):
+        graph.replay()
+        time.sleep(0.05)
+        assert not torch.cuda.current_stream().query()
+        with torch.cuda.stream(others):
+            write_word(word, 1)
+        torch.cuda.synchronize()
+        assert (seen.item(), word.item()) == (replay + 2, 0)
 
 
 @pytest.mark.gpu

@@ -229,11 +229,12 @@ class CompileSection(Section):
     enabled: bool | Literal["auto"] = "auto"
     """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a
     C++ compiler."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool | Literal["auto"] = False
     """Capture forward, backward and update as CUDA graphs, one for each number of micro-batches and
     bucket of documents, which the host then launches at once. The bits are the same. For small
-    models on one GPU, where the host is what limits a step; takes memory for gradients and compute
-    values that is freed otherwise."""
+    models, where the host is what limits a step; on one GPU it takes memory for gradients and
+    compute values that is freed otherwise. auto: where a micro-batch is less than 2 TFLOP a layer,
+    half of the memory is enough, and nothing else that is set prevents it."""
 
     @property
     def is_on(self) -> bool:

@@ -5,13 +5,13 @@ or not at all:
 
     AddressRange        addresses that stay, behind which memory is put and taken away again
     DeviceBytes         counts memory that did not come from torch's allocator
-    write_word, ...     streams write and wait for words of memory, which takes no SM
+    on_words            streams write and wait for words of memory, which takes no SM
 """
 
 import ctypes
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
@@ -115,6 +115,19 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
+class _OnWord(ctypes.Structure):
+    """CUstreamBatchMemOpParams."""
+
+    _fields_ = (
+        ("operation", c_uint),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("unused", c_uint64),
+    )
+
+
 _SIGNATURES = {
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuGetErrorString": (c_int, POINTER(ctypes.c_char_p)),
@@ -126,8 +139,7 @@ _SIGNATURES = {
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_Access), c_size_t),
     "cuMemUnmap": (c_uint64, c_size_t),
-    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
+    "cuStreamBatchMemOp_v2": (c_void_p, c_uint, POINTER(_OnWord), c_uint),
 }
 
 
@@ -281,19 +293,29 @@ def _give_up(device: torch.device, base: int, size: int, backed: dict[int, int])
 # ---- words of memory ----------------------------------------------------------------------------
 
 
-def write_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream write ``value`` to ``word`` (int32 of one element, here or in a peer's
-    memory) once every GPU sees all work before it. Raises RuntimeError if the driver refuses."""
-    _call_on_stream("cuStreamWriteValue32_v2", word, value)
+_WAIT, _WRITE = 1, 2
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32"""
+_OPERATIONS = {"wait": _WAIT, "write": _WRITE}
 
 
-def wait_for_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream go on when ``word``, of this device, is at least ``value``."""
-    # A flag of 0 (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more; so counts may
-    # wrap around.
-    _call_on_stream("cuStreamWaitValue32_v2", word, value)
+def on_words(operations: Sequence[tuple[str, torch.Tensor, int]]) -> Callable[[], None]:
+    """Return a call that lets the current stream do ``operations``, one after another.
 
+    Each is ``wait`` or ``write``, the word, and a value.
 
-def _call_on_stream(name: str, word: torch.Tensor, value: int) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
-    _call_driver(name, stream, word.data_ptr(), value & 0xFFFFFFFF, 0)
+    A stream writes a value to a word (int32 of one element, here or in a peer's memory) once every
+    GPU sees all work before it, and waits until a word of this device is at least a value. The call
+    raises RuntimeError if the driver refuses. CUDA graphs may hold it.
+    """
+    # A flag of 0 to wait (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more.
+    each = [
+        _OnWord(_OPERATIONS[name], word.data_ptr(), value & 0xFFFFFFFF, 0, 0, 0)
+        for name, word, value in operations
+    ]
+    array = (_OnWord * len(each))(*each)
+
+    def call() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        _call_driver("cuStreamBatchMemOp_v2", stream, len(each), array, 0)
+
+    return call

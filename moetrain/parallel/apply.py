@@ -117,7 +117,7 @@ def _parallelize(
 
 def frees_memory(config: Config, world_size: int) -> bool:
     """Whether a rank frees unsharded values after their last use, and gradients after a step."""
-    return world_size == 1 and not config.compile.cuda_graphs
+    return world_size == 1 and config.compile.cuda_graphs is not True
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
@@ -131,7 +131,7 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    if config.compile.cuda_graphs:  # whose blocks stay where they are
+    if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
     is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
     return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])

@@ -3,8 +3,10 @@
 One process is a world of one, with meshes like any other.
 """
 
+import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any, TypeVar
 
@@ -47,6 +49,8 @@ class World:
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous
     """How ranks wait for one another on the host."""
+    endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
+    """What :meth:`leave` calls first."""
 
     @property
     def data_rank(self) -> int:
@@ -105,6 +109,8 @@ class World:
         After an error, don't: it would wait for ranks that will not come, or pull the connection
         from under them before this rank's error was reported.
         """
+        for end in self.endings:
+            end()
         self.barrier()  # what the main rank leaves behind takes its time
         self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
@@ -167,6 +173,8 @@ def join_world(config: Config, arch: Architecture) -> World:
             # Routing changes the size of activations every step, and segments that grow in place
             # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     owns_group = not dist.is_initialized()
     if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
@@ -91,8 +92,12 @@ class Engine(ModelState):
         self.retried_steps = 0
         self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
-        captures = config.compile.cuda_graphs
+        captures = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
+        if self.graphs is not None:
+            world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
+        shared = captures and world.size > 1
+        self._hosts = dist.new_group(backend="gloo") if shared else None
         self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------
@@ -131,11 +136,23 @@ class Engine(ModelState):
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Totals:
         assert self.graphs is not None
-        self.before_forward()
-        self.fsdp.refresh()
-        given = [batch.to(self.world.device) for batch in alike(batches)], dict(sizes)
-        learn = lambda given: self._learn_totals(given[0], objective, given[1])  # noqa: E731
-        return self.graphs.run([objective], learn, given)
+
+        def learn(given: Any) -> tuple[Totals, torch.Tensor | None]:
+            run = self._learn(given[0], objective, given[1])
+            return run.totals(), run.lost
+
+        same = alike(batches, self._hosts)
+        if same is not None and not (self.static and self._since_step):
+            self.before_forward()
+            self.fsdp.refresh()
+            given = [batch.to(self.world.device) for batch in same], dict(sizes)
+            totals, lost = self.graphs.run([objective], learn, given)
+            if lost is None or lost.item() == 0:  # with fixed sizes alone: waits for the replay
+                return totals
+            self.retried_steps += 1
+            self.fsdp.clear_gradients()
+        with self.exact_sizes():
+            return learn((batches, sizes))[0]
 
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
@@ -295,8 +312,9 @@ class _Pass(Generic[_B]):
         self.values: list[torch.Tensor] = []
         """Total and terms of each micro-batch."""
         self.routings: list[RoutingStats] = []
-        self.dropped: LateNumbers | None = None
+        self.lost: torch.Tensor | None = None
         """How many rows of all ranks found no room; None: no row can be dropped."""
+        self.dropped: LateNumbers | None = None  # the same, on the host
         self.load: ExpertLoad | None = None
         """Expert load of all micro-batches; None: each is balanced by its own."""
         self.further: list[torch.Tensor] = []
@@ -345,7 +363,8 @@ class _Pass(Generic[_B]):
             dropped = [r.dropped for r in self.routings if r.dropped is not None]
             if dropped and len(self.routings) == self.num_batches:
                 # Before the last backward, which then runs while this is read.
-                self.dropped = LateNumbers(engine.world.sum(torch.stack(dropped).sum()))
+                self.lost = engine.world.sum(torch.stack(dropped).sum())
+                self.dropped = None if engine.graphs else LateNumbers(self.lost)
         return total
 
     def backward(self, total: torch.Tensor) -> None:

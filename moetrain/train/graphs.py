@@ -8,15 +8,20 @@ A graph knows memory by its address. So what outlives a step must stay where it 
 copied to fixed tensors, and results are copied out of the memory that all graphs share. Nothing of
 Python runs in a replay: ``marks`` of the capture, which say what it did, are set again.
 
-Left out on purpose: graphs over several ranks, whose collectives would have to be captured by all
-at once.
+Several ranks capture, and replay, in the same steps: a collective in a graph is planned for one in
+the others'. So they agree on the host, before each step, on how many documents micro-batches have;
+where micro-batches differ in anything else, the step runs without graphs on all.
+
+Left out on purpose: pipelines, and dispatch whose sizes the host must know.
 """
 
 import gc
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -127,16 +132,27 @@ def _shape(leaf: Any) -> Hashable:
     raise ConfigError("compile.cuda_graphs", problem)
 
 
-def alike(batches: Sequence[_B]) -> list[_B]:
+def alike(batches: Sequence[_B], hosts: Any = None) -> list[_B] | None:
     """Give packed ``batches``, on the host, as many documents each, in buckets of powers of two.
 
-    What is added are empty documents at the end, so that other documents need no other graph.
+    What is added are empty documents at the end, so that other documents need no other graph. With
+    ``hosts``, a group on CPUs, collective: as many on all ranks; None: their shapes differ besides.
     """
     ends = [getattr(batch, "cu_seqlens", None) for batch in batches]
     counts = [end_N.shape[0] - 1 for end_N in ends if end_N is not None]
+    most = document_bucket(max(counts)) if counts else 0
+    if hosts is not None:
+        given: Any = [*batches]
+        leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in given])
+        others = [_shape(leaf) for leaf in leaves if not any(leaf is end_N for end_N in ends)]
+        own = zlib.crc32(repr((spec, others)).encode())
+        found = torch.tensor([most, own, -own])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=hosts)
+        most, largest, least = found.tolist()
+        if largest != -least:
+            return None
     if not counts:
         return [*batches]
-    most = document_bucket(max(counts))
     return [
         batch
         if end_N is None

@@ -44,6 +44,9 @@ from moetrain.train.run_folder import RunFolder
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
+_WORK_FOR_GRAPHS = 2e12
+"""FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
+5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts (docs/benchmarks.md)."""
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
@@ -76,10 +79,9 @@ class Session:
         device = self.world.device
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         _check_what_can_run(config, arch, device)
-        if config.compile.cuda_graphs and (self.world.size > 1 or sleep is not None):
-            processes = f"has {self.world.size} processes"
-            why = f"takes one process, and this run {'generates' if sleep else processes}"
-            raise ConfigError("compile.cuda_graphs", f"true {why}; set no")
+        graphs = config.compile.cuda_graphs
+        if graphs is True and sleep is not None:
+            raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
@@ -87,8 +89,15 @@ class Session:
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
         peaks = [rank.peak(sleep) for rank in ranks]
-        max(peaks, key=lambda estimate: estimate.total).check(config, capacity)
+        peak = max(peaks, key=lambda estimate: estimate.total)
+        peak.check(config, capacity)
         check_host(ranks, self.world)
+        if graphs == "auto":
+            tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
+            pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
+            wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
+            config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
+            config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         if config.train.deterministic:  # for the rest of this process
             # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own
             # choice.

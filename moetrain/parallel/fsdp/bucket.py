@@ -188,6 +188,14 @@ class Bucket:
         """Note that :attr:`cast_N`, or the copy of a host's shard, was written."""
         self._version = self._changes()
 
+    def updated(self, place_N: torch.Tensor | None) -> None:
+        """Note an update that wrote ``place_N`` too. A copy that peers read follows at once: when a
+        graph updates, no count changes that would tell."""
+        if place_N is not None:
+            self.mark_fresh()
+        elif self.peers is not None and self._cast_N.numel():
+            self.refresh()
+
     @property
     def update_N(self) -> torch.Tensor | None:
         """The copy that peers read, if an update must write it beside the master."""

@@ -226,7 +226,7 @@ class FSDP(Sharding):
             self._finish_reductions()
         finally:
             if self.peers:
-                self._copies.end(self._copies.pull, self._copies.own, self._copies.push)()
+                self._copies.end(*self._copies.used)()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -416,8 +416,7 @@ class FSDP(Sharding):
                     unit.move_in()
                     place_N = bucket.cast_N
                 yield bucket, place_N
-                if place_N is not None:
-                    bucket.mark_fresh()
+                bucket.updated(place_N)
                 if self.frees:
                     bucket.clear_gradient(free=True)
 
@@ -429,11 +428,12 @@ class FSDP(Sharding):
                 bucket.host.wait()
 
     def refresh(self) -> None:
-        """Bring copies in the compute dtype up to date where parameters were changed."""
+        """Bring copies of changed parameters in the compute dtype up to date. Collective."""
+        self._share()
         for unit in self.units:
             unit.move_in()
             for bucket in unit.buckets:
-                if bucket.is_cast:
+                if bucket.is_cast and bucket.peers is None:
                     bucket.refresh()
 
     @property

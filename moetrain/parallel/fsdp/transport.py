@@ -20,6 +20,10 @@ they are read only after the second. A reduction arrives at one barrier when it 
 the next reduction waits for before it writes, and at another when it has written, which it waits
 for itself before it adds up.
 
+To arrive is to write 1 to a word of each peer, which sets it to 0 when it has waited: no count,
+which a CUDA graph could not hold. Barriers take turns in pairs, and nobody passes the other of a
+pair before all have waited at this one; so no rank arrives twice before a peer has waited.
+
 No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
 and a grouped product that begins one program on each takes until that one is free. Streams write
 and wait for words of memory, which the front end of the GPU does. Nothing times out: a rank that
@@ -47,7 +51,7 @@ from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
-from moetrain.kernels.memory import DeviceBytes, wait_for_word, write_word
+from moetrain.kernels.memory import DeviceBytes, on_words
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import STYLES, ParallelDims
@@ -64,7 +68,8 @@ _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
+_OPENED, _SHARED, _WRITTEN, _SUMMED = _BARRIERS = range(4)
+_TAKE = (("wait", 1), ("write", 0))
 
 
 # ---- collectives --------------------------------------------------------------------------------
@@ -130,31 +135,30 @@ class _DeviceMemory:
                 ) from None
             raise
         own[start:].zero_()
-        torch.cuda.synchronize(device)  # words are zero before a peer can write them
+        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[_SUMMED] = 1  # nothing is awaited
+        torch.cuda.synchronize(device)  # words are so before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
         self.parts = [part[:size] for part in parts]
-        # Of each rank, by barrier and by who writes it: how often that one has arrived.
+        # Of each rank, by barrier and by who writes it: whether that one has arrived.
         words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
-        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
-        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
-        self._counts = [0 for _ in _BARRIERS]
-        """By barrier, how often this rank has arrived."""
+        theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
+        mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
+        self._arrive = [on_words([("write", word, 1) for word in row]) for row in theirs]
+        taken = [[(name, w, n) for w in row for name, n in _TAKE] for row in mine]
+        self._wait = [on_words(row) for row in taken]
         self._own, self._handle = own, handle  # which parts do not keep
         DeviceBytes.add(device, whole)
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
         """Tell all ranks when the current stream has come here."""
-        self._counts[barrier] += 1
-        for word in self._theirs[barrier]:
-            write_word(word, self._counts[barrier])
+        self._arrive[barrier]()
 
     def wait(self, barrier: int) -> None:
-        """Let the current stream go on when all ranks have arrived as often as this one."""
-        for word in self._mine[barrier]:
-            wait_for_word(word, self._counts[barrier])
+        """Let the current stream go on when all ranks have arrived since it last waited."""
+        self._wait[barrier]()
 
 
 class _MappedMemory:
@@ -192,10 +196,12 @@ class CopyStreams:
             torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for priority in (0, -1, -1)
         )
+        self.used: set[torch.cuda.Stream | None] = set()  # others are no part of a capture
 
     @contextmanager
     def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         """Give ``stream`` the work inside, behind all that the current stream has."""
+        self.used.add(stream)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -237,13 +243,13 @@ class Peers:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
             kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
             self._memory = kind(size, self.group, device)
-        self.barrier()
+        self.barrier(_OPENED)
 
-    def barrier(self) -> None:
+    def barrier(self, which: int = _SHARED) -> None:
         """Wait, on the device, until every rank's shards are what others are to read."""
         assert self._memory is not None  # opened
-        self._memory.arrive(_SHARDS)
-        self._memory.wait(_SHARDS)
+        self._memory.arrive(which)
+        self._memory.wait(which)
 
     def release(self) -> None:
         """Give the memory back until the next :meth:`open`. Collective.
