@@ -34,7 +34,8 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "matplotlib.ticker",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "moetrain.rl.trainer",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
