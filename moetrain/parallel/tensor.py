@@ -15,7 +15,7 @@ second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.sh
 ``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
 logits over the whole vocabulary: each computes lse, the target's logit (where the target is its
 own) and the mean logit of its part, and these three numbers a token are exchanged
-(:mod:`moetrain.kernels.loss.vocabulary_chunk`). Every rank gets the same per-token results, and the
+(:mod:`moetrain.kernels.loss.vocabulary_shard`). Every rank gets the same per-token results, and the
 run's loss is the sum of every rank's: a loss made of them on each rank alike is to be divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
@@ -25,6 +25,7 @@ V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,27 +34,14 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.loss.linear_cross_entropy import (
-    SummedLoss,
-    TokenLosses,
-    loss_gradients_reference,
-    scaled,
-    token_stats_reference,
-)
-from moetrain.kernels.loss.vocabulary_chunk import (
-    CHUNK_ELEMENTS,
-    ChunkStats,
-    LossGrads,
-    loss_gradients,
-    token_stats,
-)
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
+from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS, ChunkStats
+from moetrain.kernels.loss.vocabulary_shard import VocabularyShard
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
 from moetrain.parallel.mesh import all_gather_start, chunk_of
-
-_IGNORED = -100  # the target of a token without one
 
 # Functional collectives, which the compiler sees inside blocks: their ops, which both versions of
 # torch have. The functions around them wrap a result in a tensor that waits when it is first used,
@@ -184,12 +172,12 @@ class ShardedVocabulary(Vocabulary):
         softcap: float = 0.0,
     ) -> None:
         super().__init__(backend, softcap)
-        self.vocab_size = vocab_size
-        self.group = group
-        self.chunk_elements = chunk_elements
-        self.tokens = TokenParts(group)
+        self.vocab_size, self.group, self.tokens = vocab_size, group, TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
+        place = group.size(), self.rows.start, self.most_rows
+        meet = self._join, partial(dist.all_reduce, group=group)
+        self.shard = VocabularyShard(*place, *meet, backend, softcap, chunk_elements)
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's part of the tokens."""
@@ -223,12 +211,7 @@ class ShardedVocabulary(Vocabulary):
         temperature: float = 1.0,
     ) -> TokenLosses:
         """Give loss, lse and entropy of every token, the same on every rank."""
-        w_VD = w_VD.to(h_TD.dtype)
-        local_T = targets_T - self.rows.start
-        results = _TokenLosses.apply(h_TD, w_VD, local_T, self, 1 / temperature)
-        loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
-        valid_T = targets_T != _IGNORED
-        return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+        return self.shard.token_losses(h_TD, w_VD, targets_T, temperature)
 
     def loss_sum(
         self,
@@ -238,52 +221,9 @@ class ShardedVocabulary(Vocabulary):
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """Give this rank's share of the weighted sum of losses: 1/W of it."""
-        has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
-        if not has_grad or not use_fast(self.backend, h_TD):
-            losses = self.token_losses(h_TD, w_VD, targets_T)
-            total = (weights_T * losses.loss_T).sum() / self.group.size()
-            return SummedLoss(total, *(x.detach() for x in losses))
-        # As the kernel's own: gradients are made in the forward, which saves a matrix product.
-        w_VD = w_VD.to(h_TD.dtype)
-        local_T = targets_T - self.rows.start
-        valid_T = targets_T != _IGNORED
-        weights_T = torch.where(valid_T, weights_T, 0)
-        results = _SummedLoss.apply(h_TD, w_VD, local_T, weights_T, self)
-        total, loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
-        tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
-        return SummedLoss(total, *tokens)
+        return self.shard.loss_sum(h_TD, w_VD, targets_T, weights_T)
 
-    def stats(
-        self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
-    ) -> ChunkStats:
-        """Give every token's statistics over the whole vocabulary. Collective."""
-        if use_fast(self.backend, h_TD):
-            how = (scale, self.chunk_elements, self.softcap)
-            stats = token_stats(h_TD, w_LD, targets_T, *how)
-        else:
-            stats, _ = token_stats_reference(h_TD, w_LD, targets_T, scale, self.softcap)
-        self.join(stats)
-        return stats
-
-    def gradients(
-        self,
-        h_TD: torch.Tensor,
-        w_LD: torch.Tensor,
-        targets_T: torch.Tensor,
-        grads: LossGrads,
-        scale: float,
-        is_trained: bool,
-    ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
-        """Give :meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's
-        gradient (None or [0] where it is not trained)."""
-        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
-        if use_fast(self.backend, h_TD):
-            # A chunk joins by a collective, so every rank cuts as the one with most rows must.
-            how["columns"], chunk = self.most_rows, self.chunk_elements
-            return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
-
-    def join(self, stats: ChunkStats) -> None:
+    def _join(self, stats: ChunkStats) -> None:
         """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
         parts_N, work = all_gather_start(torch.cat(stats), self.group)
         work.wait()
@@ -292,62 +232,3 @@ class ShardedVocabulary(Vocabulary):
         stats.mean_C.copy_((torch.exp(lse_WC - lse_C) * mean_WC).sum(0))
         stats.target_logit_C.copy_(target_WC.sum(0))
         stats.lse_C.copy_(lse_C)
-
-
-class _TokenLosses(torch.autograd.Function):
-    """Gives (loss, lse, mean) of every token; the backward computes the logits again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h_TD: torch.Tensor,
-        w_LD: torch.Tensor,
-        targets_T: torch.Tensor,
-        vocabulary: ShardedVocabulary,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(h_TD, w_LD, targets_T)
-        ctx.vocabulary, ctx.scale = vocabulary, scale
-        stats = vocabulary.stats(h_TD, w_LD, targets_T, scale)
-        return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
-
-    @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor):
-        d_results_3T = torch.stack(d_results)
-        dist.all_reduce(d_results_3T, group=ctx.vocabulary.group)
-        grads = LossGrads(*d_results_3T.unbind())
-        is_trained = ctx.needs_input_grad[1]
-        _, *found = ctx.vocabulary.gradients(*ctx.saved_tensors, grads, ctx.scale, is_trained)
-        return found[0], found[1] if is_trained else None, None, None, None
-
-
-class _SummedLoss(torch.autograd.Function):
-    """Gives this rank's share of the weighted sum, and (loss, lse, mean) without gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h_TD: torch.Tensor,
-        w_LD: torch.Tensor,
-        targets_T: torch.Tensor,
-        weights_T: torch.Tensor,
-        vocabulary: ShardedVocabulary,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.group = vocabulary.group
-        grads = LossGrads(weights_T.float().contiguous())
-        is_trained = ctx.needs_input_grad[1]
-        stats, *d_inputs = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
-        ctx.save_for_backward(*d_inputs)
-        loss_T = stats.lse_C - stats.target_logit_C
-        ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
-        total = (weights_T * loss_T).sum() / ctx.group.size()
-        return total, loss_T, stats.lse_C, stats.mean_C
-
-    @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor):
-        factor = d_results[0].clone()
-        dist.all_reduce(factor, group=ctx.group)
-        factor /= ctx.group.size()
-        d_h_TD, d_w_LD = ctx.saved_tensors
-        d_w_LD = scaled(d_w_LD, factor) if ctx.needs_input_grad[1] else None
-        return scaled(d_h_TD, factor), d_w_LD, None, None, None
