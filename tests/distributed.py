@@ -34,8 +34,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
+    "matplotlib.ticker",
     "moetrain.rl.trainer",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives

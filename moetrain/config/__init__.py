@@ -244,7 +244,7 @@ class Config(Section):
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     output_dir: str = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/MODEL-DATA,
+    """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

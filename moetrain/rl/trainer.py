@@ -33,18 +33,11 @@ from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
 from moetrain.train.engine import Engine
-from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
-_CURVES = (
-    ("reward", "training", ""),
-    ("eval_reward", "held out", "o"),
-    ("eval_solved", "solved", "."),
-)
-
 _SHOWN = 8
 """Completions of an evaluation that are written."""
 _PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
@@ -379,11 +372,9 @@ class RlTrainer(Run):
         self.log.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
-        """Evaluate, export the weights, plot the curves, and log where the time went."""
+        """Evaluate, export the weights, and log where the time went."""
         self.evaluate()
         self.export(self.tokenizer, self.tokenizer.chat_template)
-        if self.world.is_main:
-            plot_curves(self.log.path, self.folder / "reward.png", _CURVES, "reward")
         self.time.take()
         total, size = self.time.total, self.world.size
         whole = max(sum(total.values()), 1e-9)

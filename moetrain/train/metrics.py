@@ -1,4 +1,4 @@
-"""Reports of a run: terminal lines or a progress bar, metrics.jsonl, plots.
+"""Reports of a run: terminal lines or a progress bar, and metrics.jsonl.
 
 The numbers of a logged step are one flat mapping of names to floats, from which each output takes
 what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite. Stores of other
@@ -270,24 +270,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text("utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
-
-
-def plot_curves(
-    metrics: Path, picture: Path, curves: Sequence[tuple[str, str, str]], unit: str
-) -> None:
-    """Draw ``curves`` of (name in the metrics, label, marker) over the steps of ``metrics``."""
-    from matplotlib.figure import Figure  # slow to import, needed once
-
-    rows = read_metrics(metrics)
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, label, marker in curves:
-        points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(picture, dpi=130)

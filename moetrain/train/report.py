@@ -38,6 +38,7 @@ _FIRST = ("step", "loss", "eval_loss", "reward", "eval_reward", "tokens", "mfu",
 _CHARTS = (
     ("Loss (nats a token)", ("loss", "eval_loss")),
     ("Reward", ("reward", "eval_reward")),
+    ("Share that is solved", ("solved", "eval_solved")),
     ("Preferences", ("margin", "accuracy", "eval_margin", "eval_accuracy")),
     ("Gradient norm", ("grad_norm",)),
     ("Learning rate", ("lr",)),

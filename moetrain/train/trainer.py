@@ -22,7 +22,6 @@ from moetrain.models.routing import RoutingStats
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
-from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
 from moetrain.train.run import GivenUp, Run
@@ -224,12 +223,9 @@ class Trainer(Run):
         self.clock.start()
 
     def finish(self) -> None:
-        """Evaluate, export what settings ask for and plot the losses."""
+        """Evaluate, and export what settings ask for."""
         self.evaluate()
         self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
-        if self.world.is_main:
-            curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
-            plot_curves(self.log.path, self.folder / "loss.png", curves, "loss (nats a token)")
 
     # ---- saving and resuming -------------------------------------------------------------------
 
