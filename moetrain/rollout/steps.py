@@ -28,7 +28,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.gumbel import MASK, SALT, gumbel_argmax, mix, noise_keys
+from moetrain.kernels.loss.gumbel import MASK, SALT, gumbel_argmax, kept_tokens, mix, noise_keys
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
@@ -404,18 +404,10 @@ def _choose_filtered(
 
 def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return the tokens that ``params`` keep, bool [N, V]; the likeliest always stays."""
-    vocabulary = scores_NV.shape[1]
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, device=scores_NV.device)[:, None]
-
-    ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(vocabulary, device=scores_NV.device)
-    kept_NV = rank_V < column([min(p.top_k or vocabulary, vocabulary) for p in params])
-    shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
-    before_NV = shares_NV.cumsum(-1) - shares_NV
+    most = scores_NV.shape[1]
     # A sum of shares may round to 1 before the last token, so top_p 1 must not be compared.
-    kept_NV &= before_NV < column([p.top_p if p.top_p < 1 else math.inf for p in params])
-    kept_NV &= shares_NV >= column([p.min_p for p in params]) * shares_NV[:, :1]
-    kept_NV[:, 0] = True
-    return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
+    limits = [
+        (min(p.top_k or most, most), p.top_p if p.top_p < 1 else math.inf, p.min_p) for p in params
+    ]
+    columns = (torch.tensor(x, device=scores_NV.device) for x in zip(*limits, strict=True))
+    return kept_tokens(scores_NV, *columns)

@@ -32,6 +32,26 @@ def gumbel_argmax(
     return scores_NV.argmax(-1)
 
 
+def kept_tokens(
+    scores_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+) -> torch.Tensor:
+    """Return which tokens each row's filters keep, bool [N, V]; the likeliest always stays.
+
+    First the ``top_k`` likeliest; of these as many as it takes for a share of ``top_p`` (Holtzman
+    et al., arXiv 1904.09751), and those of at least ``min_p`` times the likeliest's share (Nguyen
+    et al., arXiv 2407.01082).
+    """
+    ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scores_NV.shape[1], device=scores_NV.device)
+    kept_NV = rank_V < top_k_N[:, None]
+    shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
+    before_NV = shares_NV.cumsum(-1) - shares_NV
+    kept_NV &= before_NV < top_p_N[:, None]
+    kept_NV &= shares_NV >= min_p_N[:, None] * shares_NV[:, :1]
+    kept_NV[:, 0] = True
+    return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
+
+
 def noise_keys(
     streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
 ) -> torch.Tensor:
