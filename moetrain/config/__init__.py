@@ -173,6 +173,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {"lora.base_dtype": _Other("float8")}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.pp": {1}}, {True}),
+    _Need("compile.cuda_graphs", {"parallel.tp": {1}}, {True}),
+    _Need("compile.cuda_graphs", {"parallel.cp": {1}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
     _Need("parallel.cp_method", {"parallel.cp": _SEVERAL}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),

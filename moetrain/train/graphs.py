@@ -12,7 +12,8 @@ Several ranks capture, and replay, in the same steps: a collective in a graph is
 the others'. So they agree on the host, before each step, on how many documents micro-batches have;
 where micro-batches differ in anything else, the step runs without graphs on all.
 
-Left out on purpose: pipelines, and dispatch whose sizes the host must know.
+Left out on purpose: pipelines, and dispatch whose sizes the host must know. Tensor and context
+parallelism were not shown to have the same bits.
 """
 
 import gc
