@@ -260,7 +260,8 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         Fact.DRY_RUN: "this is a run, which takes the machine as it is",
     }
     if config.parallel.ep > 1:  # said again, for the group, where it is put to use
-        reason = why_not_here(arch, config.parallel.ep, device, dtype, config.kernels.precision)
+        how = config.kernels.precision, config.moe.redundant_experts
+        reason = why_not_here(arch, config.parallel.ep, device, dtype, *how)
         facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
 

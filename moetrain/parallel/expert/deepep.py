@@ -51,6 +51,7 @@ from moetrain.kernels.backend import Backend, worth_saving
 from moetrain.kernels.quant.e4m3 import Quantised, quantise_rows
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.processes import machine
 
 _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
@@ -109,8 +110,9 @@ class DeepEP(ExpertParallelDispatcher):
         num_sms: Literal["auto"] | int = "auto",
         static: StaticSizes | None = None,
         precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision)
+        super().__init__(num_experts, group, backend, precision, replicas)
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
@@ -124,9 +126,13 @@ class DeepEP(ExpertParallelDispatcher):
         _connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
-        """Make another over the same connection, in the counted mode, that sends tokens in bf16."""
+        """Make another over the same connection, in the counted mode, that sends tokens in bf16 and
+        copies no experts."""
         other = copy(self)
         other.static, other.precision = None, "bf16"
+        if (replicas := self.replicas) is not None:
+            other.replicas, other.num_experts = None, replicas.num_experts
+            other.num_local_experts = replicas.num_local_experts
         return other
 
     @contextmanager
@@ -183,9 +189,10 @@ def why_not(
     device: torch.device,
     dtype: torch.dtype,
     precision: Precision = "bf16",
+    spare: int = 0,
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
-    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision)
+    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision, spare)
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}
@@ -200,9 +207,10 @@ def why_not_here(
     device: torch.device,
     dtype: torch.dtype,
     precision: Precision = "bf16",
+    spare: int = 0,
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
-    local_experts, top_k = arch.num_experts // ranks, arch.num_experts_per_token
+    local_experts, top_k = arch.num_experts // ranks + spare, arch.num_experts_per_token
     width, multiple = arch.sent_size, _HIDDEN_MULTIPLE[precision]
     if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
@@ -219,7 +227,7 @@ def why_not_here(
     if top_k > _MAX_TOP_K:
         return f"the model sends a token to {top_k} experts, and it takes up to {_MAX_TOP_K}"
     if local_experts > _MAX_LOCAL_EXPERTS:
-        return f"a rank has {local_experts} experts, and it takes up to {_MAX_LOCAL_EXPERTS}"
+        return f"a rank has {local_experts} experts and copies, and it takes up to {_MAX_LOCAL_EXPERTS}"
     try:
         _load_deep_ep()
     except ImportError as error:

@@ -47,7 +47,8 @@ from moetrain.kernels.experts.permutation import (
 )
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
-from moetrain.models.moe import Dispatched, Dispatcher
+from moetrain.models.moe import Dispatched, Dispatcher, Experts
+from moetrain.parallel.expert.replicas import Replicas
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -87,6 +88,7 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         group: dist.ProcessGroup,
         backend: Backend = "auto",
         precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__(num_experts, backend)
         self.num_ranks, self.rank = group.size(), group.rank()
@@ -96,6 +98,10 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
                 "parallel ranks; use a number of ranks that divides them"
             )
         self.num_local_experts = num_experts // self.num_ranks
+        self.replicas = replicas
+        if replicas is not None:  # from now on their places count as experts
+            self.num_local_experts += replicas.spare
+            self.num_experts = self.num_ranks * self.num_local_experts
         self.group_name: str = group.group_name
         self.precision: Precision = precision
 
@@ -111,6 +117,9 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
+        copies_WN = None
+        if self.replicas is not None:
+            topk_ids_TK, copies_WN = self.replicas.assign(topk_ids_TK)
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
@@ -119,7 +128,12 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
         tokens = arrived.x_SD, arrived.weights_SK
-        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped)
+        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped, copies_WN)
+
+    def compute(self, experts: Experts, sent: Dispatched) -> torch.Tensor:
+        if self.replicas is None:
+            return super().compute(experts, sent)
+        return self.replicas.compute(experts, sent)
 
 
 class AllToAll(ExpertParallelDispatcher):

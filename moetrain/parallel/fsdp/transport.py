@@ -180,6 +180,13 @@ class _MappedMemory:
         dist.barrier(self.group)
 
 
+def shared_memory(
+    size: int, group: dist.ProcessGroup, device: torch.device
+) -> _DeviceMemory | _MappedMemory:
+    """Make the memory that ranks of ``group`` on one machine share, with its barriers. Collective."""
+    return (_DeviceMemory if device.type == "cuda" else _MappedMemory)(size, group, device)
+
+
 class CopyStreams:
     """One rank's streams for copies in all groups; None on CPUs, where copies are done at once."""
 
@@ -235,8 +242,7 @@ class Peers:
         """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
         if self._memory is None:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
-            kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
-            self._memory = kind(size, self.group, device)
+            self._memory = shared_memory(size, self.group, device)
         self.barrier()
 
     def barrier(self) -> None:
@@ -344,6 +350,13 @@ def reachable(
         else:
             logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
     return found
+
+
+def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Say why ranks of ``group`` do not reach one another's memory; None if they do. Collective."""
+    devices = [(machine(), device.index)] * group.size()
+    dist.all_gather_object(devices, devices[0], group=group)
+    return _why_not(devices)
 
 
 def _why_not(devices: Sequence[tuple[str, int | None]]) -> str | None:
