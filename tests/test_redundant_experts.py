@@ -1,6 +1,7 @@
 """Copies of busy experts on idle ranks: the plan, and that nothing but the order of sums changes."""
 
 import pytest
+import test_parallel
 import torch
 import torch.distributed as dist
 from distributed import spawn
@@ -19,9 +20,11 @@ from test_expert_parallel import (
     local_experts,
     make_pair,
 )
+from test_parallel import TOLERANCE, Trainer, compare, plan_runs, run, run_layouts, words_of
 from torch import nn
 
 from moetrain.kernels.backend import Backend
+from moetrain.models.moe import Router
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.expert.replicas import Replicas
 
@@ -29,7 +32,8 @@ from moetrain.parallel.expert.replicas import Replicas
 def with_copies(spare: int, backend: Backend = "auto") -> Pair:
     """The layer with all experts, and one with this rank's and places for copies, any number."""
     pair, group = make_pair(backend), dist.group.WORLD
-    replicas = Replicas(EXPERTS, spare, group, torch.device("cpu"), backend, least_rows=1)
+    replicas = Replicas(EXPERTS, spare, group, torch.device("cpu"), backend)
+    replicas.least_rows = 1
     pair.mine.dispatcher = AllToAll(EXPERTS, group, backend, replicas=replicas)
     for name, own in list(pair.mine.experts.named_parameters()):
         copies = torch.full((spare, *own.shape[1:]), torch.nan)
@@ -56,3 +60,50 @@ def check_kernels() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_change_nothing_but_the_order_of_sums(world, check):
     spawn(world, check, timeout=300)
+
+
+class Skewed(Trainer):
+    """Its routers favour the first experts, which are one rank's."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                module.bias += torch.tensor([0.5, 0.3] + [0.0] * (len(module.bias) - 2))
+
+
+def run_skewed(runs):
+    Replicas.least_rows = 1
+    test_parallel.Trainer = Skewed
+    return run_layouts(runs)
+
+
+RUNS = {
+    2: {
+        "plain": ["ep", "tp+ep", "cp+ep"],
+        "selective": ["ep"],
+        "recompute": ["tp+ep"],
+        "accumulate+last": ["ep"],
+        "reshard": ["ep"],
+        "compile+selective": ["ep"],
+    },
+    4: {
+        "plain": ["ep", "ep+efsdp", "dp+tp+ep", "hsdp+ep"],
+        "accumulate": ["ep+efsdp"],
+        "reshard": ["ep+efsdp"],
+        "recompute": ["dp+tp+ep"],
+    },
+}
+
+
+@pytest.mark.parametrize("world", RUNS)
+def test_a_run_with_copies_is_the_single_process_s(world, tiny_words, monkeypatch):
+    monkeypatch.setattr(test_parallel, "Trainer", Skewed)
+    words = words_of(tiny_words)
+    expected = run([*words, "train.micro_batch_size=8"])
+    layouts = sorted({layout for found in RUNS[world].values() for layout in found})
+    runs = plan_runs(world, words, layouts, RUNS[world], only=RUNS)
+    runs = {name: [*w, "moe.redundant_experts=2"] for name, w in runs.items()}
+    answers = spawn(world, run_skewed, runs, timeout=300)[0]
+    assert set(answers) == set(runs)
+    compare(answers, expected, TOLERANCE)

@@ -39,10 +39,6 @@ from moetrain.models.moe import Dispatched, Experts
 from moetrain.parallel.fsdp.transport import shared_memory, why_apart
 from moetrain.parallel.mesh import all_gather_start
 
-_LEAST_ROWS = 1024
-"""The fewest rows that are worth a copy. Its weights travel twice and its gradient once, a row is
-multiplied three times: both cost in proportion to an expert's size."""
-
 _FREE, _WRITTEN = range(2)
 _BY_GROUP: "weakref.WeakValueDictionary[str, Replicas]" = weakref.WeakValueDictionary()
 
@@ -54,6 +50,10 @@ class Replicas:
         ConfigError: ranks do not reach one another's memory. Collective.
     """
 
+    least_rows = 1024
+    """The fewest rows that are worth a copy. Its weights travel twice and its gradient once, a row
+    is multiplied three times: both take longer the larger an expert is."""
+
     def __init__(
         self,
         num_experts: int,
@@ -61,13 +61,12 @@ class Replicas:
         group: dist.ProcessGroup,
         device: torch.device,
         backend: Backend = "auto",
-        least_rows: int = _LEAST_ROWS,
     ) -> None:
         reason = why_apart(group, device)
         if reason is not None:
             raise ConfigError("moe.redundant_experts", f"{spare}, but {reason}; set 0")
         self.num_experts, self.spare, self.group = num_experts, spare, group
-        self.device, self.backend, self.least_rows = device, backend, least_rows
+        self.device, self.backend = device, backend
         self.num_local_experts = num_experts // group.size()
         self.group_name: str = group.group_name
         self._memory: Any = None
