@@ -238,6 +238,12 @@ class RankSizes:
         )
         """Bytes of weights that generation has for itself, over all stages."""
         self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
+        if spare := config.moe.redundant_experts:  # one layer's
+            routed = max(
+                sum(math.prod(w.shape) for w in part.weights.values() if w.rule.style == "expert")
+                for part in arch.parts()
+            )
+            self._peers += spare / arch.num_experts * routed * dtype.itemsize
         """Bytes of buffers that other ranks copy from and to."""
 
         self.is_alone = dims.world_size == 1
@@ -255,18 +261,19 @@ class RankSizes:
         is_used_so = all(rule.storage == dtype and not rule.is_narrow for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
+        self._spare = config.moe.redundant_experts / max(1, arch.num_experts)
+        """Places for copies of experts on a rank, as a share of all experts."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
         numbers = sum(part.numbers(share) for part in layer)
         is_narrow = self.config.lora.base_dtype == "float8"
-        others = numbers
-        if self._experts_stay:
-            weights = [w for part in layer for w in part.weights.values()]
-            experts = (math.prod(w.shape) for w in weights if w.rule.style == "expert")
-            others -= sum(experts) / share.ep
-        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others
+        weights = [w for part in layer for w in part.weights.values()]
+        experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
+        others = numbers - self._experts_stay * experts / share.ep
+        copies = self._spare * experts
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + width * copies
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
@@ -290,7 +297,7 @@ class RankSizes:
         else:
             away = activation.offload * saved
         # And gradients of the parameters in the compute dtype (fp32 if the weights are).
-        backward += self.share_trained * width * numbers
+        backward += self.share_trained * width * (numbers + copies)
         return _Block(numbers, unsharded, saved, away, backward)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
