@@ -196,9 +196,16 @@ class Dispatcher:
         self.backend: Backend = backend
 
     def dispatch(
-        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        experts: "Experts | None" = None,
     ) -> Dispatched:
-        """Send tokens to their experts, by int32 global ids (-1: none); return those sent here."""
+        """Send tokens to their experts, by int32 global ids (-1: none); return those sent here.
+
+        ``experts`` are those of this device, copies of which others may need.
+        """
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
         return Dispatched(x_TD, topk_weights_TK, indices, (), topk_ids_TK.numel())
 
@@ -390,7 +397,7 @@ class MoE(nn.Module):
         self, x_TD: torch.Tensor, routed: Routed
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of each token's experts, and ``dropped`` of :class:`Dispatched`."""
-        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK, self.experts)
         y_SD = self.dispatcher.compute(self.experts, sent)
         return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped
 

@@ -113,6 +113,8 @@ def _parallelize(
         experts = meshes.expert_parameters.get_group("ep")
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
+        if (replicas := dispatcher.replicas) is not None:
+            replicas.is_late, fsdp.before_reduce = True, replicas.finish
     return fsdp
 
 

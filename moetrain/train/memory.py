@@ -280,6 +280,8 @@ class RankSizes:
         normed = inputs * share.own_tokens * self.arch.hidden_size
         made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
         saved = sum(made) if activation.policy == "none" else self.residual_bytes
+        if activation.policy == "none" or "experts" in activation.save:
+            saved += width * copies
         # What each part recomputes, and gradients that are wider than the residual stream.
         working = [part.working_set(share) for part in layer]
         backward = sum(made) - saved + sum(working)

@@ -114,12 +114,16 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         """Give ``y_TD``, the sum over ranks of their rows for each token, in fp32, rounded once."""
 
     def dispatch(
-        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        experts: Experts | None = None,
     ) -> Dispatched:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
         copies_WN = None
         if self.replicas is not None:
-            topk_ids_TK, copies_WN = self.replicas.assign(topk_ids_TK)
+            topk_ids_TK, copies_WN = self.replicas.assign(topk_ids_TK, experts)
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows

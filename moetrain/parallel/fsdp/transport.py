@@ -208,13 +208,13 @@ class CopyStreams:
         with torch.cuda.stream(stream):
             yield
 
-    def end(self, *streams: torch.cuda.Stream | None, kept: torch.Tensor | None = None) -> Wait:
+    def end(self, *streams: torch.cuda.Stream | None, kept: object = None) -> Wait:
         """Note all that ``streams`` have been given so far, which reads ``kept``, whose memory must
         not be reused before."""
         events: list[Any] = [stream.record_event() for stream in streams if stream is not None]
         return partial(self._wait, events, kept)
 
-    def _wait(self, events: Sequence[Any], kept: torch.Tensor | None) -> None:
+    def _wait(self, events: Sequence[Any], kept: object) -> None:
         for event in events:
             torch.cuda.current_stream(self.device).wait_event(event)
 
