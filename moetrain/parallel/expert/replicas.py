@@ -18,7 +18,6 @@ K experts a token, S tokens that arrive.
 """
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import ConfigError
-from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.annotate import annotate
-from moetrain.kernels.experts.mlp import _expert_mlp, _expert_mlp_backward
-from moetrain.kernels.experts.mlp_fp8 import _expert_mlp_fp8, _expert_mlp_fp8_backward
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
+from moetrain.kernels.experts.copied_mlp import COPIERS, copied_expert_mlp, with_copies
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import (
     add_gradients,
@@ -42,7 +40,6 @@ from moetrain.parallel.fsdp.transport import CopyStreams, Wait, shared_memory, w
 from moetrain.parallel.mesh import all_gather_start
 
 _FREE, _WRITTEN = range(2)
-_BY_GROUP: "weakref.WeakValueDictionary[str, Replicas]" = weakref.WeakValueDictionary()
 
 
 class Replicas:
@@ -79,7 +76,7 @@ class Replicas:
         self._memory: Any = None
         self._places: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Of each matrix, every rank's shared memory [N, M], and where that begins."""
-        _BY_GROUP[self.group_name] = self
+        COPIERS[self.group_name] = self
 
     def assign(
         self, ids_TK: torch.Tensor, experts: Experts | None = None
@@ -97,12 +94,12 @@ class Replicas:
         x_SD, weights_SK, indices, copies_WN = *sent[:3], sent.copies_WN
         assert copies_WN is not None  # the dispatcher has planned them
         matrices = [getattr(experts, name).to(x_SD.dtype) for name in experts.weights]
+        copies = copies_WN, self.group_name
         if not use_fast(self.backend, x_SD):
-            matrices = _fetch(*matrices, copies_WN, self.group_name)
+            matrices = with_copies(*matrices, *copies)
             return experts(x_SD, weights_SK, indices, sent.typical_rows, matrices)
-        given = (x_SD, weights_SK, indices.slot_row_TK, indices.offsets_E, *matrices)
-        how = self.group_name, experts.precision, experts.activation, indices.row_slot_R.shape[0]
-        return _expert_mlp_copied(*(x.contiguous() for x in given), copies_WN, *how)[0]
+        how = experts.precision, experts.activation
+        return copied_expert_mlp(x_SD, weights_SK, indices, *matrices, *copies, *how)
 
     # ---- within ops ----------------------------------------------------------------------------
 
@@ -182,7 +179,7 @@ def _assign(
     least: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    replicas, how = _BY_GROUP[group], cast("Backend", backend)
+    replicas, how = cast("Replicas", COPIERS[group]), cast("Backend", backend)
     ranks = replicas.group
     indices = expert_indices(ids_TK, num_experts, how)
     counts_WE, work = all_gather_start(indices.counts_E, ranks)
@@ -195,144 +192,9 @@ def _assign(
 
 @_assign.register_fake
 def _(ids_TK, matrices, num_experts, spare, group, least, backend):
-    return torch.empty_like(ids_TK), ids_TK.new_empty(_BY_GROUP[group].group.size(), spare)
+    return torch.empty_like(ids_TK), ids_TK.new_empty(cast("Replicas", COPIERS[group]).group.size(), spare)
 
-
-@torch.library.custom_op("moetrain::expert_mlp_copied", mutates_args=())
-def _expert_mlp_copied(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    slot_row_TK: torch.Tensor,
-    offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    copies_WN: torch.Tensor,
-    group: str,
-    precision: str,
-    activation: str,
-    num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of the op of ``precision``, and copies of both matrices' last N rows, which it
-    fills first; they are no results."""
-    matrices = (w_gate_up_E2FD, w_down_EDF)
-    _BY_GROUP[group].fetch(matrices, copies_WN)
-    kept = (m[-copies_WN.shape[1] :].clone() for m in matrices)
-    given = (x_TD, weights_TK, slot_row_TK, offsets_E, *matrices)
-    if precision == "bf16":
-        return *_expert_mlp(*given, activation, num_rows), *kept
-    return *_expert_mlp_fp8(*given, precision == "fp8_gradients", num_rows), *kept
-
-
-@torch.library.custom_op("moetrain::expert_mlp_copied_backward", mutates_args=())
-def _expert_mlp_copied_backward(
-    dy_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    slot_row_TK: torch.Tensor,
-    offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    a_R2F: torch.Tensor,
-    kept_gate_up_N2FD: torch.Tensor,
-    kept_down_NDF: torch.Tensor,
-    copies_WN: torch.Tensor,
-    group: str,
-    precision: str,
-    activation: str,
-    is_trained: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    matrices = (w_gate_up_E2FD, w_down_EDF)
-    for matrix, kept in zip(matrices, (kept_gate_up_N2FD, kept_down_NDF), strict=True):
-        matrix.data[-len(kept) :].copy_(kept)
-    given = (dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, *matrices, a_R2F)
-    if precision == "bf16":
-        found = _expert_mlp_backward(*given, activation, is_trained)
-    else:
-        found = _expert_mlp_fp8_backward(*given, precision == "fp8_gradients", is_trained)
-    if is_trained:
-        _BY_GROUP[group].give_back(found[2:], copies_WN)
-    return found
-
-
-@_expert_mlp_copied.register_fake
-def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, copies_WN, *how):
-    kept = (w.new_empty(copies_WN.shape[1], *w.shape[1:]) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up.shape[1]), *kept
-
-
-@_expert_mlp_copied_backward.register_fake
-def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, *how):
-    matrices = (torch.empty_like(w) if how[-1] else w.new_empty(0) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
-
-
-def _save_products(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.how = inputs[7:-1]
-    ctx.save_for_backward(*inputs[:6], *output[1:], inputs[6])
-    ctx.set_materialize_grads(False)  # results beside the first have no gradient
-
-
-def _differentiate_products(ctx: Any, dy_TD: torch.Tensor | None, *_: None):
-    if dy_TD is None:
-        return (None,) * 11
-    is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    given = (dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how, is_trained)
-    dx_TD, d_weights_TK, *matrices = _expert_mlp_copied_backward(*given)
-    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None,) * 2), *[None] * 5
-
-
-_expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_save_products)
-
-
-# What plain torch multiplies are copies of all, for autograd saves what a product takes.
-@torch.library.custom_op("moetrain::fetch_copies", mutates_args=())
-def _fetch(
-    w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, copies_WN: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    matrices = w_gate_up_E2FD.clone(), w_down_EDF.clone()
-    _BY_GROUP[group].fetch(matrices, copies_WN)
-    return matrices
-
-
-@torch.library.custom_op("moetrain::give_back_gradients", mutates_args=())
-def _give_back(
-    d_gate_up_E2FD: torch.Tensor, d_down_EDF: torch.Tensor, copies_WN: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dense = torch.contiguous_format
-    gradients = (d_gate_up_E2FD.clone(memory_format=dense), d_down_EDF.clone(memory_format=dense))
-    _BY_GROUP[group].give_back(gradients, copies_WN)
-    return gradients
-
-
-@_fetch.register_fake
-@_give_back.register_fake
-def _(first, second, copies_WN, group):
-    return torch.empty_like(first), torch.empty_like(second)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    ctx.save_for_backward(inputs[2])
-    ctx.group = inputs[3]
-
-
-def _differentiate(ctx: Any, d_first: torch.Tensor, d_second: torch.Tensor):
-    return *_give_back(d_first, d_second, *ctx.saved_tensors, ctx.group), None, None
-
-
-_fetch.register_autograd(_differentiate, setup_context=_save)
 
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
-_OPS = [
-    getattr(torch.ops.moetrain, name).default
-    for name in (
-        "assign_places",
-        "expert_mlp_copied",
-        "expert_mlp_copied_backward",
-        "fetch_copies",
-        "give_back_gradients",
-    )
-]
-for _op in _OPS:
-    torch.fx.has_side_effect(_op)
-worth_saving("routing", _OPS[0])
-worth_saving("experts", _OPS[1])
+torch.fx.has_side_effect(torch.ops.moetrain.assign_places.default)
+worth_saving("routing", torch.ops.moetrain.assign_places.default)
