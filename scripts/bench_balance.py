@@ -4,10 +4,10 @@
         [--skews 1.2 1.5 1.9] [--places 0 2 4] [--bench-steps 8]
     python scripts/bench_balance.py simulate [--ranks 4 8] [--skew 2.4] [--tokens 40960]
 
-``steps`` trains with routing that is given: in layer i rank i modulo W gets ``skew`` times the mean,
-and within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside those
-of even routing without copies. ``simulate`` makes such routing for many ranks, plans, and adds up
-what a layer's forward and backward would take: the busiest rank's rows, and its copies' bytes at the
+``steps`` trains with given routing: in layer i rank i modulo W gets ``skew`` times the mean, and
+within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside those of
+even routing without copies. ``simulate`` makes such routing for many ranks, plans, and adds up what
+a layer's forward and backward would take: the busiest rank's rows, and its copies' bytes at the
 rate and with the fixed times that were measured on two H100s (LOG.md).
 """
 
@@ -67,6 +67,7 @@ def skewed_ids(
     gumbel_TE = -torch.log(-torch.log(uniform_TE.clamp(1e-9, 1 - 1e-7)))
     home_E = torch.arange(experts, device=device) // (experts // ranks)
     low, high = -5.0, 10.0
+    ids_TK = torch.empty(0)
     for _ in range(24):
         raised = (low + high) / 2
         logits_E = popular_E.to(device) + raised * (home_E == hot)
@@ -101,7 +102,7 @@ def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24)
     before, after, copies, sent, plain, copied = (totals / layers).tolist()
     return (
         f"{ranks} ranks, {spare} places: busiest rank {before:.2f} -> {after:.4f} of the mean, "
-        f"{copies:.1f} copies a layer, {sent:.1f} from one rank ({sent * EXPERT_BYTES / 1e6:.0f} MB, "
+        f"{copies:.1f} copies a layer, {sent:.1f} of one rank ({sent * EXPERT_BYTES / 1e6:.0f} MB, "
         f"{sent * EXPERT_BYTES / BYTES_PER_MS:.2f} ms); {plain:.1%} -> {copied:.1%} of even speed"
     )
 
@@ -113,7 +114,7 @@ def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
     dist.init_process_group("nccl", device_id=device)
     forward = Router.forward
 
-    def forced(self: Router, x_TD: torch.Tensor, is_pad_T: Any = None, ids_TK: Any = None) -> Any:
+    def forced(self: Any, x_TD: torch.Tensor, is_pad_T: Any = None, ids_TK: Any = None) -> Any:
         return forward(self, x_TD, is_pad_T, self.given_TK)
 
     Router.forward = forced
@@ -126,15 +127,14 @@ def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
         for skew in (None, *args.skews):
             for i, router in enumerate(routers):
                 sizes = (router.sizes.num_experts, router.top_k)
-                how = (dist.get_world_size(), skew, i % dist.get_world_size(), i, device)
+                how = (dist.get_world_size(), skew or 1, i % dist.get_world_size(), i, device)
                 ids_R = torch.arange(tokens * sizes[1], device=device) * 11 % sizes[0]
                 ids_TK = ids_R.view(tokens, -1).int()
                 router.given_TK = ids_TK if skew is None else skewed_ids(tokens, *sizes, *how)
-            for _ in range(3):
-                trainer.train_step()
+            loss = [trainer.train_step() for _ in range(3)][0].loss
             moments = [mark(device)]
             for _ in range(args.bench_steps):
-                result = trainer.train_step()
+                trainer.train_step()
                 moments.append(mark(device))
             wait(trainer)
             each = sorted(seconds_between(*pair) for pair in itertools.pairwise(moments))
@@ -143,10 +143,10 @@ def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
             if dist.get_rank() == 0:
                 print(
                     f"{spare} places, skew {skew}: {rate:,.0f} tokens/s/GPU, {rate / even:.1%} of "
-                    f"even without copies, loss {result.loss.item():.4f}",
+                    f"even without copies, loss {loss.item():.4f}",
                     flush=True,
                 )
-        del trainer, routers, router
+        del trainer, routers
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()

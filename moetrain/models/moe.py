@@ -11,7 +11,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -179,8 +179,6 @@ class Dispatched(NamedTuple):
     """Rows under balanced routing; a number that the host knows."""
     dropped: torch.Tensor | None = None
     """int32: rows for which there was no room; None: there is room for all."""
-    copies_WN: torch.Tensor | None = None
-    """int32: the experts that each device has copies of, -1: none; None: there are no copies."""
 
 
 class Dispatcher:
@@ -196,26 +194,24 @@ class Dispatcher:
         self.backend: Backend = backend
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        experts: "Experts | None" = None,
+        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Send tokens to their experts, by int32 global ids (-1: none); return those sent here.
-
-        ``experts`` are those of this device, copies of which others may need.
-        """
+        """Send tokens to their experts, by int32 global ids (-1: none); return those sent here."""
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
         return Dispatched(x_TD, topk_weights_TK, indices, (), topk_ids_TK.numel())
-
-    def compute(self, experts: "Experts", sent: Dispatched) -> torch.Tensor:
-        """Return ``y_SD``, what ``experts`` make of the tokens sent here."""
-        return experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
         return y_SD
+
+    def through(
+        self, experts: "Experts", x_TD: torch.Tensor, routed: Routed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of each token's experts, of which those here are given, and ``dropped`` of
+        :class:`Dispatched`."""
+        sent = self.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_SD = experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
+        return self.combine(y_SD, sent.ctx), sent.dropped
 
 
 class Router(Adaptable):
@@ -326,14 +322,10 @@ class Experts(Adaptable):
         weights_SK: torch.Tensor,
         indices: ExpertIndices,
         typical_rows: int | None = None,
-        matrices: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return ``y_SD``, the weighted sum of each token's experts here.
-
-        ``matrices``: to be used in place of its own.
-        """
-        own = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
-        weights, backend = tuple(own if matrices is None else matrices), self.backend
+        """Return ``y_SD``, the weighted sum of each token's experts here."""
+        first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
+        weights, backend = (first, second), self.backend
         if self.precision != "bf16":
             how = {"narrow_grads": self.precision == "fp8_gradients"}
             return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, **how)
@@ -397,9 +389,7 @@ class MoE(nn.Module):
         self, x_TD: torch.Tensor, routed: Routed
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of each token's experts, and ``dropped`` of :class:`Dispatched`."""
-        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK, self.experts)
-        y_SD = self.dispatcher.compute(self.experts, sent)
-        return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped
+        return self.dispatcher.through(self.experts, x_TD, routed)
 
 
 @torch.no_grad()

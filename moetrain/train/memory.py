@@ -140,6 +140,8 @@ class _Block(NamedTuple):
     """What of that waits on the host (``activation.offload``)."""
     backward: float
     """What its backward needs beside that."""
+    copies: float
+    """What places for copies of experts take."""
 
 
 class RankSizes:
@@ -238,12 +240,6 @@ class RankSizes:
         )
         """Bytes of weights that generation has for itself, over all stages."""
         self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
-        if spare := config.moe.redundant_experts:  # one layer's
-            routed = max(
-                sum(math.prod(w.shape) for w in part.weights.values() if w.rule.style == "expert")
-                for part in arch.parts()
-            )
-            self._peers += spare / arch.num_experts * routed * dtype.itemsize
         """Bytes of buffers that other ranks copy from and to."""
 
         self.is_alone = dims.world_size == 1
@@ -264,6 +260,7 @@ class RankSizes:
         self._spare = config.moe.redundant_experts / max(1, arch.num_experts)
         """Places for copies of experts on a rank, as a share of all experts."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
+        self._peers += max(block.copies for block in self._blocks.values())
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
@@ -272,16 +269,16 @@ class RankSizes:
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
         others = numbers - self._experts_stay * experts / share.ep
-        copies = self._spare * experts
-        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + width * copies
+        copies = self._spare * experts * width
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + copies
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
         normed = inputs * share.own_tokens * self.arch.hidden_size
         made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
         saved = sum(made) if activation.policy == "none" else self.residual_bytes
-        if activation.policy == "none" or "experts" in activation.save:
-            saved += width * copies
+        is_kept = activation.policy == "selective" and "experts" in activation.save
+        saved += copies * (activation.policy == "none" or is_kept)
         # What each part recomputes, and gradients that are wider than the residual stream.
         working = [part.working_set(share) for part in layer]
         backward = sum(made) - saved + sum(working)
@@ -299,8 +296,8 @@ class RankSizes:
         else:
             away = activation.offload * saved
         # And gradients of the parameters in the compute dtype (fp32 if the weights are).
-        backward += self.share_trained * width * (numbers + copies)
-        return _Block(numbers, unsharded, saved, away, backward)
+        backward += self.share_trained * (width * numbers + copies)
+        return _Block(numbers, unsharded, saved, away, backward, copies)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment of a training step that takes most.

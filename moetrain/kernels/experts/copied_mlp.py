@@ -6,7 +6,7 @@ and returns what it got, for the backward to put there again, as they may be ano
 micro-batch's meanwhile; the backward lets it bring the copies' gradients to the experts'. Autograd
 keeps N experts of a layer, or none where the op is recomputed and fetches again.
 
-:func:`with_copies` does the same around products of any kind, with a copy of all matrices.
+The reference multiplies by a copy of all matrices, for autograd keeps what it multiplies by.
 
 Legend: T tokens, K experts a token, R rows, E = L + N experts here and copies, W devices, D model
 width, F expert width.
@@ -18,9 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
-from moetrain.kernels.backend import worth_saving
-from moetrain.kernels.experts.mlp import _expert_mlp, _expert_mlp_backward
-from moetrain.kernels.experts.mlp_fp8 import _expert_mlp_fp8, _expert_mlp_fp8_backward
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
+from moetrain.kernels.experts.mlp import _expert_mlp, _expert_mlp_backward, expert_mlp
+from moetrain.kernels.experts.mlp_fp8 import (
+    _expert_mlp_fp8,
+    _expert_mlp_fp8_backward,
+    expert_mlp_fp8,
+)
 from moetrain.kernels.experts.permutation import ExpertIndices
 
 
@@ -49,18 +53,18 @@ def copied_expert_mlp(
     copier: str,
     precision: str,
     activation: str,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Sum each token's experts and copies, by the fast path of ``kernels.precision``: ``y_TD``."""
+    """Sum each token's experts and copies, as ``kernels.precision`` says: ``y_TD``."""
+    if not use_fast(backend, x_TD):
+        gate_up, down = _fetch(w_gate_up_E2FD, w_down_EDF, copies_WN, copier)
+        given = (x_TD, weights_TK, indices, gate_up, down, backend)
+        if precision == "bf16":
+            return expert_mlp(*given, activation=activation)
+        return expert_mlp_fp8(*given, narrow_grads=precision == "fp8_gradients")
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, w_gate_up_E2FD, w_down_EDF)
     how = copier, precision, activation, indices.row_slot_R.shape[0]
     return _expert_mlp_copied(*(x.contiguous() for x in tensors), copies_WN, *how)[0]
-
-
-def with_copies(
-    w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, copies_WN: torch.Tensor, copier: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both matrices with their copies, differentiable."""
-    return _fetch(w_gate_up_E2FD, w_down_EDF, copies_WN, copier)
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied", mutates_args=())
@@ -81,11 +85,13 @@ def _expert_mlp_copied(
     fills first; they are no results."""
     matrices = (w_gate_up_E2FD, w_down_EDF)
     COPIERS[copier].fetch(matrices, copies_WN)
-    kept = (m[-copies_WN.shape[1] :].clone() for m in matrices)
+    kept_gate_up, kept_down = (m[-copies_WN.shape[1] :].clone() for m in matrices)
     given = (x_TD, weights_TK, slot_row_TK, offsets_E, *matrices)
     if precision == "bf16":
-        return *_expert_mlp(*given, activation, num_rows), *kept
-    return *_expert_mlp_fp8(*given, precision == "fp8_gradients", num_rows), *kept
+        y_TD, a_R2F = _expert_mlp(*given, activation, num_rows)
+    else:
+        y_TD, a_R2F = _expert_mlp_fp8(*given, precision == "fp8_gradients", num_rows)
+    return y_TD, a_R2F, kept_gate_up, kept_down
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied_backward", mutates_args=())

@@ -1,4 +1,4 @@
-"""Copies of busy experts for one step: which rank gets which, who takes which rows, and the copying.
+"""Copies of busy experts: which rank gets which, who takes which rows, and the copying.
 
 Every rank has L = E / W experts of its own and N places behind them. From the counts of all ranks'
 choices each makes the same plan: the busiest rank gives rows of its busiest expert to the idlest
@@ -30,6 +30,7 @@ of a token, P = W * (L + N) places in all.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -220,30 +221,54 @@ def _place_kernel(
 # ---- copying ------------------------------------------------------------------------------------
 
 
-def send_copies(
-    weights_LM: torch.Tensor,
+# Each of these takes, of one matrix: this rank's experts [L, M], the rows of its copies [N, M], the
+# experts [W, N] in all ranks' places, its rank, every rank's shared memory [N, M], and where that
+# begins (int64 [W] on the device).
+
+
+def _send(
+    own_LM: torch.Tensor,
+    _: torch.Tensor,
     experts_WN: torch.Tensor,
     rank: int,
     parts: Sequence[torch.Tensor],
     addresses_W: torch.Tensor,
-    backend: Backend = "auto",
+    backend: Backend,
 ) -> None:
-    """Write this rank's experts, rows of ``weights_LM``, to where they are wanted.
-
-    ``parts`` is every rank's shared memory for a matrix of N experts, [N, M], and ``addresses_W``
-    (int64, on the device) where that begins.
-    """
-    (ranks, spare), (local, numel) = experts_WN.shape, weights_LM.shape
-    if use_fast(backend, weights_LM):
+    """Write this rank's experts to the memory of the ranks that want them."""
+    (ranks, spare), (local, numel) = experts_WN.shape, own_LM.shape
+    if use_fast(backend, own_LM):
         _send_kernel[(ranks * spare, _PARTS)](
-            weights_LM, experts_WN, addresses_W, rank * local, local, numel, spare,
+            own_LM, experts_WN, addresses_W, rank * local, local, numel, spare,
             _PARTS, _BLOCK, num_warps=_COPY_WARPS,
         )  # fmt: skip
         return
     for r, copies in enumerate(experts_WN.tolist()):
         for n, e in enumerate(copies):
             if e // local == rank:
-                parts[r][n].copy_(weights_LM[e % local])
+                parts[r][n].copy_(own_LM[e % local])
+
+
+def _take(
+    _own: torch.Tensor,
+    copies_NM: torch.Tensor,
+    _experts: torch.Tensor,
+    rank: int,
+    parts: Sequence[torch.Tensor],
+    *_: object,
+) -> None:
+    copies_NM.copy_(parts[rank])
+
+
+def _show(
+    _own: torch.Tensor,
+    copies_NM: torch.Tensor,
+    _experts: torch.Tensor,
+    rank: int,
+    parts: Sequence[torch.Tensor],
+    *_: object,
+) -> None:
+    parts[rank].copy_(copies_NM)
 
 
 @triton.jit(do_not_specialize=("first",))
@@ -262,15 +287,16 @@ def _send_kernel(
             tl.store(base + at, tl.load(source + at, at < numel), at < numel)
 
 
-def add_gradients(
+def _add(
     gradients_LM: torch.Tensor,
+    _: torch.Tensor,
     experts_WN: torch.Tensor,
     rank: int,
     parts: Sequence[torch.Tensor],
     addresses_W: torch.Tensor,
-    backend: Backend = "auto",
+    backend: Backend,
 ) -> None:
-    """Add to ``gradients_LM`` what all ranks' ``parts``, as above, hold for this rank's experts."""
+    """Add to this rank's gradients what the memory of all ranks holds for its experts."""
     (ranks, spare), (local, numel) = experts_WN.shape, gradients_LM.shape
     if use_fast(backend, gradients_LM):
         _add_kernel[(local, _PARTS)](
@@ -311,3 +337,9 @@ def _add_kernel(
                     theirs += (i % spare).to(tl.int64) * numel
                     total += tl.load(theirs + at, at < numel, other=0.0).to(tl.float32)
             tl.store(own + at, total, at < numel)
+
+
+FETCH = (_send, _take)
+"""What writes to the shared memory, and what reads it when all ranks have written: of copies."""
+GIVE_BACK = (_show, _add)
+"""The same of copies' gradients."""

@@ -227,7 +227,8 @@ def why_not_here(
     if top_k > _MAX_TOP_K:
         return f"the model sends a token to {top_k} experts, and it takes up to {_MAX_TOP_K}"
     if local_experts > _MAX_LOCAL_EXPERTS:
-        return f"a rank has {local_experts} experts and copies, and it takes up to {_MAX_LOCAL_EXPERTS}"
+        what = "experts and copies" if spare else "experts"
+        return f"a rank has {local_experts} {what}, and it takes up to {_MAX_LOCAL_EXPERTS}"
     try:
         _load_deep_ep()
     except ImportError as error:

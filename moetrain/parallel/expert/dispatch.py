@@ -45,6 +45,7 @@ from moetrain.kernels.experts.permutation import (
     permute,
     unpermute,
 )
+from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
@@ -99,7 +100,7 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
             )
         self.num_local_experts = num_experts // self.num_ranks
         self.replicas = replicas
-        if replicas is not None:  # from now on their places count as experts
+        if replicas is not None:  # what is dispatched to are experts and places for copies
             self.num_local_experts += replicas.spare
             self.num_experts = self.num_ranks * self.num_local_experts
         self.group_name: str = group.group_name
@@ -114,16 +115,9 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         """Give ``y_TD``, the sum over ranks of their rows for each token, in fp32, rounded once."""
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        experts: Experts | None = None,
+        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
-        copies_WN = None
-        if self.replicas is not None:
-            topk_ids_TK, copies_WN = self.replicas.assign(topk_ids_TK, experts)
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
@@ -132,12 +126,17 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
         tokens = arrived.x_SD, arrived.weights_SK
-        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped, copies_WN)
+        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped)
 
-    def compute(self, experts: Experts, sent: Dispatched) -> torch.Tensor:
+    def through(
+        self, experts: Experts, x_TD: torch.Tensor, routed: Routed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.replicas is None:
-            return super().compute(experts, sent)
-        return self.replicas.compute(experts, sent)
+            return super().through(experts, x_TD, routed)
+        places_TK, copies_WN = self.replicas.assign(routed.ids_TK, experts)
+        sent = self.dispatch(x_TD, places_TK, routed.weights_TK)
+        y_SD = self.replicas.compute(experts, sent, copies_WN)
+        return self.combine(y_SD, sent.ctx), sent.dropped
 
 
 class AllToAll(ExpertParallelDispatcher):

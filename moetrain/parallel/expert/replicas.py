@@ -18,7 +18,7 @@ K experts a token, S tokens that arrive.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,14 +27,9 @@ import torch.distributed as dist
 from moetrain.config import ConfigError
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
-from moetrain.kernels.experts.copied_mlp import COPIERS, copied_expert_mlp, with_copies
+from moetrain.kernels.experts.copied_mlp import COPIERS, copied_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.experts.replicas import (
-    add_gradients,
-    place_ids,
-    plan_replicas,
-    send_copies,
-)
+from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
 from moetrain.models.moe import Dispatched, Experts
 from moetrain.parallel.fsdp.transport import CopyStreams, Wait, shared_memory, why_apart
 from moetrain.parallel.mesh import all_gather_start
@@ -65,11 +60,12 @@ class Replicas:
         if reason is not None:
             raise ConfigError("moe.redundant_experts", f"{spare}, but {reason}; set 0")
         self.num_experts, self.spare, self.group = num_experts, spare, group
-        self.device, self.backend = device, backend
+        self.device = device
+        self.backend: Backend = backend
         self.num_local_experts = num_experts // group.size()
-        self.group_name: str = group.group_name
+        self.rank, self.group_name = group.rank(), str(group.group_name)
         self.is_late = False
-        """Whether gradients of copies may be on their way after a backward, until :meth:`finish`."""
+        """Whether a backward leaves gradients on their way, which :meth:`finish` waits for."""
         self._streams = CopyStreams(device)
         self._arrival: Wait | None = None
         self._return: Wait | None = None
@@ -78,45 +74,26 @@ class Replicas:
         """Of each matrix, every rank's shared memory [N, M], and where that begins."""
         COPIERS[self.group_name] = self
 
-    def assign(
-        self, ids_TK: torch.Tensor, experts: Experts | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def assign(self, ids_TK: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
         """Plan copies of ``experts``, and let them travel; give the places (int32) of the experts
         that tokens chose (int32, -1: none), and the ones copied, [W, N], -1: none. Collective."""
-        matrices: list[torch.Tensor] = []
-        if experts is not None and use_fast(self.backend, ids_TK):
-            matrices = [getattr(experts, name).detach() for name in experts.weights]
+        matrices = [getattr(experts, name).detach() for name in experts.weights]
+        if not use_fast(self.backend, ids_TK):
+            matrices = []  # they are copied within the reference
         how = self.num_experts, self.spare, self.group_name, self.least_rows, self.backend
         return _assign(ids_TK.contiguous(), matrices, *how)
 
-    def compute(self, experts: Experts, sent: Dispatched) -> torch.Tensor:
+    def compute(self, experts: Experts, sent: Dispatched, copies_WN: torch.Tensor) -> torch.Tensor:
         """Give ``y_SD`` of experts and copies; matrices have N rows more than experts."""
-        x_SD, weights_SK, indices, copies_WN = *sent[:3], sent.copies_WN
-        assert copies_WN is not None  # the dispatcher has planned them
-        matrices = [getattr(experts, name).to(x_SD.dtype) for name in experts.weights]
-        copies = copies_WN, self.group_name
-        if not use_fast(self.backend, x_SD):
-            matrices = with_copies(*matrices, *copies)
-            return experts(x_SD, weights_SK, indices, sent.typical_rows, matrices)
-        how = experts.precision, experts.activation
-        return copied_expert_mlp(x_SD, weights_SK, indices, *matrices, *copies, *how)
+        first, second = (getattr(experts, name).to(sent.x_SD.dtype) for name in experts.weights)
+        how = self.group_name, experts.precision, experts.activation, self.backend
+        return copied_expert_mlp(*sent[:3], first, second, copies_WN, *how)
 
     # ---- within ops ----------------------------------------------------------------------------
 
     def start(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Begin to write the experts that are copied here behind the rank's own in every matrix."""
-        memory, wholes = self._shared(matrices), _rows_of(matrices)
-        local, rank, stream = self.num_local_experts, self.group.rank(), self._streams.push
-        with self._streams.behind(stream), annotate("expert_copies"):
-            memory.wait(_FREE)
-            for whole, places in zip(wholes, self._places, strict=True):
-                send_copies(whole[:local], copies_WN, rank, *places, self.backend)
-            memory.arrive(_WRITTEN)
-            memory.wait(_WRITTEN)
-            for whole, (parts, _) in zip(wholes, self._places, strict=True):
-                whole[local:].copy_(parts[rank])
-            memory.arrive(_FREE)
-        self._arrival = self._streams.end(stream, kept=copies_WN)
+        self._arrival = self._through_memory(matrices, copies_WN, *FETCH)
 
     def fetch(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Wait for what was begun last, or begin now."""
@@ -129,18 +106,7 @@ class Replicas:
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Add gradients of copies, the last N rows on every rank, to those of the experts."""
         self.finish()
-        memory, wholes = self._shared(gradients), _rows_of(gradients)
-        local, rank, stream = self.num_local_experts, self.group.rank(), self._streams.push
-        with self._streams.behind(stream), annotate("expert_copies"):
-            memory.wait(_FREE)
-            for whole, (parts, _) in zip(wholes, self._places, strict=True):
-                parts[rank].copy_(whole[local:])
-            memory.arrive(_WRITTEN)
-            memory.wait(_WRITTEN)
-            for whole, places in zip(wholes, self._places, strict=True):
-                add_gradients(whole[:local], copies_WN, rank, *places, self.backend)
-            memory.arrive(_FREE)
-        self._return = self._streams.end(stream, kept=(*gradients, copies_WN))
+        self._return = self._through_memory(gradients, copies_WN, *GIVE_BACK)
         if not self.is_late:
             self.finish()
 
@@ -149,6 +115,30 @@ class Replicas:
         if self._return is not None:
             self._return()
             self._return = None
+
+    def _through_memory(
+        self,
+        matrices: Sequence[torch.Tensor],
+        copies_WN: torch.Tensor,
+        write: Callable[..., None],
+        read: Callable[..., None],
+    ) -> Wait:
+        """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``."""
+        memory, stream = self._shared(matrices), self._streams.push
+        # Through .data, which has a version counter of its own: autograd would else take copies for
+        # a change of what it saved.
+        rows = [m.data.view(len(m), -1).tensor_split([-self.spare]) for m in matrices]
+        places = [(copies_WN, self.rank, *found, self.backend) for found in self._places]
+        with self._streams.behind(stream), annotate("expert_copies"):
+            memory.wait(_FREE)
+            for own_and_copies, place in zip(rows, places, strict=True):
+                write(*own_and_copies, *place)
+            memory.arrive(_WRITTEN)
+            memory.wait(_WRITTEN)
+            for own_and_copies, place in zip(rows, places, strict=True):
+                read(*own_and_copies, *place)
+            memory.arrive(_FREE)
+        return self._streams.end(stream, kept=(*matrices, copies_WN))
 
     def _shared(self, matrices: Sequence[torch.Tensor]) -> Any:
         """Give the shared memory, which is made at the first use. Collective."""
@@ -163,12 +153,6 @@ class Replicas:
         return self._memory
 
 
-def _rows_of(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Through .data, which has a version counter of its own: autograd would else take copies for a
-    # change of what it saved.
-    return [m.data.view(len(m), -1) for m in matrices]
-
-
 @torch.library.custom_op("moetrain::assign_places", mutates_args=())
 def _assign(
     ids_TK: torch.Tensor,
@@ -180,19 +164,19 @@ def _assign(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     replicas, how = cast("Replicas", COPIERS[group]), cast("Backend", backend)
-    ranks = replicas.group
     indices = expert_indices(ids_TK, num_experts, how)
-    counts_WE, work = all_gather_start(indices.counts_E, ranks)
+    counts_WE, work = all_gather_start(indices.counts_E, replicas.group)
     work.wait()
-    plan = plan_replicas(counts_WE, spare, ranks.rank(), least, how)
+    plan = plan_replicas(counts_WE, spare, replicas.rank, least, how)
     if matrices:
         replicas.start(matrices, plan.experts_WN)
-    return place_ids(ids_TK, indices, plan, ranks.rank(), how), plan.experts_WN
+    return place_ids(ids_TK, indices, plan, replicas.rank, how), plan.experts_WN
 
 
 @_assign.register_fake
 def _(ids_TK, matrices, num_experts, spare, group, least, backend):
-    return torch.empty_like(ids_TK), ids_TK.new_empty(cast("Replicas", COPIERS[group]).group.size(), spare)
+    ranks = cast("Replicas", COPIERS[group]).group.size()
+    return torch.empty_like(ids_TK), ids_TK.new_empty(ranks, spare)
 
 
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.

@@ -183,7 +183,7 @@ class _MappedMemory:
 def shared_memory(
     size: int, group: dist.ProcessGroup, device: torch.device
 ) -> _DeviceMemory | _MappedMemory:
-    """Make the memory that ranks of ``group`` on one machine share, with its barriers. Collective."""
+    """Make memory that the ranks of ``group`` share, with its barriers. Collective."""
     return (_DeviceMemory if device.type == "cuda" else _MappedMemory)(size, group, device)
 
 
