@@ -131,7 +131,9 @@ def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
                 ids_R = torch.arange(tokens * sizes[1], device=device) * 11 % sizes[0]
                 ids_TK = ids_R.view(tokens, -1).int()
                 router.given_TK = ids_TK if skew is None else skewed_ids(tokens, *sizes, *how)
-            loss = [trainer.train_step() for _ in range(3)][0].loss
+            loss = trainer.train_step().loss
+            for _ in range(2):
+                trainer.train_step()
             moments = [mark(device)]
             for _ in range(args.bench_steps):
                 trainer.train_step()
