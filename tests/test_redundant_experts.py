@@ -30,7 +30,6 @@ from moetrain.models.moe import Router
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.expert.replicas import Replicas
 
-
 SIZES = [
     # Ranks, experts of one, places for copies, choices of a token.
     *[(1, 3, 2, 2), (2, 1, 1, 1), (2, 5, 2, 3), (3, 2, 1, 2), (3, 1, 4, 1)],

@@ -257,8 +257,6 @@ class RankSizes:
         is_used_so = all(rule.storage == dtype and not rule.is_narrow for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
-        self._spare = config.moe.redundant_experts / max(1, arch.num_experts)
-        """Places for copies of experts on a rank, as a share of all experts."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
         self._peers += max(block.copies for block in self._blocks.values())
 
@@ -269,7 +267,7 @@ class RankSizes:
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
         others = numbers - self._experts_stay * experts / share.ep
-        copies = self._spare * experts * width
+        copies = self.config.moe.redundant_experts / max(1, self.arch.num_experts) * experts * width
         unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + copies
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.

@@ -9,9 +9,8 @@ For the backward they are kept as an op's result is, or fetched again where that
 the rows may be another layer's or micro-batch's meanwhile. Gradients of copies are on their way
 back until FSDP reduces those of the block.
 
-All pass through memory that the ranks of one machine share, one expert's size a place. Two
-barriers on the device, as in :mod:`moetrain.parallel.fsdp.transport`, keep its writers and readers
-apart, and one stream has all of it in one order. Left out on purpose: several machines.
+All pass through memory that the ranks of one machine share, one expert's size a place. Barriers
+on the device, as FSDP's, keep its writers and readers apart, and one stream has all in one order.
 
 Legend: W expert parallel ranks, E experts, L = E / W local experts, N places for copies, T tokens,
 K experts a token, S tokens that arrive.
