@@ -26,10 +26,13 @@ from moetrain.kernels.experts.mlp_fp8 import (
     expert_mlp_fp8,
 )
 from moetrain.kernels.experts.permutation import ExpertIndices
+from moetrain.kernels.experts.replicas import copy_used
 
 
 class Copier(Protocol):
     """Moves experts between devices, all of which call it alike."""
+
+    rank: int
 
     def fetch(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Fill the last N rows of ``matrices`` by ``copies_WN``, the experts (-1: none) of each
@@ -85,13 +88,29 @@ def _expert_mlp_copied(
     fills first; they are no results."""
     matrices = (w_gate_up_E2FD, w_down_EDF)
     COPIERS[copier].fetch(matrices, copies_WN)
-    kept_gate_up, kept_down = (m[-copies_WN.shape[1] :].clone() for m in matrices)
+    kept = [m.new_empty(copies_WN.shape[1], *m.shape[1:]) for m in matrices]
+    _keep(kept, matrices, copies_WN, copier)
     given = (x_TD, weights_TK, slot_row_TK, offsets_E, *matrices)
     if precision == "bf16":
         y_TD, a_R2F = _expert_mlp(*given, activation, num_rows)
     else:
         y_TD, a_R2F = _expert_mlp_fp8(*given, precision == "fp8_gradients", num_rows)
-    return y_TD, a_R2F, kept_gate_up, kept_down
+    return y_TD, a_R2F, kept[0], kept[1]
+
+
+def _keep(
+    kept: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor],
+    copies_WN: torch.Tensor,
+    copier: str,
+    *,
+    is_back: bool = False,
+) -> None:
+    """Copy what this device's places hold, behind its own experts, to ``kept``, or back."""
+    for part, matrix in zip(kept, matrices, strict=True):
+        pair = [part.flatten(1), matrix[-len(part) :].flatten(1)]
+        target, source = reversed(pair) if is_back else pair
+        copy_used(target, source, copies_WN, COPIERS[copier].rank, "triton")
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied_backward", mutates_args=())
@@ -113,8 +132,7 @@ def _expert_mlp_copied_backward(
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     matrices = (w_gate_up_E2FD, w_down_EDF)
-    for matrix, kept in zip(matrices, (kept_gate_up_N2FD, kept_down_NDF), strict=True):
-        matrix.data[-len(kept) :].copy_(kept)
+    _keep((kept_gate_up_N2FD, kept_down_NDF), matrices, copies_WN, copier, is_back=True)
     given = (dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, *matrices, a_R2F)
     if precision == "bf16":
         found = _expert_mlp_backward(*given, activation, is_trained)

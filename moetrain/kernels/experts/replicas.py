@@ -250,25 +250,54 @@ def _send(
 
 
 def _take(
-    _own: torch.Tensor,
+    _: torch.Tensor,
     copies_NM: torch.Tensor,
-    _experts: torch.Tensor,
+    experts_WN: torch.Tensor,
     rank: int,
     parts: Sequence[torch.Tensor],
-    *_: object,
+    addresses_W: torch.Tensor,
+    backend: Backend,
 ) -> None:
-    copies_NM.copy_(parts[rank])
+    copy_used(copies_NM, parts[rank], experts_WN, rank, backend)
 
 
 def _show(
-    _own: torch.Tensor,
+    _: torch.Tensor,
     copies_NM: torch.Tensor,
-    _experts: torch.Tensor,
+    experts_WN: torch.Tensor,
     rank: int,
     parts: Sequence[torch.Tensor],
-    *_: object,
+    addresses_W: torch.Tensor,
+    backend: Backend,
 ) -> None:
-    parts[rank].copy_(copies_NM)
+    copy_used(parts[rank], copies_NM, experts_WN, rank, backend)
+
+
+def copy_used(
+    target_NM: torch.Tensor,
+    source_NM: torch.Tensor,
+    experts_WN: torch.Tensor,
+    rank: int,
+    backend: Backend = "auto",
+) -> None:
+    """Copy the rows of places of ``rank`` that have a copy; the others may be left as they are."""
+    spare, numel = target_NM.shape
+    if not use_fast(backend, target_NM):
+        target_NM.copy_(source_NM)
+        return
+    _copy_kernel[(spare, _PARTS)](
+        target_NM, source_NM, experts_WN[rank], numel, _PARTS, _BLOCK, num_warps=_COPY_WARPS
+    )
+
+
+@triton.jit
+def _copy_kernel(target, source, experts, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    if tl.load(experts + n) >= 0:
+        row = n.to(tl.int64) * numel
+        for start in range(tl.program_id(1) * BLOCK, numel, PARTS * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(target + row + at, tl.load(source + row + at, at < numel), at < numel)
 
 
 @triton.jit(do_not_specialize=("first",))
