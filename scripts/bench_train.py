@@ -49,6 +49,7 @@ PARTS = (
     ("FSDP", r"fsdp_.*(nccl|copy_engines)"),
     ("FSDP casts + copies", r"fsdp_"),
     ("dispatch + combine", r"exchange_|deep_?ep"),
+    ("copies of experts", r"assign_places|expert_copies"),
     ("tensor parallel", r"(gather|scatter)_tokens"),
     ("host copies", r"memcpy (dtoh|htod)"),
     ("other communication", r"nccl"),
@@ -61,7 +62,7 @@ PARTS = (
     ("projections", r"linears_fp8|gemm|nvjet|cutlass|::mm|cublas"),
 )
 COMMUNICATION = (
-    *("FSDP", "dispatch + combine", "tensor parallel", "host copies"),
+    *("FSDP", "dispatch + combine", "copies of experts", "tensor parallel", "host copies"),
     "other communication",
 )
 

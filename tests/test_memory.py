@@ -20,6 +20,7 @@ from moetrain.models.architecture import Workload
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.layers import Context
+from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.train.memory import RankSizes
@@ -115,6 +116,7 @@ LARGER = [
 LAYOUTS = [
     "",
     "parallel.ep=2",
+    "parallel.ep=2 moe.redundant_experts=2",
     "parallel.tp=2",
     "parallel.pp=2",
     "parallel.dp_replicate=2",
@@ -150,6 +152,8 @@ def estimated_and_held(words):
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
         "peers": sum(peers._memory.parts[0].nbytes for peers in fsdp.peers.values()),
     }
+    if replicas := getattr(dispatcher_of(engine.model), "replicas", None):
+        held["peers"] += replicas._memory.parts[0].nbytes
     ranks = RankSizes.of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
     estimate = ranks[engine.stages.rank].peak(None)
     return {name: (getattr(estimate, name), size) for name, size in held.items()}

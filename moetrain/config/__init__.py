@@ -187,6 +187,11 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
     # A step cannot be done again over stages.
     _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
+    _Need("moe.redundant_experts", {"parallel.ep": _SEVERAL}),
+    _Need("moe.redundant_experts", {"lora.rank": {0}}),  # adapters are not copied
+    # Neither memory on the host nor graphs know of places for copies.
+    _Need("moe.redundant_experts", {"optim.offload_fraction": {0}}),
+    _Need("compile.cuda_graphs", {"moe.redundant_experts": {0}}, {True}),
     _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),

@@ -211,6 +211,15 @@ class Dispatcher:
         """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
         return y_SD
 
+    def through(
+        self, experts: "Experts", x_TD: torch.Tensor, routed: Routed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of each token's experts, of which those here are given, and ``dropped`` of
+        :class:`Dispatched`."""
+        sent = self.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_SD = experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
+        return self.combine(y_SD, sent.ctx), sent.dropped
+
 
 class Router(Adaptable):
     """Chooses K experts for each token by fp32 logits, whatever the activations' dtype.
@@ -407,9 +416,7 @@ class MoE(nn.Module):
         few_TD = self.experts.of_few(x_TD, routed) if type(self.dispatcher) is Dispatcher else None
         if few_TD is not None:
             return few_TD, None
-        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-        y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
-        return self.dispatcher.combine(y_SD, sent.ctx), sent.dropped
+        return self.dispatcher.through(self.experts, x_TD, routed)
 
 
 @torch.no_grad()

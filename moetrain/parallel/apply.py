@@ -33,6 +33,7 @@ from moetrain.models.transformer import Transformer, compile_blocks, compute_dty
 from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
@@ -112,6 +113,8 @@ def _parallelize(
         experts = meshes.expert_parameters.get_group("ep")
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
+        if (replicas := dispatcher.replicas) is not None:
+            replicas.is_late, fsdp.before_reduce = True, replicas.finish
     return fsdp
 
 
@@ -151,11 +154,15 @@ def choose_dispatcher(
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        reason = why_not(arch, group, device, dtype, kernels.precision)
+        how = kernels.precision, moe.redundant_experts
+        reason = why_not(arch, group, device, dtype, *how)
+    replicas = None
+    if spare := moe.redundant_experts:
+        replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
+        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision, replicas)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.
@@ -163,7 +170,7 @@ def choose_dispatcher(
         static = StaticSizes.plan(
             ceil(tokens / (config.parallel.cp * config.parallel.tp)),
             capacity=moe.static_capacity,
-            num_experts=arch.num_experts,
+            num_experts=arch.num_experts + moe.redundant_experts * group.size(),
             top_k=arch.num_experts_per_token,
             ranks=group.size(),
         )
@@ -175,6 +182,7 @@ def choose_dispatcher(
         num_sms=moe.deepep_num_sms,
         static=static,
         precision=kernels.precision,
+        replicas=replicas,
     )
     logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
@@ -236,8 +244,10 @@ def _shard_model(
                 layout = Layout.of(parameter.shape, rule.style, world.meshes)
                 share = 1 / world.meshes.dims.tp if rule.style == "partial" else 1.0
                 # Its storage and place in the bucket are still to come.
-                members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
                 is_large = rule.style == "expert" and not name.endswith(ADAPTER)
+                spare = config.moe.redundant_experts if is_large else 0
+                place = (owner, key, parameter, parameter, layout, rule, 0, share)
+                members[name] = Member(*place, spare=spare)
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
                 kind += (rule.is_orthogonal,)
@@ -307,7 +317,10 @@ def _make_bucket(
         float8 = Float8Shard(size, gathered, fsdp.weights)
         shard_N = float8.codes_N
     else:
-        shard_N = fsdp.weights.empty(size, rule.storage).zero_()
+        # Where blocks use the shard itself, copies of experts lie behind it.
+        is_used = members[0].layout.group.size() == 1 and rule.storage == gathered
+        spare = is_used * sum(member.spare_numel for member in members)
+        shard_N = fsdp.weights.empty(size + spare, rule.storage).zero_()[:size]
     for member, start in zip(members, starts, strict=True):
         member.start, member.float8 = start, float8
         member.local = member.piece_of(shard_N)

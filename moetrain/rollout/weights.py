@@ -61,8 +61,8 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
             dispatcher = dispatcher.counted()
-        elif config.kernels.precision != "bf16":
-            dispatcher = None  # training's narrows tokens
+        elif config.kernels.precision != "bf16" or config.moe.redundant_experts:
+            dispatcher = None  # training's narrows tokens, or sends them to copies
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):

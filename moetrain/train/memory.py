@@ -140,6 +140,8 @@ class _Block(NamedTuple):
     """What of that waits on the host (``activation.offload``)."""
     backward: float
     """What its backward needs beside that."""
+    copies: float
+    """What places for copies of experts take."""
 
 
 class RankSizes:
@@ -256,23 +258,25 @@ class RankSizes:
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
+        self._peers += max(block.copies for block in self._blocks.values())
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
         numbers = sum(part.numbers(share) for part in layer)
         is_narrow = self.config.lora.base_dtype == "float8"
-        others = numbers
-        if self._experts_stay:
-            weights = [w for part in layer for w in part.weights.values()]
-            experts = (math.prod(w.shape) for w in weights if w.rule.style == "expert")
-            others -= sum(experts) / share.ep
-        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others
+        weights = [w for part in layer for w in part.weights.values()]
+        experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
+        others = numbers - self._experts_stay * experts / share.ep
+        copies = self.config.moe.redundant_experts / max(1, self.arch.num_experts) * experts * width
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + copies
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
         # an eager norm also keeps its input in fp32 and the normalised value.
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
         normed = inputs * share.own_tokens * self.arch.hidden_size
         made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
         saved = sum(made) if activation.policy == "none" else self.residual_bytes
+        is_kept = activation.policy == "selective" and "experts" in activation.save
+        saved += copies * (activation.policy == "none" or is_kept)
         # What each part recomputes, and gradients that are wider than the residual stream.
         working = [part.working_set(share) for part in layer]
         backward = sum(made) - saved + sum(working)
@@ -290,8 +294,8 @@ class RankSizes:
         else:
             away = activation.offload * saved
         # And gradients of the parameters in the compute dtype (fp32 if the weights are).
-        backward += self.share_trained * width * numbers
-        return _Block(numbers, unsharded, saved, away, backward)
+        backward += self.share_trained * (width * numbers + copies)
+        return _Block(numbers, unsharded, saved, away, backward, copies)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment of a training step that takes most.

@@ -252,6 +252,10 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
             cudnn_attention.require(device, dtype, arch.widest_head())
         except ValueError as error:
             raise ConfigError("kernels.attention", str(error)) from None
+    spare = config.moe.redundant_experts
+    if spare and any(n.startswith("experts.b_") for part in arch.parts() for n in part.weights):
+        problem = f"{spare}, and this model's experts have biases, which are not copied; set 0"
+        raise ConfigError("moe.redundant_experts", problem)
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
     if (precision := config.kernels.precision) != "bf16" and device.type == "cuda":
@@ -269,7 +273,8 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         Fact.DRY_RUN: "this is a run, which takes the machine as it is",
     }
     if config.parallel.ep > 1:  # said again, for the group, where it is put to use
-        reason = why_not_here(arch, config.parallel.ep, device, dtype, config.kernels.precision)
+        how = config.kernels.precision, config.moe.redundant_experts
+        reason = why_not_here(arch, config.parallel.ep, device, dtype, *how)
         facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
 

@@ -53,6 +53,7 @@ from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.processes import machine
 
 _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
@@ -111,8 +112,9 @@ class DeepEP(ExpertParallelDispatcher):
         num_sms: Literal["auto"] | int = "auto",
         static: StaticSizes | None = None,
         precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision)
+        super().__init__(num_experts, group, backend, precision, replicas)
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
@@ -126,9 +128,13 @@ class DeepEP(ExpertParallelDispatcher):
         _connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
-        """Make another over the same connection, in the counted mode, that sends tokens in bf16."""
+        """Make another over the same connection, in the counted mode, that sends tokens in bf16 and
+        copies no experts."""
         other = copy(self)
         other.static, other.precision = None, "bf16"
+        if (replicas := self.replicas) is not None:
+            other.replicas, other.num_experts = None, replicas.num_experts
+            other.num_local_experts = replicas.num_local_experts
         return other
 
     @contextmanager
@@ -185,9 +191,10 @@ def why_not(
     device: torch.device,
     dtype: torch.dtype,
     precision: Precision = "bf16",
+    spare: int = 0,
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
-    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision)
+    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision, spare)
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}
@@ -202,9 +209,10 @@ def why_not_here(
     device: torch.device,
     dtype: torch.dtype,
     precision: Precision = "bf16",
+    spare: int = 0,
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
-    local_experts, top_k = arch.num_experts // ranks, arch.num_experts_per_token
+    local_experts, top_k = arch.num_experts // ranks + spare, arch.num_experts_per_token
     width = arch.sent_size
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
@@ -222,7 +230,8 @@ def why_not_here(
     if top_k > _MAX_TOP_K:
         return f"the model sends a token to {top_k} experts, and it takes up to {_MAX_TOP_K}"
     if local_experts > _MAX_LOCAL_EXPERTS:
-        return f"a rank has {local_experts} experts, and it takes up to {_MAX_LOCAL_EXPERTS}"
+        what = "experts and copies" if spare else "experts"
+        return f"a rank has {local_experts} {what}, and it takes up to {_MAX_LOCAL_EXPERTS}"
     try:
         _load_deep_ep()
     except ImportError as error:

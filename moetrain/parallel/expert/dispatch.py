@@ -45,9 +45,11 @@ from moetrain.kernels.experts.permutation import (
     permute,
     unpermute,
 )
+from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
-from moetrain.models.moe import Dispatched, Dispatcher
+from moetrain.models.moe import Dispatched, Dispatcher, Experts
+from moetrain.parallel.expert.replicas import Replicas
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -87,6 +89,7 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         group: dist.ProcessGroup,
         backend: Backend = "auto",
         precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__(num_experts, backend)
         self.num_ranks, self.rank = group.size(), group.rank()
@@ -96,6 +99,10 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
                 "parallel ranks; use a number of ranks that divides them"
             )
         self.num_local_experts = num_experts // self.num_ranks
+        self.replicas = replicas
+        if replicas is not None:  # what is dispatched to are experts and places for copies
+            self.num_local_experts += replicas.spare
+            self.num_experts = self.num_ranks * self.num_local_experts
         self.group_name: str = group.group_name
         self.precision: Precision = precision
 
@@ -120,6 +127,16 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
         tokens = arrived.x_SD, arrived.weights_SK
         return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped)
+
+    def through(
+        self, experts: Experts, x_TD: torch.Tensor, routed: Routed
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.replicas is None:
+            return super().through(experts, x_TD, routed)
+        places_TK, copies_WN = self.replicas.assign(routed.ids_TK, experts)
+        sent = self.dispatch(x_TD, places_TK, routed.weights_TK)
+        y_SD = self.replicas.compute(experts, sent, copies_WN)
+        return self.combine(y_SD, sent.ctx), sent.dropped
 
 
 class AllToAll(ExpertParallelDispatcher):

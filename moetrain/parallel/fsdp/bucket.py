@@ -77,6 +77,18 @@ class Member:
     added up."""
     float8: Float8Shard | None = None
     """The storage whose codes :attr:`local` is; None where that is the values."""
+    spare: int = 0
+    """Rows behind the gathered value, in which the block computes with what it puts there."""
+
+    @property
+    def spare_numel(self) -> int:
+        return self.spare * self.layout.shape[1:].numel()
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """The shape of the gathered value with its spare rows."""
+        rows, *rest = self.layout.gathered_shape
+        return torch.Size((rows + self.spare, *rest))
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
         """Cut out of ``flat_N``, as long as the bucket's shard, the part at this member's place."""
@@ -262,18 +274,23 @@ class Bucket:
         if self.is_never_sharded:
             return 0
         if not self.needs_copies:
-            return self.gathered_bytes
-        numels = [member.layout.gathered_shape.numel() for member in self.members]
+            spare = sum(member.spare_numel for member in self.members)
+            return self.gathered_bytes + aligned(spare * self.dtype.itemsize)
+        numels = [member.full_shape.numel() for member in self.members]
         return sum(aligned(numel * self.dtype.itemsize) for numel in numels)
 
     def lay_out(self, memory: torch.Tensor) -> None:
         """Place the gathered members in ``memory``, of :attr:`region_bytes`."""
-        whole_N = self.source_N.detach() if self.is_never_sharded else memory.view(self.dtype)
+        whole_N = memory.view(self.dtype)
+        if self.is_never_sharded:
+            spare = sum(member.spare_numel for member in self.members)
+            whole_N = self.source_N.detach()
+            whole_N = whole_N.as_strided((len(whole_N) + spare,), (1,), whole_N.storage_offset())
         self._gathered_N = whole_N
         self._rows = []
         start = 0
         for member in self.members:
-            shape = member.layout.gathered_shape
+            shape = member.full_shape
             first = start if self.needs_copies else member.start
             self._rows.append(whole_N[first : first + shape.numel()].view(shape))
             start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
@@ -326,11 +343,11 @@ class Bucket:
         for member, row in zip(self.members, self._rows, strict=True):
             padded = member.layout.padded_numel
             part_WN = staged_WN[:, member.start : member.start + padded]
-            target = row.data.view(-1)
-            if padded * ranks == row.numel():
+            target = row.data[: member.layout.gathered_shape[0]].view(-1)
+            if padded * ranks == target.numel():
                 target.view(ranks, -1).copy_(part_WN)
             else:  # the last ranks have less
-                target.copy_(part_WN.reshape(-1)[: row.numel()])
+                target.copy_(part_WN.reshape(-1)[: target.numel()])
 
     def rows(self) -> list[torch.Tensor]:
         """Give the gathered parameters in the order of members, as new tensors for autograd."""
@@ -401,6 +418,8 @@ class Bucket:
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
         ranks = self.group.size()
+        pairs = zip(gradients, self.members, strict=True)
+        gradients = [g[: len(g) - m.spare] if g is not None and m.spare else g for g, m in pairs]
         only, (first, *others), size = gradients[0], self.members, ranks * self.shard_N.numel()
         if only is not None and first.share == 1 and not others and only.numel() == size:
             return only.contiguous().view(ranks, -1)

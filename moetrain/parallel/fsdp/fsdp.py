@@ -24,7 +24,7 @@ read.
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,6 +158,7 @@ class FSDP(Sharding):
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
         self._is_working = self._is_last = False
         self._num_works = 0
+        self.before_reduce: Callable[[], object] = lambda: None  # waits for what others still add
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; their forwards run in the order of units."""
@@ -284,6 +285,7 @@ class FSDP(Sharding):
 
     def reduce(self, unit: _Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the unit's reductions, then finish those of the unit before it."""
+        self.before_reduce()
         with annotate(f"fsdp_reduce {unit.label}"):
             started, rest = [], list(gradients)
             for bucket in unit.buckets:

@@ -68,7 +68,7 @@ _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_OPENED, _SHARED, _WRITTEN, _SUMMED = _BARRIERS = range(4)
+_OPENED, _SHARED, WRITTEN, FREE = _BARRIERS = range(4)
 _TAKE = (("wait", 1), ("write", 0))
 
 
@@ -135,7 +135,7 @@ class _DeviceMemory:
                 ) from None
             raise
         own[start:].zero_()
-        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[_SUMMED] = 1  # nothing is awaited
+        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[FREE] = 1  # nothing is awaited
         torch.cuda.synchronize(device)  # words are so before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
@@ -184,6 +184,13 @@ class _MappedMemory:
         dist.barrier(self.group)
 
 
+def shared_memory(
+    size: int, group: dist.ProcessGroup, device: torch.device
+) -> _DeviceMemory | _MappedMemory:
+    """Make memory that the ranks of ``group`` share, with its barriers. Collective."""
+    return (_DeviceMemory if device.type == "cuda" else _MappedMemory)(size, group, device)
+
+
 class CopyStreams:
     """One rank's streams for copies in all groups; None on CPUs, where copies are done at once."""
 
@@ -207,13 +214,13 @@ class CopyStreams:
         with torch.cuda.stream(stream):
             yield
 
-    def end(self, *streams: torch.cuda.Stream | None, kept: torch.Tensor | None = None) -> Wait:
+    def end(self, *streams: torch.cuda.Stream | None, kept: object = None) -> Wait:
         """Note all that ``streams`` have been given so far, which reads ``kept``, whose memory must
         not be reused before."""
         events: list[Any] = [stream.record_event() for stream in streams if stream is not None]
         return partial(self._wait, events, kept)
 
-    def _wait(self, events: Sequence[Any], kept: torch.Tensor | None) -> None:
+    def _wait(self, events: Sequence[Any], kept: object) -> None:
         for event in events:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -241,8 +248,7 @@ class Peers:
         """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
         if self._memory is None:
             size, device = self._inbox_start + self._inbox_size, self.streams.device
-            kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
-            self._memory = kind(size, self.group, device)
+            self._memory = shared_memory(size, self.group, device)
         self.barrier(_OPENED)
 
     def barrier(self, which: int = _SHARED) -> None:
@@ -301,16 +307,16 @@ class Peers:
         inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
         with self.streams.behind(push):
             with annotate("copy_engines"):
-                memory.wait(_SUMMED)
+                memory.wait(FREE)
                 for rank in others:
                     target_N = inboxes[rank][me * numel :][:numel]
                     target_N.copy_(chunks_WN[rank], non_blocking=True)
-                memory.arrive(_WRITTEN)
-                memory.wait(_WRITTEN)
+                memory.arrive(WRITTEN)
+                memory.wait(WRITTEN)
             inbox_WN = inboxes[me].view(ranks, numel)
             own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
             sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
-            memory.arrive(_SUMMED)
+            memory.arrive(FREE)
         return self.streams.end(push, kept=chunks_WN)
 
 
@@ -350,6 +356,13 @@ def reachable(
         else:
             logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
     return found
+
+
+def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Say why ranks of ``group`` do not reach one another's memory; None if they do. Collective."""
+    devices = [(machine(), device.index)] * group.size()
+    dist.all_gather_object(devices, devices[0], group=group)
+    return _why_not(devices)
 
 
 def _why_not(devices: Sequence[tuple[str, int | None]]) -> str | None:

@@ -1,0 +1,186 @@
+"""Copies of busy experts on idle ranks: nothing but the order of sums changes."""
+
+import itertools
+
+import pytest
+import test_parallel
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from test_expert_parallel import (
+    ALL_ON_ONE,
+    EVEN,
+    EXPERTS,
+    FEW,
+    NONE,
+    ROUTINGS,
+    UNEVEN,
+    Pair,
+    check_step,
+    make_pair,
+)
+from test_parallel import TOLERANCE, Trainer, compare, plan_runs, run, run_layouts, words_of
+from torch import nn
+
+from moetrain.config import ConfigError
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.experts.replicas import place_ids, plan_replicas
+from moetrain.models.moe import Router
+from moetrain.parallel.expert.dispatch import AllToAll
+from moetrain.parallel.expert.replicas import Replicas
+
+SIZES = [
+    # Ranks, experts of one, places for copies, choices of a token.
+    *[(1, 3, 2, 2), (2, 1, 1, 1), (2, 5, 2, 3), (3, 2, 1, 2), (3, 1, 4, 1)],
+    *[(4, 3, 0, 2), (4, 2, 3, 2), (8, 2, 1, 3), (8, 3, 4, 2)],
+]
+
+
+def routings(ranks, experts, top_k):
+    """Each rank's ids: few tokens or none, evenly or to few experts, some nowhere."""
+    for seed, power in itertools.product(range(4), (0, 1, 8)):
+        generator = torch.Generator().manual_seed(seed)
+        popular_E = torch.rand(experts, generator=generator) ** power
+        batch = []
+        for tokens in torch.randint(0, 31, (ranks,), generator=generator).tolist():
+            chosen = popular_E.expand(tokens + 1, -1).multinomial(top_k, True, generator=generator)
+            nowhere = torch.rand(chosen.shape, generator=generator) < 0.1
+            batch.append(chosen.masked_fill(nowhere, -1).int()[:tokens])
+        yield batch
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("least", [1, 6])
+def test_every_row_goes_to_its_expert_and_no_rank_has_more_than_its_share(size, least):
+    ranks, local, spare, top_k = size
+    experts = ranks * local
+    for ids in routings(ranks, experts, top_k):
+        indices = [expert_indices(x, experts, "reference") for x in ids]
+        counts_WE = torch.stack([found.counts_E for found in indices])
+        taken = torch.zeros(ranks * (local + spare), dtype=torch.int64)
+        for rank, (ids_TK, found) in enumerate(zip(ids, indices, strict=True)):
+            plan = plan_replicas(counts_WE, spare, rank, least, "reference")
+            fast = plan_replicas(counts_WE, spare, rank, least, "triton")
+            for name, one, other in zip(plan._fields, plan, fast, strict=True):
+                assert torch.equal(one, other), name
+            places_TK = place_ids(ids_TK, found, plan, rank, "reference")
+            assert torch.equal(places_TK, place_ids(ids_TK, found, plan, rank, "triton"))
+            own_WL = torch.arange(experts).view(ranks, local)
+            held = torch.cat((own_WL, plan.experts_WN), dim=1).flatten()
+            used = ids_TK >= 0
+            assert torch.equal(places_TK >= 0, used)
+            assert torch.equal(held[places_TK[used].long()], ids_TK[used].long())
+            taken += places_TK[used].bincount(minlength=len(taken))
+        load_W, share = taken.view(ranks, -1).sum(1), -(-int(counts_WE.sum()) // ranks)
+        assert torch.equal(load_W, plan.rows_WE.sum(1))
+        before_W = counts_WE.sum(0).view(ranks, local).sum(1)
+        assert load_W.max() <= max(share, before_W.max())
+        copied = plan.experts_WN >= 0
+        if least == 1 and not copied.all(1).any():  # places were left
+            assert load_W.max() <= share
+        for rank, e in zip(*copied.nonzero(as_tuple=True), strict=True):
+            assert plan.rows_WE[rank, plan.experts_WN[rank, e]] >= least
+
+
+def test_the_plan_of_the_kernel_s_own_example():
+    counts_WE = torch.tensor([[5, 1, 1, 0], [4, 1, 2, 0]], dtype=torch.int32)
+    plan = plan_replicas(counts_WE, 1, 0)
+    assert plan.experts_WN.tolist() == [[-1], [0]]
+    assert plan.rows_WE.tolist() == [[5, 2, 0, 0], [4, 0, 3, 0]]
+    assert plan.places_WE.tolist() == [[0, 1, -1, -1], [5, -1, 3, 4]]
+    assert plan.stay_E.tolist() == [5, 1, 0, 0]
+
+
+def with_copies(spare: int, backend: Backend = "auto") -> Pair:
+    """The layer with all experts, and one with this rank's and places for copies, any number."""
+    pair, group = make_pair(backend), dist.distributed_c10d._get_default_group()
+    replicas = Replicas(EXPERTS, spare, group, torch.device("cpu"), backend)
+    replicas.least_rows = 1
+    pair.mine.dispatcher = AllToAll(EXPERTS, group, backend, replicas=replicas)
+    for name, own in list(pair.mine.experts.named_parameters()):
+        copies = torch.full((spare, *own.shape[1:]), torch.nan)
+        setattr(pair.mine.experts, name, nn.Parameter(torch.cat((own.detach(), copies))))
+    return pair
+
+
+def check_eager() -> None:
+    for spare in (1, 3, 9):
+        pair = with_copies(spare)
+        for seed, tokens in enumerate((EVEN, UNEVEN, ALL_ON_ONE, NONE)):
+            for routing in ROUTINGS:
+                for recompute in (False, True):
+                    check_step(pair, tokens, routing, seed, recompute)
+
+
+def check_kernels() -> None:
+    pair = with_copies(2, "triton")
+    for seed, routing in enumerate(ROUTINGS):
+        check_step(pair, FEW, routing, seed, recompute=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("check", [check_eager, check_kernels])
+@pytest.mark.parametrize("world", [2, 4])
+def test_copies_change_nothing_but_the_order_of_sums(world, check):
+    spawn(world, check, timeout=300)
+
+
+class Skewed(Trainer):
+    """All its tokens choose the first expert, which is one rank's."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                assert module.bias is not None
+                module.bias += 0.5 * (torch.arange(len(module.bias)) == 0)
+
+
+def run_skewed(runs):
+    Replicas.least_rows = 1
+    test_parallel.Trainer = Skewed
+    return run_layouts(runs)
+
+
+RUNS = {
+    2: {
+        "plain": ["ep", "tp+ep", "cp+ep"],
+        "selective": ["ep"],
+        "recompute": ["tp+ep"],
+        "accumulate+last": ["ep"],
+        "reshard": ["ep"],
+        "compile+selective": ["ep"],
+    },
+    4: {
+        "plain": ["ep", "ep+efsdp", "dp+tp+ep", "hsdp+ep"],
+        "accumulate": ["ep+efsdp"],
+        "reshard": ["ep+efsdp"],
+        "recompute": ["dp+tp+ep"],
+    },
+}
+
+
+@pytest.mark.parametrize("world", RUNS)
+def test_a_run_with_copies_is_the_single_process_s(world, tiny_words, monkeypatch):
+    monkeypatch.setattr(test_parallel, "Trainer", Skewed)
+    words = words_of(tiny_words)
+    expected = run([*words, "train.micro_batch_size=8"])
+    layouts = sorted({layout for found in RUNS[world].values() for layout in found})
+    runs = plan_runs(world, words, layouts, RUNS[world], only=RUNS)
+    runs = {name: [*w, "moe.redundant_experts=2"] for name, w in runs.items()}
+    answers = spawn(world, run_skewed, runs, timeout=300)[0]
+    assert set(answers) == set(runs)
+    compare(answers, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("parallel.ep=1", "parallel.ep 1"),
+        ("parallel.ep=2 lora.rank=4", "lora.rank 4"),
+        ("parallel.ep=2 optim.offload_fraction=0.5", "optim.offload_fraction 0.5"),
+    ],
+)
+def test_what_does_not_go_with_copies(words, said, tiny):
+    with pytest.raises(ConfigError, match=f"moe.redundant_experts: 2 contradicts {said}"):
+        tiny("moe.redundant_experts=2", *words.split())
