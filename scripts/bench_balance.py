@@ -31,8 +31,9 @@ EXPERTS, TOP_K, EXPERT_BYTES = 128, 8, 3 * 2048 * 768 * 2
 LAYER_MS, EXPERTS_MS, MEASURED_TOKENS = 41.0, 18.75, 40960
 """A layer's forward and backward, and its experts' share, at so many tokens a rank (2 H200, 12
 layers, micro-batch 10)."""
-FIXED_MS, BYTES_PER_MS = 0.3, 250e6
-"""Counts, plan and barriers of a forward and a backward; what a rank sends or reads of others."""
+FIXED_MS, BYTES_PER_MS, BARRIERS_MS = 0.2, 330e6, 0.11
+"""Counts, plan, sorting and keeping of a forward and a backward; what a rank sends or reads of
+others; the barriers of both ways (two H100s)."""
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def skewed_ids(
 
 def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24) -> str:
     """Plan ``layers`` layers of ``tokens`` tokens a rank; say what is left, and what it costs."""
-    sampled, totals = 2048, torch.zeros(6)
+    sampled, totals = 2048, torch.zeros(7)
     for seed in range(layers):
         many = [
             skewed_ids(sampled, EXPERTS, TOP_K, ranks, skew, seed % ranks, seed, "cpu")
@@ -94,16 +95,18 @@ def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24)
         sent = (copies // (EXPERTS // ranks)).bincount(minlength=ranks).max()
         scale = tokens / MEASURED_TOKENS
         layer_ms, experts_ms = LAYER_MS * scale, EXPERTS_MS * scale
-        extra_ms = FIXED_MS + 3 * sent * EXPERT_BYTES / BYTES_PER_MS
-        copied_ms = layer_ms + experts_ms * (after.max() / mean - 1) + extra_ms
+        travel_ms = BARRIERS_MS + 2 * sent * EXPERT_BYTES / BYTES_PER_MS
+        copied_ms = layer_ms + experts_ms * (after.max() / mean - 1) + FIXED_MS
         plain_ms = layer_ms + experts_ms * (before.max() / mean - 1)
         figures = (before.max() / mean, after.max() / mean, len(copies), sent)
-        totals += torch.tensor([*figures, layer_ms / plain_ms, layer_ms / copied_ms])
-    before, after, copies, sent, plain, copied = (totals / layers).tolist()
+        shares = (layer_ms / ms for ms in (plain_ms, copied_ms + travel_ms, copied_ms))
+        totals += torch.tensor([*figures, *shares])
+    before, after, copies, sent, plain, shown, hidden = (totals / layers).tolist()
     return (
         f"{ranks} ranks, {spare} places: busiest rank {before:.2f} -> {after:.4f} of the mean, "
         f"{copies:.1f} copies a layer, {sent:.1f} of one rank ({sent * EXPERT_BYTES / 1e6:.0f} MB, "
-        f"{sent * EXPERT_BYTES / BYTES_PER_MS:.2f} ms); {plain:.1%} -> {copied:.1%} of even speed"
+        f"{sent * EXPERT_BYTES / BYTES_PER_MS:.2f} ms); {plain:.1%} -> "
+        f"{shown:.1%} of even speed if nothing hides the copying, {hidden:.1%} if all of it is"
     )
 
 
@@ -115,7 +118,7 @@ def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
     forward = Router.forward
 
     def forced(self: Any, x_TD: torch.Tensor, is_pad_T: Any = None, ids_TK: Any = None) -> Any:
-        return forward(self, x_TD, is_pad_T, self.given_TK)
+        return forward(self, x_TD, is_pad_T, getattr(self, "given_TK", None))
 
     Router.forward = forced
     even = None

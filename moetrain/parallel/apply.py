@@ -37,7 +37,7 @@ from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
-from moetrain.parallel.mesh import Layout, Sliceable
+from moetrain.parallel.mesh import Layout, Sliceable, check_like
 from moetrain.parallel.offload.activations import ActivationOffload
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
@@ -154,8 +154,7 @@ def choose_dispatcher(
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        how = kernels.precision, moe.redundant_experts
-        reason = why_not(arch, group, device, dtype, *how)
+        reason = why_not(arch, group, device, dtype, kernels.precision, moe.redundant_experts)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -385,20 +384,6 @@ def load_whole_state(
             member.local.copy_(state[name][member.layout.box])
     for name, buffer in model.named_buffers():
         buffer.copy_(state[name][()])
-
-
-def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
-) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
-    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
-        )
 
 
 @torch.no_grad()

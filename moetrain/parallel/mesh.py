@@ -293,6 +293,20 @@ class Sliceable(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+def check_like(
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
+) -> None:
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
+    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
+    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
+            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
+        )
+
+
 class TensorSlice(NamedTuple):
     """A rank's part of a whole tensor: ``whole[box]``."""
 

@@ -128,8 +128,7 @@ class DeepEP(ExpertParallelDispatcher):
         _connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
-        """Make another over the same connection, in the counted mode, that sends tokens in bf16 and
-        copies no experts."""
+        """Make another over this connection, counted, that sends bf16 and copies no experts."""
         other = copy(self)
         other.static, other.precision = None, "bf16"
         if (replicas := self.replicas) is not None:
