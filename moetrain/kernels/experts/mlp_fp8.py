@@ -325,9 +325,22 @@ def _quantised_forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantised_backward_kernel(
-    dy, gate_up, weights, values, scales, d_gate_up, d_weights, y, y_scales, width, num_rows,
-    TILED: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, BY_HAND: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate_up,
+    weights,
+    values,
+    scales,
+    d_gate_up,
+    d_weights,
+    y,
+    y_scales,
+    width,
+    num_rows,
+    TILED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK // PART)
     col = part[:, None] * PART + tl.arange(0, PART)[None, :]

@@ -200,10 +200,22 @@ def _blocks_kernel(
 
 @triton.jit(do_not_specialize=["R"])  # which changes from call to call
 def _product_kernel(
-    a_desc, b_desc, a_scales, b_scales, ends, out, R, N, M, E,
-    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    a_desc,
+    b_desc,
+    a_scales,
+    b_scales,
+    ends,
+    out,
+    R,
+    N,
+    M,
+    E,
+    GROUPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
     WIDEN: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of rows of one group and of columns of one block. Programs of the same rows follow one
     another, for the cache."""
     across = tl.cdiv(N, BN)

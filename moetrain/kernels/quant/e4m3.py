@@ -250,10 +250,24 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])  # which change from call to call
 def _rows_kernel(
-    x, slot_row, values, scales, rows, weights, row_weights, own_values, own_scales, row_token,
-    width, num_rows, num_tokens,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, BY_HAND: tl.constexpr,
-):  # fmt: skip
+    x,
+    slot_row,
+    values,
+    scales,
+    rows,
+    weights,
+    row_weights,
+    own_values,
+    own_scales,
+    row_token,
+    width,
+    num_rows,
+    num_tokens,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    BY_HAND: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK // PART)
     column = part[:, None] * PART + tl.arange(0, PART)[None, :]

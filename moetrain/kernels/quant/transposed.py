@@ -213,10 +213,23 @@ def _group_scale_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _transpose_kernel(
-    values, scales, tokens, rows, groups, group_scales, out, M, W, num_rows, E,
-    BM: tl.constexpr, WORDS: tl.constexpr, ALONG: tl.constexpr, TILED: tl.constexpr,
+    values,
+    scales,
+    tokens,
+    rows,
+    groups,
+    group_scales,
+    out,
+    M,
+    W,
+    num_rows,
+    E,
+    BM: tl.constexpr,
+    WORDS: tl.constexpr,
+    ALONG: tl.constexpr,
+    TILED: tl.constexpr,
     BY_HAND: tl.constexpr,
-):  # fmt: skip
+):
     """Of each word's four columns in turn, so that only whole words change places."""
     m = tl.program_id(1 if ALONG else 0) * BM + tl.arange(0, BM)
     w = tl.program_id(0 if ALONG else 1) * WORDS + tl.arange(0, WORDS)
@@ -247,9 +260,21 @@ def _transpose_kernel(
 
 @triton.jit
 def _weight_grad_kernel(
-    a_desc, g_desc, offsets, a_scales, g_scales, out, M, N, E,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILED: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    a_desc,
+    g_desc,
+    offsets,
+    a_scales,
+    g_scales,
+    out,
+    M,
+    N,
+    E,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """A tile of one group's product. Programs of a group follow one another, for the cache."""
     across = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * across
