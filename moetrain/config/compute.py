@@ -163,8 +163,8 @@ class MoeSection(Section):
     redundant_experts: int = Field(default=0, ge=0)
     """Places that each rank has for copies of other ranks' experts. In every layer the busiest
     experts are copied to idle ranks for as long as it computes, so that ranks compute equally many
-    rows; gradients go back, and nothing but the order of sums changes. 4 balance four ranks of 32
-    experts; each takes up to twice an expert's memory in every layer."""
+    rows; gradients go back, and nothing but the order of sums changes. Four ranks of 32 experts,
+    one at 2.4 times the mean, need 4; each takes up to twice an expert's memory in every layer."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
