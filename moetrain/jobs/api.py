@@ -211,8 +211,7 @@ class Sampling(_JobBody):
 
     def requests(self, seed: int) -> list[Request]:
         """Return the generator's requests, one a prompt; ``seed`` is used if none was given."""
-        own = {"seed", "prompts", "stop_ids"}
-        given = {k: v for k, v in self.model_dump().items() if k not in own}
+        given = self.model_dump(exclude={"seed", "prompts", "stop_ids"})
         first = seed if self.seed is None else self.seed
         return [
             Request(

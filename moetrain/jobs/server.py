@@ -31,10 +31,6 @@ class _NewJob(JsonBody):
     seed: int = 0
 
 
-class _Nothing(JsonBody):
-    """The body of a request that is described by its path."""
-
-
 class _Query(BaseModel):
     """What a request's path or query may say beside a name."""
 
@@ -88,7 +84,7 @@ class JobRoutes(JsonServer):
         return self.reply(known)
 
     async def cancel(self, request: HTTPRequest) -> Response:
-        await self.read(request, _Nothing.model_validate)
+        await self.read(request, JsonBody.model_validate)  # which has no keys
         known = await asyncio.to_thread(self.service.cancel, request.path_params["job"])
         return self.reply(known)
 

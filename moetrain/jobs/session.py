@@ -57,10 +57,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class _FailedElsewhere(RuntimeError):
-    """A method that succeeded here has failed on another rank."""
-
-
 def _together(
     method: "Callable[Concatenate[JobSession, _P], _R]",
 ) -> "Callable[Concatenate[JobSession, _P], _R]":
@@ -155,7 +151,7 @@ class JobSession:
         if error is not None:
             raise error
         if others:
-            raise _FailedElsewhere(others)
+            raise RuntimeError(f"on another rank, {others}")
         return result  # pyright: ignore[reportReturnType]
 
     # ---- who sits here -------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """An HTTP server that speaks OpenAI's protocol: completions and chat, whole or as streams.
 
-A parameter that the server does not know is an error, since the client expects it to do something.
 Beyond the protocol, every choice has its ``token_ids``. Tool calls come as the text that the model
 writes. Who hangs up is generated for no further (:class:`~moetrain.rollout.engine.Serving`).
 """

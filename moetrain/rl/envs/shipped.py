@@ -101,20 +101,26 @@ class _Arithmetic(SolvedEnvironment):
         self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
     ) -> None:
         super().__init__(prompts)
-        _check_sum(digits, terms)
+        _check_whole(digits=digits, terms=terms)
+        # What no sum has, or _evaluate refuses.
+        for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
+            if not 1 <= value <= most:
+                raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
         if not operations or set(operations) - set("+-*"):
             raise ConfigError("rl.env_args", f"operations {operations!r}: some of + - *")
         self.digits, self.terms, self.operations = digits, terms, operations
 
     def problem(self, task: int) -> Problem:
-        text = _random_sum(task, self.digits, self.terms, self.operations)
-        return Problem(f"{text}=", str(_evaluate(text)))
+        rng = random.Random(task)
+        first, *others = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
+        text = first + "".join(rng.choice(self.operations) + number for number in others)
+        return Problem(f"{text}=", str(_evaluate(text)), facts=text)
 
     def score(self, problem: Problem, answer: str) -> float:
         return float(answer.strip() == problem.answer)
 
 
-class _Calculator(Environment):
+class _Calculator(_Arithmetic):
     """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
 
         prompt          347*28+912=
@@ -125,15 +131,10 @@ class _Calculator(Environment):
     A turn that begins with ``calc`` asks the tool, ``calls`` times at most; any other answers.
     """
 
-    num_tasks = None
-
     def __init__(self, prompts: Prompts, digits: int = 3, terms: int = 3, calls: int = 2) -> None:
-        _check_sum(digits, terms)
+        super().__init__(prompts, digits, terms)
         _check_whole(calls=calls)
-        self.prompts, self.digits, self.terms, self.calls = prompts, digits, terms, calls
-
-    def sum_of(self, task: int) -> str:
-        return _random_sum(task, self.digits, self.terms, "+-*")
+        self.calls = calls
 
     def reply(self, question: str) -> str:
         try:
@@ -142,15 +143,15 @@ class _Calculator(Environment):
             return "-> error ; "
 
     def episode(self, task: int) -> Episode:
-        return _Sum(self, self.sum_of(task))
+        return _Sum(self, super().episode(task))
 
     def demonstrate(self, task: int) -> Demonstration:
-        text, tokens, mask = self.sum_of(task), (), ()
+        problem, tokens, mask = self.problem(task), (), ()
         for part, acts in (
-            (self.prompts.encode(f"{text}="), False),
-            (self.prompts.ended(_ASK + text), True),
-            (self.prompts.text(self.reply(text)), False),
-            (self.prompts.ended(str(_evaluate(text))), True),
+            (self.prompts.encode(problem.prompt), False),
+            (self.prompts.ended(_ASK + problem.facts), True),
+            (self.prompts.text(self.reply(problem.facts)), False),
+            (self.prompts.ended(problem.answer), True),
         ):
             tokens += part
             mask += (acts,) * len(part)
@@ -158,19 +159,20 @@ class _Calculator(Environment):
 
 
 class _Sum(Episode):
-    def __init__(self, environment: _Calculator, text: str) -> None:
-        self._environment, self._text, self._left = environment, text, environment.calls
+    def __init__(self, environment: _Calculator, without_tool: Episode) -> None:
+        self._environment, self._without_tool = environment, without_tool
+        self._left = environment.calls
 
-    def reset(self) -> Turn:
-        return Turn(self._environment.prompts.encode(f"{self._text}="))
+    def reset(self) -> Turn | Awaitable[Turn]:
+        return self._without_tool.reset()
 
-    def step(self, action: Sequence[int]) -> Turn:
+    def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
         text = self._environment.prompts.tokenizer.decode(action)
         if text.startswith(_ASK) and self._left:
             self._left -= 1
             reply = self._environment.reply(text.removeprefix(_ASK))
             return Turn(self._environment.prompts.text(reply))
-        return Turn(reward=float(text.strip() == str(_evaluate(self._text))), done=True)
+        return self._without_tool.step(action)
 
 
 class _ReasoningGym(SolvedEnvironment):
@@ -207,20 +209,6 @@ def _check_whole(**values: object) -> None:
     for name, value in values.items():
         if type(value) is not int:
             raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
-
-
-def _check_sum(digits: int, terms: int) -> None:
-    """Raise ConfigError for sizes that no sum has, or that :func:`_evaluate` refuses."""
-    _check_whole(digits=digits, terms=terms)
-    for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
-        if not 1 <= value <= most:
-            raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
-
-
-def _random_sum(task: int, digits: int, terms: int, operations: str) -> str:
-    rng = random.Random(task)
-    first, *others = [str(rng.randrange(10**digits)) for _ in range(terms)]
-    return first + "".join(rng.choice(operations) + number for number in others)
 
 
 def _evaluate(text: str) -> int:
