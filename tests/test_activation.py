@@ -154,7 +154,8 @@ def test_the_backward_repeats_what_was_not_kept(policy):
 def test_every_name_stands_for_ops_that_exist():
     known = set(torch._C._dispatch_get_all_op_names()) | {"flex_attention"}
     routing = backend.saved_ops([])
-    assert routing == {
+    of_copies = {"moetrain::assign_places"}  # there once a test of expert parallelism imported it
+    assert routing - of_copies == {
         "moetrain::router_topk",
         "moetrain::expert_indices",
         "aten::sort.stable",
