@@ -350,7 +350,7 @@ class Experts(Adaptable):
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
         """Return the sum of each token's experts, which are all here; None: not so few tokens."""
-        if not is_few(x_TD) or type(self) is not Experts or self.precision == "fp8":
+        if not is_few(x_TD) or type(self) is not Experts or self.precision != "bf16":
             return None
         weights = self.w_gate_up, self.w_down
         has_adapters = any(self.adapter(name, x_TD.dtype) is not None for name in self.weights)
