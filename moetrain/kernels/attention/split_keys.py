@@ -24,6 +24,8 @@ key, v of a value, P pages, Z tokens of a page, M pages of a sequence at most, N
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 
+import functools
+
 import torch
 
 from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
@@ -38,6 +40,9 @@ _PROGRAMS = 2
 """On each multiprocessor, which has room for them: all must run together."""
 _WIDEST = 512
 """Of a key: two programs then take 164 of a multiprocessor's 227 KiB of shared memory."""
+_ROOM = 166 << 10
+"""Bytes of shared memory that a multiprocessor must have for them, with 1 KiB each of the system's:
+programs that find no room would be waited for without end. An A100 has 164 KiB, an L40S 100."""
 _MOST_GROUPS = 32
 """Tokens times key heads. With more the one program's kernel has programs for more processors."""
 _MOST_ROWS = 16
@@ -54,8 +59,15 @@ def splits_keys(q_THd: torch.Tensor, keys_PZGd: torch.Tensor) -> bool:
     """Return True if so few rows should take :func:`split_attention`; no row can."""
     (tokens, heads, width), kv_heads = q_THd.shape, keys_PZGd.shape[2]
     # Products of fp32 have a layout, and so an order, of their own.
-    fits = width <= _WIDEST and (INTERPRETED or q_THd.dtype == torch.bfloat16)
+    fits = width <= _WIDEST and (
+        INTERPRETED or (q_THd.dtype == torch.bfloat16 and _has_room(q_THd.device))
+    )
     return fits and 0 < tokens * kv_heads <= _MOST_GROUPS and heads // kv_heads <= _MOST_ROWS
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _ROOM
 
 
 def split_attention(
