@@ -178,7 +178,8 @@ _expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_sav
 def _fetch(
     w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, copies_WN: torch.Tensor, copier: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    matrices = w_gate_up_E2FD.clone(), w_down_EDF.clone()
+    dense = torch.contiguous_format
+    matrices = w_gate_up_E2FD.clone(memory_format=dense), w_down_EDF.clone(memory_format=dense)
     COPIERS[copier].fetch(matrices, copies_WN)
     return matrices
 
@@ -196,7 +197,8 @@ def _give_back(
 @_fetch.register_fake
 @_give_back.register_fake
 def _(first, second, copies_WN, copier):
-    return torch.empty_like(first), torch.empty_like(second)
+    dense = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=dense) for x in (first, second))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
