@@ -372,6 +372,14 @@ BAD_FILES = {
         ),
         "x is of dtype F8_E8M0, which is not read",
     ),
+    "dtype that weights are packed in": (
+        spoil_shard(
+            lambda c: header(
+                b'{"x": {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}}', bytes(4)
+            )
+        ),
+        "x is of dtype U32, which is not read",
+    ),
     "twice": (twice, "is in model-00001-of-.* and model-00002-of-"),
     "quantized weights": (quantized, "dtype that cannot be trained: .* float8_e4m3fn"),
 }

@@ -41,7 +41,7 @@ TOOL_TEMPLATE = """\
 {{- bos_token }}
 {%- if tools %}
 {{- 'tools:' }}
-{%- for tool in tools %}{{- tool | tojson(ensure_ascii=True) ~ (tool | tojson) }}{%- endfor %}
+{%- for tool in tools %}{{- tool | tojson(true) ~ (tool | tojson) }}{%- endfor %}
 {%- elif tools is not none %}{{- 'no tools' }}{%- endif %}
 {%- for d in documents or [] %}{{- d | tojson(indent=2, sort_keys=true) }}{%- endfor %}
 {%- for m in messages %}

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.products import router_logits
+from moetrain.kernels.quant.recipes import RECIPES
+from moetrain.models import moe
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import Dispatcher, MoE, RoutedExperts, Router, update_router_bias
@@ -464,3 +466,15 @@ def test_a_wide_router_keeps_its_weights():
         for y in (logits_TE, exact_TE)
     )
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", *RECIPES])
+def test_few_tokens_are_computed_as_the_precision_says(precision, monkeypatch):
+    """Their kernels, which a CPU has not, multiply in bf16 alone."""
+    for name in ("is_few", "fits_few_tokens", "few_tokens_counters", "few_tokens_mlp"):
+        monkeypatch.setattr(moe, name, lambda *given: torch.ones(1))
+    (sizes,) = {part for part in arch_with(moe_intermediate_size=128).parts() if part.name == "moe"}
+    experts = moe.Experts(sizes, KernelsSection(precision=precision))
+    routed = moe.Router(sizes, MoeSection(), "reference")(torch.ones(2, ARCH.hidden_size))
+    found = experts.of_few(torch.ones(2, ARCH.hidden_size), routed)
+    assert (found is not None) == (precision == "bf16")

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -138,8 +138,7 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = datetime.now().strftime  # one time for all texts
-        # As `transformers` writes JSON; Jinja's own filter escapes for HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
@@ -351,3 +350,8 @@ def _say(error: Exception) -> str:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write JSON as ``transformers`` does; Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

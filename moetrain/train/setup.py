@@ -96,6 +96,7 @@ class Session:
             tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
             pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
             wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
+            wanted = self.world.broadcast("yes" if wanted else "no") == "yes"  # cards may differ
             config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
             config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         if config.train.deterministic:  # for the rest of this process

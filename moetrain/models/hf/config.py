@@ -181,7 +181,7 @@ def _read_rope(config: Mapping[str, Any], family: Family) -> tuple[float, float,
         raise _error(f"rope_scaling is {rope!r}, expected an object")
     original = config.get(RopeScaling.ORIGINAL) or rope.get(RopeScaling.ORIGINAL)
     try:
-        scaling = RopeScaling.of_hf(rope, original or config["max_position_embeddings"])
+        scaling = RopeScaling.of_hf(rope, original or config.get("max_position_embeddings"))
     except ValidationError:
         raise
     except ValueError as error:

@@ -120,6 +120,8 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     return stat.st_size, stat.st_mtime_ns
 
 
+_NOT_READ = ("C64", "U16", "U32", "U64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""Dtypes in safetensors files that are complex, or that quantised weights are packed in."""
 _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
@@ -357,7 +359,7 @@ def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
                     raise error(folder, f"{name} is in {found[name].file.name} and {shard.name}")
                 part = file.get_slice(name)
                 dtype = part.get_dtype()
-                if dtype not in _TYPES:
+                if dtype not in _TYPES or dtype in _NOT_READ:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
                 found[name] = _FileTensor(shard, _TYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:

@@ -154,6 +154,8 @@ class Replicas:
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]
                 addresses = torch.tensor([p.data_ptr() for p in parts], device=self.device)
                 self._places.append((parts, addresses))
+        for matrix, (parts, _) in zip(matrices, self._places, strict=True):  # all layers are alike
+            assert (matrix.dtype, matrix[0].numel()) == (parts[0].dtype, parts[0].shape[1])
         return self._memory
 
 
