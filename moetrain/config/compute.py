@@ -163,8 +163,9 @@ class MoeSection(Section):
     redundant_experts: int = Field(default=0, ge=0)
     """Places that each rank has for copies of other ranks' experts. In every layer the busiest
     experts are copied to idle ranks for as long as it computes, so that ranks compute equally many
-    rows; gradients go back, and nothing but the order of sums changes. Four ranks of 32 experts,
-    one at 2.4 times the mean, need 4; each takes up to twice an expert's memory in every layer."""
+    rows; gradients go back, and nothing but the order of sums changes. Four ranks of 32 experts
+    each, the busiest with 2.4 times the mean, need 4 (simulated). A place takes up to twice an
+    expert's memory in every layer."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -210,11 +211,11 @@ class KernelsSection(Section):
     projections multiply e4m3 numbers with a scale for each row, in the forward and for the
     gradients of their inputs, and all else keeps the compute dtype. fp8_gradients: so do the
     gradients of experts' weights, in e4m3, and those of the head of next-token losses, in e5m2.
-    fp8_blocks: as DeepSeek-V3, with a scale for each 128 numbers of a row and each 128 x 128 of a
-    weight, in the gradients of experts' weights, too; fp8_blocks_ue8m0: with powers of two as
-    weights' scales, as DeepSeek-V3.1. fp8 takes a Hopper GPU (a CPU computes the same numbers,
-    slowly), widths that are multiples of 16 and, for blocks, experts' widths of 128; generation
-    computes in bf16."""
+    fp8_blocks: as fp8, with DeepSeek-V3's scales, one for each 128 numbers of a row and each 128 x
+    128 of a weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the same
+    with powers of two as weights' scales, as DeepSeek-V3.1. All but bf16 take a Hopper GPU (a CPU
+    computes the same numbers, slowly) and widths that are multiples of 16 (for experts in
+    blocks, of 128); generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -238,8 +239,9 @@ class CompileSection(Section):
     """Capture forward, backward and update as CUDA graphs, one for each number of micro-batches and
     bucket of documents, which the host then launches at once. The bits are the same. For small
     models, where the host is what limits a step; on one GPU it takes memory for gradients and
-    compute values that is freed otherwise. auto: where a micro-batch is less than 2 TFLOP a layer,
-    half of the memory is enough, and nothing else that is set prevents it."""
+    compute values that is freed otherwise. auto: where a micro-batch takes less than 2 TFLOP a
+    layer, the run fits in half of the GPU's memory, it generates nothing, and no other setting
+    prevents it."""
 
     @property
     def is_on(self) -> bool:
