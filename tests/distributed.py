@@ -13,9 +13,11 @@ import functools
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -62,13 +64,34 @@ def spawn(
         What ``fn`` returned (anything that pickles), by rank.
 
     Raises:
-        Failed: a rank raised, died or ran past ``timeout``.
+        Failed: a rank raised, died or ran past ``timeout``. A rank that was lost in a thread
+            without Python, gloo's, is warned of, and all run once more (:class:`_LostInGloo`).
     """
     if device_type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
     timeout *= SHARED
-    context = fork_server()
     call = pickle.dumps((fn, args))
+    try:
+        return _run(world, device_type, timeout, call)
+    except _LostInGloo as lost:
+        warnings.warn(f"all ranks run again: {lost}", stacklevel=2)
+    try:
+        return _run(world, device_type, timeout, call)
+    except _LostInGloo as lost:
+        pytest.fail(str(lost))
+
+
+class _LostInGloo(Exception):
+    """A rank died by a memory fault in a thread that runs no Python.
+
+    Seen three times in some ten thousand worlds of loaded machines, each time in another test, with
+    gloo's threads at work; valgrind finds no fault in one of these tests. What is ours would happen
+    again.
+    """
+
+
+def _run(world: int, device_type: str, timeout: float, call: bytes) -> list[Any]:
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
         for rank in range(world):
@@ -125,8 +148,11 @@ def _collect(
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                died = f"rank {rank} died with exit code {processes[rank].exitcode}"
-                pytest.fail(died + "\n" + (folder / f"{rank}.txt").read_text())
+                code, trace = processes[rank].exitcode, (folder / f"{rank}.txt").read_text()
+                died = f"rank {rank} died with exit code {code}\n{trace}"
+                if code == -signal.SIGSEGV and trace and "Current thread" not in trace:
+                    raise _LostInGloo(died) from None
+                pytest.fail(died)
             if not succeeded:
                 pytest.fail(f"rank {rank} raised\n{value}", pytrace=False)
             results[rank] = value
