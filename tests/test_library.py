@@ -107,6 +107,17 @@ def test_settings_of_data_beside_rows_are_refused(tiny, own):
         Trainer(own("train.patience=1", "train.eval_interval=1"), data=rows_of(3))
 
 
+def test_a_checkpoint_is_trained_on_rows_without_a_path_of_data(own, tmp_path):
+    folder = Trainer(own("train.steps=1", "checkpoint.save_hf=yes"), data=rows_of(4)).fit().folder
+    words = [f"model.path={folder / 'hf'}", f"output_dir={tmp_path / 'more'}", "train.steps=1"]
+    words += ["train.global_batch_size=2", "train.micro_batch_size=2", f"data.seq_len={SIZE}"]
+    words += ["data.tokenizer=byte"]
+    config = Config.load(None, words, environ={})
+    assert Trainer(config, data=rows_of(2)).fit().step == 1
+    with pytest.raises(ConfigError, match=r"data\.path: not set, and data\.source 'text' needs it"):
+        Trainer(config)
+
+
 @pytest.mark.parametrize("kind", ["stateful", "plain", "sequence"])
 def test_a_resumed_run_reads_on_where_it_was(kind, own, tmp_path):
     """Eleven rows, four a step: the iterables are begun again within a step."""

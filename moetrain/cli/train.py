@@ -57,6 +57,7 @@ class _Program(NamedTuple):
     check than the settings themselves and the memory."""
 
     def check(self, config: Config) -> None:
+        config.data.check()
         for name, origin in config.origins.items():
             if not name.startswith(self.foreign):
                 continue

@@ -360,12 +360,6 @@ class Config(Section):
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
-        data = self.data
-        named = data.path or data.sources()
-        if data.source in ("text", "records", "jsonl") and not named:
-            raise ConfigError(
-                "data.path", f"not set, and data.source {self.data.source!r} needs it"
-            )
         self.rl.check()
         self.checkpoint.check()
         if t.steps is not None:

@@ -223,6 +223,11 @@ class DataSection(Section):
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
 
+    def check(self) -> None:
+        """Raise ConfigError unless the source has what it reads."""
+        if self.source in ("text", "records", "jsonl") and not (self.path or self.sources()):
+            raise ConfigError("data.path", f"not set, and data.source {self.source!r} needs it")
+
     def sources(self) -> dict[str, Self]:
         """Return the settings of each source of the mixture by name; raises ConfigError."""
         entries = {entry.label(): entry for entry in self.mix or ()}

@@ -73,6 +73,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     that nothing can be sampled from.
     """
     data = config.data
+    data.check()
     if config.train.objective in ("dpo", "ipo", "kto"):
         packing = "triples" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
