@@ -1,12 +1,11 @@
-"""Tokens/s and peak memory by what blocks keep for their backward: policies, and offloading.
+"""Tokens/s and peak memory by what blocks keep for their backward.
 
     python scripts/bench_activation.py [--micro-batches 8,16] [--steps 5] [--rows NAME,...]
         [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
 
-One GPU, real steps, optimizer included, compiled. A row is ``POLICY`` or ``POLICY+OFFLOAD``, and a
-row that does not fit says so. Per row: tokens/s; the allocator's peak and what
-``moetrain.train.memory`` estimates; what travels to the host in a step; pinned memory; and the last
-loss, which offloading must not change.
+One GPU, real steps, optimizer included, compiled. A row is a policy, and one that does not fit says
+so. Per row: tokens/s; the allocator's peak and what ``moetrain.train.memory`` estimates; and the
+last loss.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from bench_train import commit, device_name, wait
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.memory import DeviceBytes
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.offload.activations import _PAGE, ActivationOffload
 from moetrain.train.memory import GIB, RankSizes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.setup import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3
-ROWS = "none,none+auto,selective,selective+auto,full"
+ROWS = "none,selective,full"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Policies and offloading.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Policies of recomputation.", allow_abbrev=False)
     parser.add_argument("--recipe", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--micro-batches", default="8,16")
@@ -58,11 +56,10 @@ def main() -> int:
 
 def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -> dict[str, Any]:
     """A row's measurements; or its ``problem``."""
-    policy, _, offload = name.partition("+")
     words = [
         *("--model.num_layers", str(args.layers), "--compile.enabled", "yes"),
         *("--train.micro_batch_size", size, "--train.global_batch_size", size),
-        *("--activation.policy", policy, "--activation.offload", offload or "0"),
+        *("--activation.policy", name),
         *("--checkpoint.at_end", "no", "--checkpoint.minutes", "0"),
         *("--log.tensorboard", "no", *settings),
     ]
@@ -82,15 +79,12 @@ def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -
 
 def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Time ``steps`` steps after some that warm up."""
-    offload = trainer.model.call_block
-    host = offload.host if isinstance(offload, ActivationOffload) else None
     for _ in range(WARMUP_STEPS):
         trainer.train_step()
     wait(trainer)
     if trainer.device.type == "cuda":
         DeviceBytes.forget_peak(trainer.device)  # not of what compiles and tunes
     start, tokens = time.perf_counter(), trainer.tokens
-    sent = host.bytes_down if host else 0
     losses = [trainer.train_step().loss for _ in range(steps)]
     wait(trainer)
     seconds = (time.perf_counter() - start) / steps
@@ -103,8 +97,6 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         "step_ms": seconds * 1e3,
         "memory_gib": peak_memory_gib(trainer.device),
         "estimate_gib": max(rank.peak(None).total for rank in ranks) / GIB,
-        "sent_gib": ((host.bytes_down if host else 0) - sent) / steps / GIB,
-        "pinned_gib": host.num_pages * _PAGE / GIB if host else 0.0,
         "loss": losses[-1].item(),
     }
 
@@ -117,7 +109,6 @@ def report(row: dict[str, Any]) -> str:
     return (
         f"{head}  {row['tokens_per_second']:9,.0f} tokens/s  {row['step_ms']:7.1f} ms  "
         f"{row['memory_gib']:6.1f} GiB (estimate {row['estimate_gib']:.1f})  "
-        f"sent {row['sent_gib']:5.2f} GiB a step  pinned {row['pinned_gib']:.1f}  "
         f"loss {row['loss']:.6f}"
     )
 

@@ -174,13 +174,6 @@ VALUES = [
     ("--log.profile 5 --train.steps 3", "log.profile", "5, but the run has 3 steps, and 10 are"),
     ("--log.profile_as nvtx", "log.profile_as", "'nvtx' contradicts log.profile 0"),
     ("--log.profile_after 0", "log.profile_after", "greater than 0"),
-    ("--activation.offload 1.1", "activation.offload", "auto or a number from 0 to 1"),
-    ("--activation.offload nan", "activation.offload", "'nan'.*finite"),
-    (
-        "--activation.offload auto --activation.policy full",
-        "activation.offload",
-        "'auto' contradicts activation.policy 'full'",
-    ),
     ("--launch.nproc 0", "launch.nproc", "positive number of processes"),
     ("--launch.nproc all", "launch.nproc", "'all': give a valid integer or give 'auto'"),
     (

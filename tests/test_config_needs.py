@@ -104,8 +104,6 @@ GIVEN = [
     ),
     ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
     ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),
-    ("--activation.offload auto --dry_run", "activation.offload: 'auto', but this run is on a CPU"),
-    ("--activation.offload auto", "activation.offload: 'auto', but this run is on a CPU; unset it"),
     ("--model.preset qwen3-0.6b --moe.z_loss_coef 1", "moe.z_loss_coef: 1.0, but qwen3 has no exp"),
     (
         "--optim.muon_momentum 0.9",
@@ -175,7 +173,7 @@ def test_a_default_asks_for_nothing(tmp_path):
 
 
 def test_what_a_gpu_has_is_not_refused_for_one():
-    config = Config.load("debug", ["kernels.attention=exact", "activation.offload=auto"])
+    config = Config.load("debug", ["kernels.attention=exact"])
     gpus = MemoryPlan.of(
         *resolve_run(config.filled({"launch.gpus": 1}, "the test")), generates=False
     )

@@ -13,7 +13,6 @@ import torch
 from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of, weights_of
 
-from moetrain.parallel.offload import activations as activation_offload
 from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.train.state import _OFFLOADED
 
@@ -31,7 +30,6 @@ SHARED = [
 """What both engines are set to, beside a dtype."""
 MOVES = {
     "optim.offload_fraction": [0, 0.4, 1],
-    "activation.offload": [0, 0.5, 1, "auto"],
     "parallel.reshard_after_forward": ["no", "yes"],
 }
 BASE = ["model.num_layers=5", "moe.bias_update_rate=0"]
@@ -155,13 +153,10 @@ def drawn(seed):
     moves = {name: draw.choice(values) for name, values in MOVES.items()}
     if any(word.startswith("optim.state_dtype") for word in words):
         moves["optim.offload_fraction"] = 0
-    if "activation.policy=full" in words:  # there is nothing left to travel
-        moves["activation.offload"] = 0
     return words, moves
 
 
 def compare(seeds, mesh):
-    activation_offload._SMALLEST, activation_offload._PAGE = 1, 2**12
     for seed in seeds:
         words, moves = drawn(seed)
         rounds = moves["optim.offload_fraction"] > 0
@@ -179,13 +174,6 @@ def compare(seeds, mesh):
             error = (mine[1][name] - weight).norm()
             assert error <= 1e-3 * rounds * weight.norm(), f"{case}: {name}"
     return True
-
-
-@pytest.fixture(autouse=True)
-def small_storages_travel_too(monkeypatch):
-    """:func:`compare` lets them, in every process."""
-    monkeypatch.setattr(activation_offload, "_SMALLEST", activation_offload._SMALLEST)
-    monkeypatch.setattr(activation_offload, "_PAGE", activation_offload._PAGE)
 
 
 @pytest.mark.parametrize("first", [0, 4])

@@ -438,7 +438,6 @@ def test_graphs_take_a_gpu(tiny_words):
     "word",
     [
         "optim.offload_fraction=0.5",
-        "activation.offload=0.5",
         "parallel.reshard_after_forward=yes",
         "parallel.pp=2",
         "parallel.tp=2",
@@ -480,7 +479,6 @@ class OnGPU:
         ([], None, True),
         (["train.device=cpu"], None, False),
         ([], "never", False),
-        (["activation.offload=0.5"], None, False),
         (["model.hidden_size=4096", "model.moe_intermediate_size=4096", MICRO_16], None, False),
         (["model.preset=qwen3-30b-a3b"], None, False),
     ],

@@ -414,7 +414,7 @@ WITHOUT_ROOM = [
     (
         "qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8 "
         "--parallel.ep 4",
-        r"^may not fit: 13\d.*: --activation.offload auto \(.*, or --launch.gpus 8 ",
+        r"^may not fit: 13\d.*: --train.micro_batch_size 4 \(.*, or --launch.gpus 8 ",
     ),
     (
         "qwen3-30b-a3b --launch.gpus 4 --launch.gpu h200",

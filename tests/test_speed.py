@@ -87,7 +87,10 @@ def check(row, tolerance, gpu="h200"):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("activation.offload=0.5", r"^activation\.offload: 0\.5: its time is not estimated"),
+        (
+            "optim.offload_fraction=0.5",
+            r"^optim\.offload_fraction: 0\.5: its time is not estimated",
+        ),
         ("compile.enabled=no", r"^compile\.enabled: False: its time is not estimated"),
     ],
 )

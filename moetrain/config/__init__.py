@@ -156,19 +156,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.offload_fraction", {"optim.state_dtype": {"float32"}}),
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
     _Need("activation.save", {"activation.policy": {"selective"}}),
-    _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
-    # Only compiled blocks leave what they keep to be sent.
-    _Need(
-        "activation.offload",
-        {"activation.policy": _Other("selective"), "compile.enabled": {True, "auto"}},
-        remedy="set compile.enabled yes, or activation.policy none",
-    ),
-    # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
-    _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
     # A graph holds what a device computes over memory that stays where it is.
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
-    _Need("compile.cuda_graphs", {"activation.offload": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
     _Need("compile.cuda_graphs", {"lora.base_dtype": _Other("float8")}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),

@@ -260,14 +260,6 @@ class ActivationSection(Section):
     """What selective keeps, separated by commas: dispatch (tokens that expert parallel ranks
     exchange), attention (its output), experts (pre-activations of the grouped products), linear
     (results of dense products)."""
-    offload: Annotated[
-        float | Literal["auto"],
-        checked(lambda x: x == "auto" or 0 <= x <= 1, "give auto or a number from 0 to 1"),
-    ] = 0.0
-    """Share, from 0 to 1, of the kept activations that waits in pinned host memory and comes back
-    one block ahead; only tensors of 8 MiB or more move. auto: as much as the link to the host
-    carries while blocks compute (50 GB/s at 450 TFLOP/s); more costs time. With activation.policy
-    selective blocks must be compiled; with full nothing is left to move."""
 
 
 class LaunchSection(Section):

@@ -177,7 +177,7 @@ class Transformer(nn.Module):
 
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
-        call_block: calls a block with its inputs; recomputation and offloading replace it.
+        call_block: calls a block with its inputs; recomputation replaces it.
         sharding: unshards parameters where they are used.
         source: the rest of the checkpoint that the weights came from; None: there was none.
         vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism

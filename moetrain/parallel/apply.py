@@ -1,7 +1,7 @@
 """Spread one model over a world of ranks, in an order that is the same for every model and layout.
 
 plan -> this rank's stages -> sharded parameters -> hooks that share tokens -> dispatchers ->
-values -> recomputation -> offloading -> compile
+values -> recomputation -> compile
 
 The model stays single-device math. It is changed in four ways, all of them here: parameters are
 DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
@@ -38,7 +38,6 @@ from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
 from moetrain.parallel.mesh import Layout, Sliceable, check_like
-from moetrain.parallel.offload.activations import ActivationOffload
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
@@ -74,9 +73,6 @@ def place_model(
             fsdp.write(name, (), half)
     model.compute_dtype = dtype
     model.set_recomputation(config.activation)
-    if offload := config.activation.offload:
-        seq_len = config.data.seq_len
-        ActivationOffload(model, offload, stages.plan.ranges, seq_len, world.device)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp

@@ -36,7 +36,6 @@ from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks
 from moetrain.parallel.fsdp.transport import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.offload.activations import link_bytes
 from moetrain.parallel.pipeline.stages import StagePlan
 
 _HOSTED_BYTES = 16
@@ -73,13 +72,11 @@ class MemoryEstimate:
     """Weights that generation has for itself, in the compute dtype."""
     cache: float = 0.0
     """Generation's keys, values and states."""
-    host: float = 0.0
-    """Activations in pinned host memory, which :attr:`total` leaves out."""
 
     @property
     def total(self) -> float:
         """Bytes at the peak."""
-        return sum(vars(self).values()) - self.host
+        return sum(vars(self).values())
 
     def surely_fits(self, capacity: float) -> bool:
         """Return whether ``capacity`` bytes are enough, whatever the estimate's error."""
@@ -112,12 +109,10 @@ class MemoryEstimate:
         """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
         optional = ("peers", "generator", "cache")
         sizes = {name: size for name, size in vars(self).items() if size or name not in optional}
-        sizes.pop("host", None)
         parts = ", ".join(
             f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in sizes.items()
         )
-        host = f"; activations on the host {self.host / GIB:.1f}" * (self.host > 0)
-        return f"{self.total / GIB:.1f} GiB a device: {parts}{host}"
+        return f"{self.total / GIB:.1f} GiB a device: {parts}"
 
 
 @lru_cache(maxsize=4)
@@ -136,8 +131,6 @@ class _Block(NamedTuple):
     """Bytes of these, beside the weights that are kept anyway."""
     saved: float
     """What is kept for the backward (``activation.policy``)."""
-    away: float
-    """What of that waits on the host (``activation.offload``)."""
     backward: float
     """What its backward needs beside that."""
     copies: float
@@ -289,13 +282,9 @@ class RankSizes:
             backward -= sum(kept)
             if share.is_compiled:  # each where its own gradients are computed
                 backward = max(m - k + w for m, k, w in zip(made, kept, working, strict=True))
-        if activation.offload == "auto":
-            away = min(saved, link_bytes(layer, self.config.data.seq_len, share.own_tokens))
-        else:
-            away = activation.offload * saved
         # And gradients of the parameters in the compute dtype (fp32 if the weights are).
         backward += self.share_trained * (width * numbers + copies)
-        return _Block(numbers, unsharded, saved, away, backward, copies)
+        return _Block(numbers, unsharded, saved, backward, copies)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
         """Estimate the moment of a training step that takes most.
@@ -304,8 +293,7 @@ class RankSizes:
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
-        kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
-        training = replace(kept, host=self._host())
+        kept = training = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
         generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
@@ -331,7 +319,6 @@ class RankSizes:
         """Return the bytes of host memory of one process, by the setting that asks for them."""
         wanted = {
             "optim.offload_fraction": _HOSTED_BYTES * self._hosted,
-            "activation.offload": self._host(),
             "rl.offload": self.config.rl.offload * self.moment_bytes(),
         }
         return {name: size for name, size in wanted.items() if size}
@@ -358,7 +345,7 @@ class RankSizes:
             kept,
             gradients=self._gradients(updated),
             gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
-            activations=saved - kept.host,
+            activations=saved,
             logits=self.is_last * logits,
             working_set=backward,
         )
@@ -428,12 +415,6 @@ class RankSizes:
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
         return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
-
-    def _host(self) -> float:
-        # The last block of each pass over a stage keeps its own, and the one on its way back.
-        most = max(block.away for block in self._blocks.values())
-        away = self._passes * self._of_all(lambda block: block.away)
-        return max(0.0, away - (self._passes * self.num_stages + 1) * most)
 
 
 def _copied_bytes(

@@ -153,8 +153,6 @@ def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:
 def _changes(plan: MemoryPlan) -> Iterator[_Change]:
     """Changes on the same devices, the cheapest first: single settings, then several together."""
     config, on_gpus = plan.config, plan.machine.device.type == "cuda"
-    if on_gpus and not config.activation.offload:
-        yield {"activation.offload": "auto"}
     reshard: list[_Change] = [{"parallel.reshard_after_forward": True}]
     if plan.machine.processes == 1 or config.parallel.reshard_after_forward is True:
         reshard = []
@@ -274,7 +272,7 @@ def _sum(takes: Iterable[_Takes]) -> _Takes:
 
 
 def _described(takes: _Takes) -> str:
-    """Write ``14.0 GiB: optim.offload_fraction 12.0, activation.offload 2.0``."""
+    """Write ``14.0 GiB: optim.offload_fraction 12.0, rl.offload 2.0``."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in takes.items())
     return f"{sum(takes.values()) / GIB:.1f} GiB: {parts}"
 

@@ -49,7 +49,6 @@ def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
     config, dims = ranks[0].config, ranks[0].dims
     for name, value in {
         "optim.offload_fraction": config.optim.offload_fraction,
-        "activation.offload": config.activation.offload,
         "compile.enabled": None if config.compile.is_on else False,
     }.items():
         if value or value is False:
