@@ -254,7 +254,7 @@ class RankSizes:
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
         experts = [rule for rule in rules.values() if rule.style == "expert"]
-        is_used_so = all(rule.storage == dtype and not rule.is_narrow for rule in experts)
+        is_used_so = all(rule.storage == dtype and not rule.form for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
@@ -263,7 +263,7 @@ class RankSizes:
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
         numbers = sum(part.numbers(share) for part in layer)
-        is_narrow = self.config.lora.base_dtype == "float8"
+        is_narrow = self.config.lora.base_dtype != "auto"
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
         others = numbers - self._experts_stay * experts / share.ep
@@ -442,6 +442,6 @@ def _copied_bytes(
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
     is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
-    if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or not is_here:
+    if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
         return numel // (dims.ep if is_expert else 1) * used.itemsize
     return 0

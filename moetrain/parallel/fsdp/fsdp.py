@@ -179,11 +179,11 @@ class FSDP(Sharding):
         """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
 
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
-        forward runs), those of 8-bit codes, and all-reduces over replicas.
+        forward runs), those of codes, and all-reduces over replicas.
 
         Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
         """
-        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
+        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.coded)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
         near = reachable(groups, self.setting, self.device, everyone)
         for bucket in travelling:
