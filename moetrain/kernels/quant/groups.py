@@ -1,4 +1,4 @@
-"""Numbers that are stored in groups: codes of 8 or 4 bits, and scales; what a frozen base is kept in.
+"""Numbers stored in groups: codes of 8 or 4 bits, and scales. A frozen base is kept so.
 
 A :class:`Form` says in which codes and with which scales. They are widened by one kernel, without
 rounding but for that to the dtype that is asked for::
@@ -14,10 +14,10 @@ e4m3, 6 for e2m1, where 7 would be rounded to 8. So a group that was quantised h
 is quantised to the same codes again.
 
 Scales of nf4 are the largest absolute values of their groups, quantised themselves ("double
-quantisation"), by bitsandbytes' table of 256: 0, 1, and (0.1 + 0.9 (j + 1/2) / 2^i) 10^(i - 6) with
-both signs, i = 0 ... 6, j < 2^i. There factor and offset are of 256 and of all of a tensor's groups;
-here they lie beside each 32 groups, with which all of its numbers can be stored, and what a rank
-stores does not depend on the others. What is quantised here takes::
+quantisation") by bitsandbytes' table of 256: 0, 1, and (0.1 + 0.9 (j + 1/2) / 2^i) 10^(i - 6)
+with both signs, i = 0 ... 6, j < 2^i. There a factor is of 256 groups, and the offset of all of a
+tensor's; here both lie beside each 32 groups. So all that bitsandbytes writes can be stored, and
+what a rank stores does not depend on the others. What is quantised here takes::
 
     offset = the largest scale     factor = (largest - least) / 0.993, rounded down to bf16
 
@@ -32,8 +32,8 @@ scale is 2 and the codes are those of [1, -0.525, 0.0796].
 
 A group with a number that is not finite is NaN as a whole, and in nf4 so are those beside it.
 
-Legend: W ranks, N numbers of whole groups, B bytes, G groups, S sets of groups that share factor and
-offset.
+Legend: W ranks, N numbers of whole groups, B bytes, G groups, S sets of groups that share factor
+and offset.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false

@@ -115,7 +115,7 @@ class HostShard:
 
 
 class CodedShard:
-    """One rank's shard of one bucket, ``numel`` numbers stored in ``form`` and used in ``dtype``."""
+    """One rank's shard of a bucket: ``numel`` numbers stored in ``form``, used in ``dtype``."""
 
     def __init__(self, form: Form, numel: int, dtype: torch.dtype, weights: Arena) -> None:
         self.form, self.dtype = form, dtype
