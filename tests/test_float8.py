@@ -373,7 +373,7 @@ def test_a_checkpoint_is_loaded_and_saved(ranks, tmp_path):
         model = Transformer(engine.arch)
     model.load_state_dict(weights_of(engine, merged=True))
     save_hf(model, tmp_path / "base")
-    words = ["parallel.ep=2"][: ranks - 1]
+    words = [FLOAT8, *["parallel.ep=2"][: ranks - 1]]
     for name, weight in spawn(ranks, merged_of, tmp_path, words)[0].items():
         base = model.get_parameter(name).detach()
         if name.startswith("layers.") and base.dim() > 1 and "router" not in name:
@@ -392,7 +392,6 @@ def merged_of(folder, words):
     words = [
         f"model.path={folder / 'base'}",
         "data.source=synthetic",
-        FLOAT8,
         "checkpoint.hf_dtype=float32",
         *words,
     ]

@@ -108,7 +108,7 @@ class Member:
         if self.coded is None:
             self.local[here].copy_(tensor[there])
         else:
-            self.coded.write(self.start, self.local.shape, here, tensor[there])
+            self.coded.write(self.start, self.local.shape, here, tensor, there)
 
 
 @dataclass

@@ -15,7 +15,6 @@ leaves every rank's part of a row a multiple of a form's unit (32 numbers, of nf
 Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
 
-import math
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from moetrain.kernels.memory import HostMemory
+from moetrain.kernels.quant.formats import Dequantised
 from moetrain.kernels.quant.groups import Form, quantise_groups, widen_groups
 from moetrain.parallel.offload.arena import Arena
 
@@ -137,20 +137,24 @@ class CodedShard:
         start: int,
         shape: torch.Size,
         place: tuple[int | slice, ...],
-        values: torch.Tensor,
+        given: Any,
+        there: tuple[int | slice, ...] = (),
     ) -> None:
-        """Do ``tensor[place] = values``, rounded; the tensor begins at ``start``."""
-        rows, *columns = place
-        first, last = (rows, rows + 1) if isinstance(rows, int) else (rows.start, rows.stop)
-        # The units that hold these rows; they begin and end within the tensor's own.
-        size, unit = math.prod(shape[1:]), self.form.unit
-        begin, numel = start + first * size, (last - first) * size
-        outer = begin // unit * unit
-        end = -(-(begin + numel) // unit) * unit
-        wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
-        part = wide_N[begin - outer :][:numel].view(last - first, *shape[1:])
-        part[0 if isinstance(rows, int) else slice(None), *columns].copy_(values)
-        made = quantise_groups(self.form, wide_N)
+        """Do ``tensor[place] = given[there]``, rounded; the tensor begins at ``start``. Codes and
+        scales that ``given`` has in this form are taken as they are."""
+        view, unit = torch.empty(shape, device="meta")[place], self.form.unit
+        begin = start + view.storage_offset()
+        numel = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        # The units that hold these numbers; they begin and end within the tensor's own.
+        outer, end = begin // unit * unit, -(-(begin + numel) // unit) * unit
+        made = None
+        if isinstance(given, Dequantised) and (outer, end - outer) == (begin, view.numel()):
+            made = given.groups(self.form, there)
+        if made is None:
+            wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
+            target = wide_N.as_strided(view.shape, view.stride(), begin - outer)
+            target.copy_(given[there] if there else given)
+            made = quantise_groups(self.form, wide_N)
         for own, new in zip(self.form.split(self.bytes[None]), made, strict=True):
             if own is not None and new is not None:
                 first = outer * new.shape[1] // (end - outer)
