@@ -1,4 +1,4 @@
-"""Checkpoints in four bits beneath adapters: nothing is lost between the file and what is stored."""
+"""Checkpoints in four bits beneath adapters: nothing is lost from the file to what is stored."""
 
 import json
 import math
