@@ -210,7 +210,7 @@ class RankSizes:
         self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
         """How many of this rank's blocks have the same parts."""
         self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
-        """How many of them take turns in two regions for their unsharded parameters."""
+        """How many of them take turns in a region or two for their unsharded parameters."""
         self.num_stages = len(plan.stages_of(rank))
         self._passes = in_flight / self.num_stages
         """Micro-batches whose activations these blocks hold at once."""
@@ -415,7 +415,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(2, turns) * largest  # it and a neighbour
+        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers
