@@ -18,8 +18,8 @@ outside the compiled block, which sees plain tensors: inside, it could not start
 
 Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
 With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
-computes; in a single process, where nothing travels, in one. What autograd saved are tensors in a region, which has the right values whenever they are
-read.
+computes; in a single process, where nothing travels, in one. What autograd saved are tensors in a
+region, which has the right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -149,7 +149,7 @@ class FSDP(Sharding):
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = (GatherBuffer(device), GatherBuffer(device))
+        self._turns = [GatherBuffer(device) for _ in range(1 if frees else 2)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
@@ -164,11 +164,7 @@ class FSDP(Sharding):
         """Append the unit of ``modules``; their forwards run in the order of units."""
         index = len(self.units)
         takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
-        region = (
-            self._turns[0 if self.frees else index % 2]
-            if takes_turns
-            else GatherBuffer(self.device)
-        )
+        region = self._turns[index % len(self._turns)] if takes_turns else GatherBuffer(self.device)
         staging = self._staging[index % 2]
         unit = _Unit(index, buckets, region, staging, takes_turns=takes_turns)
         self.units.append(unit)
