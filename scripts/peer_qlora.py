@@ -17,11 +17,13 @@ import sys
 import time
 from typing import Any
 
-import bitsandbytes as bnb
+import bitsandbytes as bnb  # pyright: ignore[reportMissingImports] - no dependency
 import peft
 import torch
 import transformers
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from bitsandbytes.nn.parametrize import (  # pyright: ignore[reportMissingImports]
+    replace_parameter_4bit,
+)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,6 +92,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     model = model_of(args.preset, args.layers, args.device, experts_in_4bit=not args.bf16_experts)
+    vocabulary = model.config.vocab_size
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -97,7 +100,6 @@ def main() -> int:
     model = peft.get_peft_model(model, how).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    vocabulary = model.get_base_model().lm_head.out_features
     tokens = torch.randint(0, vocabulary, (args.rows, args.seq_len), device=args.device)
     on_cuda, seconds = args.device == "cuda", []
     for step in range(args.steps):

@@ -143,7 +143,7 @@ class CodedShard:
         """Do ``tensor[place] = given[there]``, rounded; the tensor begins at ``start``. Codes and
         scales that ``given`` has in this form are taken as they are."""
         view, unit = torch.empty(shape, device="meta")[place], self.form.unit
-        begin = start + view.storage_offset()
+        begin = start + int(view.storage_offset())
         numel = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         # The units that hold these numbers; they begin and end within the tensor's own.
         outer, end = begin // unit * unit, -(-(begin + numel) // unit) * unit
@@ -153,7 +153,8 @@ class CodedShard:
         if made is None:
             wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
             target = wide_N.as_strided(view.shape, view.stride(), begin - outer)
-            target.copy_(given[there] if there else given)
+            values: Any = given[there] if there else given
+            target.copy_(values)
             made = quantise_groups(self.form, wide_N)
         for own, new in zip(self.form.split(self.bytes[None]), made, strict=True):
             if own is not None and new is not None:
