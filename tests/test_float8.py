@@ -340,6 +340,20 @@ def test_what_is_narrow(name):
     assert len(regions) == 1
 
 
+def test_blocks_are_widened_once_a_pass(monkeypatch):
+    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], CodedShard.widen
+
+    def counted(shard, *where):
+        widened.append(shard)
+        widen(shard, *where)
+
+    monkeypatch.setattr(CodedShard, "widen", counted)
+    train(engine, range(1), MICRO)
+    # Of two blocks the second is kept for the backward, which begins with it, and the first for the
+    # next of 8 micro-batches. A block has 6 matrices.
+    assert len(widened) == 6 * (2 * 8 + 1)
+
+
 def narrow_numbers(words):
     engine = adapted(*words)
     numbers = train(engine, range(2), MICRO)
