@@ -81,6 +81,11 @@ def uneven(form):
     x[10, : form.size] /= x[10].abs().max()
     x[10, 0] = 6.99
     x[11, 0], x[11, 1:] = 7, 3.4
+    # In nf4: scales at the border of what is kept, whose factor is rounded up; and scales of which
+    # fp32 has a few different ones.
+    span = 0.99296875 * (1 - 2.0**-13)
+    x[12], x[12, 0] = span / (128 / 1.0001 - 1), span / (1 - 1.0001 / 128)
+    x[13] = 1 + 2.0**-18 * torch.rand(form.unit, generator=torch.Generator().manual_seed(1))
     return x.flatten()
 
 

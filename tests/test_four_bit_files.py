@@ -13,12 +13,17 @@ from test_float8 import ROUND, merged_of
 from test_lora import BASE, EVERYTHING, MICRO, adapted
 
 from moetrain.config import ConfigError
+from moetrain.kernels.quant.formats import Dequantised, format_of
 from moetrain.kernels.quant.groups import FORMS
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
+from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.parallel.offload.arena import Arena
 
 STATE = "quant_state.bitsandbytes__nf4"
+HOW = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+ARENA = Arena("weights", torch.device("cpu"))
 
 
 def table_of_bytes():
@@ -69,8 +74,7 @@ def write_nf4(folder, nested, sizes=ROUND):
         tensors |= parts
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    config["quantization_config"] = how | {"bnb_4bit_use_double_quant": nested > 0}
+    config["quantization_config"] = HOW | {"bnb_4bit_use_double_quant": nested > 0}
     (folder / "config.json").write_text(json.dumps(config))
     return values
 
@@ -111,7 +115,7 @@ def merged_on(folder, meshes):
 
 @pytest.mark.parametrize("meshes", [[[]], [["parallel.ep=2"], ["parallel.dp_shard=2"]]])
 def test_nf4_is_stored_as_it_is_in_the_file(meshes, tmp_path):
-    wanted = ours(write_nf4(tmp_path / "base", 64))
+    wanted = ours(write_nf4(tmp_path / "base", 32))
     if len(meshes) == 1:
         found = merged_on(tmp_path, meshes)
     else:
@@ -129,6 +133,35 @@ def test_nf4_of_other_sizes_has_its_codes_and_scales_that_are_near(tmp_path):
         assert torch.equal(found[name], weight) == (".attn." in name), name
         # Scales here are random and differ by half; what a set spans is up to all of that.
         torch.testing.assert_close(found[name], weight, rtol=0.05, atol=2e-3)
+
+
+def parts_of(shape):
+    """A tensor as it is read, its numbers and its parts."""
+    form = format_of({"quantization_config": HOW | {"bnb_4bit_use_double_quant": True}})
+    parts, values = as_bitsandbytes("", shape, torch.Generator().manual_seed(0), 32)
+    parts = [parts[ending] for ending in form.endings]
+    return Dequantised(form, parts, shape), values, parts
+
+
+def test_codes_are_taken_where_units_are_the_same_alone():
+    given, values, _ = parts_of((32, 64))
+    shard, shape = CodedShard(FORMS["nf4"], 4096, torch.float32, ARENA), torch.Size([64, 64])
+    for first, is_same in ((0, True), (16, False), (32, True)):
+        place = (slice(first, first + 32), slice(0, 64))
+        shard.write(0, shape, place, given, (slice(0, 32), slice(0, 64)))
+        found = shard.read(0, shape)[place]
+        assert torch.equal(found, values) == is_same
+        torch.testing.assert_close(found, values, rtol=0.05, atol=2e-3)
+
+
+def test_files_with_tables_of_their_own_are_read_by_these():
+    given, values, parts = parts_of((64, 64))
+    parts[3] = parts[3] * 0.5
+    shard = CodedShard(FORMS["nf4"], 4096, torch.float32, ARENA)
+    shard.write(0, torch.Size([64, 64]), (slice(0, 64), slice(0, 64)), given, (slice(0, 64),))
+    found = shard.read(0, torch.Size([64, 64]))
+    # Most groups have a 1, and the codes that they have in the file.
+    torch.testing.assert_close(found, values / 2, rtol=0.05, atol=2e-3)
 
 
 def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
