@@ -344,10 +344,10 @@ class LoraSection(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How the first matrix of an adapter is drawn; the second starts at 0. kaiming: uniformly
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
-    base_dtype: Literal["auto", "float8"] = "auto"
-    """Dtype in which blocks' frozen matrices are stored. auto: train.dtype; float8: e4m3 with a
-    scale for every 32 numbers (MXFP8), which halves the memory of bf16 and the bytes gathered, and
-    is converted whenever a block runs."""
+    base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
+    """How blocks' frozen matrices are stored. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
+    (QLoRA's): as codes of 8, 4 and 4 bits with scales, in 0.52, 0.27 and 0.26 of bf16's memory,
+    which are converted whenever a block runs."""
     path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True

@@ -18,7 +18,7 @@ from moetrain.kernels.optim.adamw_float8 import Float8Moments
 from moetrain.kernels.optim.muon import muon_momentum, muon_update
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.optim.rounding import BLOCK
-from moetrain.kernels.quant.e4m3 import E4M3, SCALED, widen_groups
+from moetrain.kernels.quant.groups import widen_groups
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer, plan_model
@@ -55,11 +55,11 @@ class FakeStep:
         trained = ((widths[name], rule) for name, rule in rules.items() if rule.trainable)
         for kind in {(rule.gather or self.dtype, rule.storage, width) for width, rule in trained}:
             self._run_update(*kind)
-        for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.is_narrow}:
-            codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=self.device)
-            scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=self.device)
-            out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=self.device)
-            widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
+        for form, dtype in {(x.form, x.gather or self.dtype) for x in rules.values() if x.form}:
+            size, empty = form.unit * BLOCK, partial(torch.empty, device=self.device)
+            bytes_WB = empty(1, form.num_bytes(size), dtype=torch.uint8)
+            table, out_N = form.table(self.device), empty(size, dtype=dtype)
+            widen_groups(form, form.split(bytes_WB), table, out_N, 0, size)
 
     def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
         own = model.arch.layers()[: model.arch.num_layers]  # others launch no further kernels

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.quant.e4m3 import SCALED
+from moetrain.kernels.quant.groups import FORMS, Form
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 """How a parameter lies on tensor parallel (``expert``: expert parallel) ranks; on top of that FSDP
@@ -59,8 +59,9 @@ class Rule:
     storage: torch.dtype = torch.float32
     """The dtype of a rank's shard; one that is trained is fp32, or bf16."""
     trainable: bool = True
-    is_narrow: bool = False
-    """Whether a rank's shard is stored as 8-bit codes with scales, and read in ``storage``."""
+    form: Form | None = None
+    """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
+    stored as it is."""
     stacked: int = 1
     """How many matrices of a product lie one above the other in its rows."""
     is_orthogonal: bool = False
@@ -73,7 +74,7 @@ class Rule:
     @property
     def stored_bytes(self) -> float:
         """Bytes that one number takes in a rank's shard."""
-        return 1 + 1 / SCALED if self.is_narrow else self.storage.itemsize
+        return self.form.bytes_per_number if self.form else self.storage.itemsize
 
     @property
     def is_matrix(self) -> bool:
@@ -193,8 +194,8 @@ class ShardingPlan(NamedTuple):
             # Norms and biases are left out because they are small, and routers, embedding and head
             # because their rounding costs most (QLoRA leaves them too).
             is_hidden = name.startswith("layers.") and rule.is_matrix
-            if config.lora.base_dtype == "float8" and is_hidden and not rule.trainable:
-                rule = replace(rule, is_narrow=True)
+            if is_hidden and not rule.trainable:
+                rule = replace(rule, form=FORMS.get(config.lora.base_dtype))
             # Norms, biases and adapters are small.
             is_large = rule.init == "normal" and rule.gather is None
             if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:

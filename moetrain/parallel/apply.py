@@ -36,7 +36,7 @@ from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
+from moetrain.parallel.fsdp.storage import CodedShard, HostShard, Link
 from moetrain.parallel.mesh import Layout, Sliceable, check_like
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
@@ -132,7 +132,7 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
+    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
     return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
 
 
@@ -244,7 +244,7 @@ def _shard_model(
                 place = (owner, key, parameter, parameter, layout, rule, 0, share)
                 members[name] = Member(*place, spare=spare)
                 alike = name if is_large else layout.group
-                kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
+                kind = (alike, rule.gather, rule.storage, rule.form, rule.trainable)
                 kind += (rule.is_orthogonal,)
                 groups.setdefault(kind, []).append(members[name])
         found.append(list(groups.values()))
@@ -288,8 +288,9 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
 
 def _places(members: Sequence[Member]) -> list[int]:
     """Give where members begin in their bucket, and the size of all, in numbers."""
-    # A block of an update is of one parameter.
-    blocks = [-(-member.layout.padded_numel // BLOCK) * BLOCK for member in members]
+    # A block of an update is of one parameter, and so are numbers whose codes share scales.
+    unit = max(BLOCK, form.unit if (form := members[0].rule.form) else 1)
+    blocks = [-(-member.layout.padded_numel // unit) * unit for member in members]
     starts = list(accumulate(blocks[:-1], initial=0))
     return [*starts, starts[-1] + members[-1].layout.padded_numel]
 
@@ -303,21 +304,21 @@ def _make_bucket(
 ) -> Bucket:
     """Make a bucket, with its master on the host if a ``link`` there is given."""
     *starts, size = _places(members)
-    rule, host, float8 = members[0].rule, None, None
+    rule, host, coded = members[0].rule, None, None
     gathered = rule.gather or dtype
     if link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
-    elif rule.is_narrow:
-        float8 = Float8Shard(size, gathered, fsdp.weights)
-        shard_N = float8.codes_N
+    elif rule.form is not None:
+        coded = CodedShard(rule.form, size, gathered, fsdp.weights)
+        shard_N = coded.shape_N
     else:
         # Where blocks use the shard itself, copies of experts lie behind it.
         is_used = members[0].layout.group.size() == 1 and rule.storage == gathered
         spare = is_used * sum(member.spare_numel for member in members)
         shard_N = fsdp.weights.empty(size + spare, rule.storage).zero_()[:size]
     for member, start in zip(members, starts, strict=True):
-        member.start, member.float8 = start, float8
+        member.start, member.coded = start, coded
         member.local = member.piece_of(shard_N)
         here = member.local if host is None else member.piece_of(host.copy_N)
         member.parameter = nn.Parameter(
@@ -326,7 +327,7 @@ def _make_bucket(
         if rule.trainable:  # else torch takes a gradient in the parameter's own dtype alone
             member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, float8)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, coded)
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -343,8 +344,8 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
             continue
         layout, values = member.layout, member.local
         rows, *columns = layout.box
-        if member.float8 is not None:
-            values = torch.empty_like(values, dtype=member.rule.storage)
+        if member.coded is not None:
+            values = torch.empty(values.shape, dtype=member.rule.storage, device=values.device)
         elif values.device.type != fsdp.device.type:  # whose random numbers are others
             values = torch.empty_like(values, device=fsdp.device)
         member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))

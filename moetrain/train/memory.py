@@ -203,7 +203,7 @@ class RankSizes:
         self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
         """How many of this rank's blocks have the same parts."""
         self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
-        """How many of them take turns in two regions for their unsharded parameters."""
+        """How many of them take turns in a region or two for their unsharded parameters."""
         self.num_stages = len(plan.stages_of(rank))
         self._passes = in_flight / self.num_stages
         """Micro-batches whose activations these blocks hold at once."""
@@ -247,7 +247,7 @@ class RankSizes:
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
         experts = [rule for rule in rules.values() if rule.style == "expert"]
-        is_used_so = all(rule.storage == dtype and not rule.is_narrow for rule in experts)
+        is_used_so = all(rule.storage == dtype and not rule.form for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
@@ -256,7 +256,7 @@ class RankSizes:
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
         numbers = sum(part.numbers(share) for part in layer)
-        is_narrow = self.config.lora.base_dtype == "float8"
+        is_narrow = self.config.lora.base_dtype != "auto"
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
         others = numbers - self._experts_stay * experts / share.ep
@@ -402,7 +402,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(2, turns) * largest  # it and a neighbour
+        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers
@@ -423,6 +423,6 @@ def _copied_bytes(
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
     is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
-    if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or not is_here:
+    if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
         return numel // (dims.ep if is_expert else 1) * used.itemsize
     return 0

@@ -1,4 +1,4 @@
-"""Quantisation to e4m3: rows for products, and MXFP8 groups for storage.
+"""Quantisation to e4m3, of rows for products.
 
 Rows have a scale each, or one for each tile of 128 neighbours (DeepSeek-V3, arXiv 2412.19437,
 section 3.3), and lie in the order a product reads them::
@@ -13,12 +13,8 @@ quantised by its rows for the forward and by its columns, transposed, for the in
 Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
 not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands for [3, -1, 0.3125].
 
-OCP's MXFP8 (Microscaling Formats v1.0) has a scale for each group of 32 neighbours, by the same
-rule, stored as the byte of its exponent in fp32: 127 + k, k >= -126. Groups are widened without
-rounding (in bf16 but for numbers below 2^-133).
-
 Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width,
-G tiles of a row; of MXFP8: W ranks, N numbers of whole groups, G groups.
+G tiles of a row.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -44,6 +40,8 @@ MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this."""
 TILE = 128
 """Neighbours in a row that share a scale where a row has several."""
+SCALED = 32
+"""Neighbours that share a scale in OCP's formats (:mod:`moetrain.kernels.quant.groups`)."""
 _TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # a tile that is transposed at once
 
 
@@ -347,95 +345,3 @@ def _store_tile(values, x, start, m, N, M, BN: tl.constexpr, BY_HAND: tl.constex
     n = start + tl.arange(0, BN)
     mask = (m < M)[:, None] & (n < N)[None, :]
     tl.store(values + m[:, None] * N + n[None, :], tl.trans(to_e4m3(x, BY_HAND)), mask)
-
-
-SCALED = 32
-"""Numbers in an MXFP8 group."""
-_BAD = 255
-"""The scale of a group with a number that is not finite; the whole group is NaN then."""
-_GROUP_LAUNCH = {"GROUPS": 64, "num_warps": 2}
-
-
-def quantise_groups(x_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise ``x_N`` (floating, whole groups) to codes [N] (e4m3) and scales [G] (uint8)."""
-    x_GS = x_N.float().view(-1, SCALED)
-    is_bad_G = ~x_GS.isfinite().all(1)
-    x_GS = x_GS.masked_fill(is_bad_G[:, None], 0.0)
-    codes_GS, scales_G = quantise_rows(x_GS, "reference")
-    bytes_G = (scales_G.view(torch.int32) >> 23).masked_fill(is_bad_G, _BAD)
-    return codes_GS.view(-1), bytes_G.to(torch.uint8)
-
-
-def widen_groups(
-    codes_WN: torch.Tensor,
-    scales_WG: torch.Tensor,
-    out_N: torch.Tensor,
-    start: int,
-    numel: int,
-    backend: Backend = "auto",
-) -> None:
-    """Dequantise ``numel`` numbers from ``start`` on of each rank into ``out_N``, rank by rank.
-
-    Args:
-        codes_WN, scales_WG: e4m3 and uint8; rows may lie apart.
-        out_N: floating, contiguous, at most W * ``numel``: the last ranks may have less.
-    """
-    ranks, numbers = codes_WN.shape
-    is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
-    are_groups = numbers % SCALED == 0 and scales_WG.shape == (ranks, numbers // SCALED)
-    are_dtypes = (codes_WN.dtype, scales_WG.dtype) == (E4M3, torch.uint8)
-    are_near = codes_WN.stride(1) == scales_WG.stride(1) == out_N.stride(0) == 1
-    if not (is_there and are_groups and are_dtypes and are_near and out_N.dim() == 1):
-        takes = f"{E4M3} [W, N], uint8 [W, N / {SCALED}] and [N], of near neighbours, numbers of N"
-        given = {"codes": codes_WN, "scales": scales_WG, "room for": out_N}
-        raise refusal("widen_groups", takes, numbers=f"{start} to {start + numel}", **given)
-    if use_fast(backend, out_N):
-        if out_N.numel():
-            _widen_groups(codes_WN.view(torch.uint8), scales_WG, out_N, start, numel)
-        return
-    first = start // SCALED
-    last = -(-(start + numel) // SCALED)
-    whole_WN = codes_WN[:, first * SCALED : last * SCALED].to(out_N.dtype)
-    powers_WG = (scales_WG[:, first:last].int() << 23).view(torch.float32)
-    whole_WN.view(*powers_WG.shape, SCALED).mul_(powers_WG[..., None])
-    wide_WN = whole_WN[:, start - first * SCALED :][:, :numel]
-    out_N.copy_(wide_WN.reshape(-1)[: out_N.numel()])
-
-
-@torch.library.custom_op("moetrain::widen_groups", mutates_args=("out_N",))
-def _widen_groups(
-    bytes_WN: torch.Tensor, scales_WG: torch.Tensor, out_N: torch.Tensor, start: int, numel: int
-) -> None:
-    groups = -(-(start + numel) // SCALED) - start // SCALED
-    _groups_kernel[(triton.cdiv(groups, _GROUP_LAUNCH["GROUPS"]), len(bytes_WN))](
-        bytes_WN, scales_WG, out_N, bytes_WN.stride(0), scales_WG.stride(0),
-        start, numel, out_N.numel(), SIZE=SCALED, **_GROUP_LAUNCH,
-    )  # fmt: skip
-
-
-@_widen_groups.register_fake
-def _(*arguments) -> None:
-    return None
-
-
-@triton.jit
-def _groups_kernel(
-    codes, scales, out, code_stride, scale_stride, start, numel, total,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    rank = tl.program_id(1).to(tl.int64)
-    first = start // SIZE + tl.program_id(0).to(tl.int64) * GROUPS
-    skipped = first * SIZE - start  # of those that are wanted; below zero: some here are not
-    left = tl.minimum(numel, total - rank * numel) - skipped
-    group = tl.arange(0, GROUPS)
-    number = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = (number < left) & (number + skipped >= 0)
-    scale = tl.load(scales + (rank * scale_stride + first) + group, group * SIZE < left, other=0)
-    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    # By hand, as not every GPU can. The bits of e4m3 lie in fp32's as those of a number that is
-    # 2^120 times smaller, subnormal ones too.
-    code = tl.load(codes + (rank * code_stride + first * SIZE) + number, mask, other=0)
-    code = code.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    tl.store(out + (rank * numel + skipped) + number, wide * power[:, None], mask)

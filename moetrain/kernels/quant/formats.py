@@ -8,8 +8,17 @@ which format it is (:func:`format_of`), and exports leave that out.
             two numbers a byte, the low half first; 32 consecutive ones share a scale 2^(x - 127)
             (OCP Microscaling Formats 1.0)
     fp8     X_scale_inv, X e4m3 [N, M] -> X [N, M]; see :mod:`moetrain.kernels.quant.blocks`
+    nf4     X uint8 [N M / 2, 1], X.absmax, X.quant_map, X.quant_state.bitsandbytes__nf4 and, where
+            scales are quantised too, X.nested_absmax, X.nested_quant_map -> X [N, M], as
+            bitsandbytes writes it: two numbers a byte, the high half first
+
+The shape of nf4 is said in JSON in the last of these. The others are fp32 or, where scales are
+quantised, bytes of them: ``map[byte] * nested_absmax + nested_offset``, rounded twice, is the scale
+of 64 consecutive numbers.
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +26,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import BlockScaled
+from moetrain.kernels.quant.groups import FORMS, Form, Groups
 
 
 class Format(NamedTuple):
@@ -32,6 +42,11 @@ class Format(NamedTuple):
     """Computes the tensor's shape from those of its parts; None: they do not fit together."""
     read: Callable[[Sequence[Any], slice], torch.Tensor]
     """Reads some indices of the tensor's first dim from its parts."""
+    has_state: bool = False
+    """Whether ``shape`` is given the first part itself, which says how the others are to be
+    read."""
+    groups: Callable[[Sequence[Any], slice, Form], Groups | None] = lambda parts, rows, form: None
+    """Gives the same as codes and scales of a form; None: it does not hold them as they are."""
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return every tensor that the files hold in this format, with the names of its parts."""
@@ -59,6 +74,15 @@ class Dequantised:
         if rows != self._rows:  # gate and up are read one after the other
             self._rows, self._values = rows, self.form.read(self.parts, rows)
         return self._values[(0 if isinstance(first, int) else slice(None), *others)]
+
+    def groups(self, form: Form, index: tuple[int | slice, ...]) -> Groups | None:
+        """Give codes and scales of ``tensor[index]`` as ``form`` has them; None: it has not."""
+        whole = torch.empty(self.shape, device="meta")
+        part = whole[index]
+        start, numel, width = part.storage_offset(), part.numel(), math.prod(self.shape[1:])
+        if not part.is_contiguous() or start % width or numel % width:
+            return None
+        return self.form.groups(self.parts, slice(start // width, (start + numel) // width), form)
 
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -100,6 +124,112 @@ def _fp8(block: tuple[int, int]) -> Format:
     return Format(("_scale_inv", ""), "", (wide, {torch.float8_e4m3fn}), shape, read)
 
 
+class _State(NamedTuple):
+    """What bitsandbytes says of a tensor in nf4."""
+
+    shape: tuple[int, ...]
+    block: int
+    """Numbers that share a scale."""
+    nested: int
+    """Scales that share a factor; 0: they are not quantised."""
+    offset: float
+
+    @classmethod
+    def read(cls, part: Any) -> "_State | None":
+        """Read the JSON of a stranger's file; None: it says nothing that can be."""
+        sizes = _sizes(part)
+        if len(sizes) != 1 or sizes[0] > 1 << 16:
+            return None
+        try:
+            said = json.loads(bytes(part[:].tolist()))
+            shape, nested = said["shape"], said.get("nested_blocksize", 0)
+            offset = said.get("nested_offset", 0.0)
+            if said["quant_type"] != "nf4" or not isinstance(offset, int | float):
+                return None
+            found = cls((*shape,), said["blocksize"], nested, float(offset))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            return None
+        numbers = [*found.shape, found.block, found.nested + 1]
+        are_sizes = all(type(n) is int and 0 < n < 2**40 for n in numbers)
+        return found if are_sizes and found.shape and math.isfinite(found.offset) else None
+
+
+def _sizes(part: Any) -> list[int]:
+    return [*(part.shape if isinstance(part, torch.Tensor) else part.get_shape())]
+
+
+def _nf4_shape(state: Any, *sizes: Sequence[int]) -> tuple[int, ...] | None:
+    said = _State.read(state)
+    if said is None or bool(said.nested) != (len(sizes) == 5):
+        return None
+    numbers = math.prod(said.shape)
+    scales = -(-numbers // said.block)
+    wanted = [-(-numbers // 2), scales, 16]
+    if said.nested:
+        wanted += [-(-scales // said.nested), 256]
+    given = [math.prod(size) for size in sizes]
+    are_flat = all(size[0] == n for size, n in zip(sizes, given, strict=True) if n)
+    return said.shape if given == wanted and are_flat else None
+
+
+def _nf4_parts(parts: Sequence[Any], rows: slice) -> tuple[_State, int, int, list[torch.Tensor]]:
+    """Read what is stored of some rows: the first of their numbers and the end, and packed codes,
+    scales, and factors; of the latter two from the ones on that the first number has."""
+    said = _State.read(parts[0])
+    assert said is not None  # the headers were checked
+    first, end = (row * math.prod(said.shape[1:]) for row in (rows.start, rows.stop))
+    steps = [2, said.block, said.block * said.nested][: 2 + (said.nested > 0)]
+    stored = [parts[1], parts[2], *parts[4:5]]
+    read = [
+        part[first // step : -(-end // step)].flatten()
+        for part, step in zip(stored, steps, strict=True)
+    ]
+    return said, first, end, read
+
+
+def _read_nf4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
+    said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
+    if factors:
+        group_G = torch.arange(first // said.block, -(-end // said.block))
+        own = group_G // said.nested - first // said.block // said.nested
+        scales_G = parts[5][:].float()[scales_G.int()] * factors[0].float()[own] + said.offset
+    codes_N = torch.stack((packed >> 4, packed & 15), 1).flatten()[first % 2 :][: end - first]
+    group_N = torch.arange(first, end) // said.block - first // said.block
+    values_N = parts[3][:].float()[codes_N.int()] * scales_G.float()[group_N]
+    return values_N.view(rows.stop - rows.start, *said.shape[1:])
+
+
+def _nf4_groups(parts: Sequence[Any], rows: slice, form: Form) -> Groups | None:
+    """Give what bitsandbytes stores where its tables are ours, and our units do not cut its
+    blocks."""
+    said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
+    if form is not FORMS["nf4"] or said.block != form.size or said.nested % form.sharing:
+        return None
+    if not factors or first % form.unit or end % form.unit:
+        return None
+    tables = torch.cat((parts[3][:].float(), parts[5][:].float()))
+    ours = form.table(tables.device)
+    assert ours is not None  # it has a codebook
+    if not torch.equal(tables, ours):
+        return None
+    first_set = first // said.block // said.nested
+    own_S = torch.arange(first, end, form.unit) // said.block // said.nested - first_set
+    factor_S = factors[0].float()[own_S]
+    shared_S2 = torch.stack((factor_S, torch.full_like(factor_S, said.offset)), 1)
+    return Groups(((packed >> 4) | (packed << 4))[None], scales_G[None], shared_S2.view(1, -1))
+
+
+def _nf4(is_nested: bool) -> Format:
+    """Return the format of what bitsandbytes writes."""
+    wide = {torch.float32}
+    endings = (".quant_state.bitsandbytes__nf4", "", ".absmax", ".quant_map")
+    dtypes = (_BYTES, _BYTES, _BYTES if is_nested else wide, wide)
+    if is_nested:
+        endings += (".nested_absmax", ".nested_quant_map")
+        dtypes += (wide, wide)
+    return Format(endings, "", dtypes, _nf4_shape, _read_nf4, True, _nf4_groups)
+
+
 def format_of(config: Mapping[str, Any]) -> Format | None:
     """Return the format of what a ``config.json`` calls quantised; None: nothing is.
 
@@ -114,6 +244,9 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
             return _MXFP4
         case "fp8", [int(n), int(m)] if min(n, m) > 0:
             return _fp8((n, m))
+        case "bitsandbytes", _ if said.get("bnb_4bit_quant_type") == "nf4":
+            return _nf4(bool(said.get("bnb_4bit_use_double_quant")))
     problem = f"config.json: quantization_config {how!r:.80}: such quantized weights are not read"
-    remedy = "use a checkpoint in bf16, in mxfp4, or in fp8 with weight_block_size"
+    remedy = "use a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), or in fp8 with "
+    remedy += "weight_block_size"
     raise ConfigError("model.path", f"{problem}; {remedy}")

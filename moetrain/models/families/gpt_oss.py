@@ -1,7 +1,7 @@
 """GPT-OSS: attention with sinks, in a window in every other layer, and experts with biases.
 
-Published files hold the experts' matrices in mxfp4, four bits a number; they are read as bf16, and
-an export is written in bf16.
+Published files hold the experts' matrices in mxfp4, four bits a number; they are read as bf16, or
+kept so beneath adapters (``lora.base_dtype``), and an export is written in bf16.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
@@ -97,13 +97,16 @@ def _dequantised(
     folder: Path, stored: Mapping[str, _FileTensor], form: Format
 ) -> dict[str, _FileTensor]:
     """Put every tensor of ``form`` in the place of its parts; ConfigError if they do not fit."""
-    found = dict(stored)
+    found, opened = dict(stored), lru_cache(maxsize=8)(open_shard)
     for name, parts in form.parts(stored).items():
         own = [found.pop(part, None) for part in parts]
         known = [tensor for tensor in own if tensor is not None]
         fits = len(known) == len(own)
         fits = fits and all(x.dtype in kind for x, kind in zip(known, form.dtypes, strict=True))
-        shape = form.shape(*(tensor.shape for tensor in known)) if fits else None
+        sizes: list[Any] = [tensor.shape for tensor in known]
+        if fits and form.has_state:
+            sizes[0] = opened(known[0].file).get_slice(parts[0])
+        shape = form.shape(*sizes) if fits else None
         if shape is None:
             given = ", ".join(str(tensor and (*tensor[1:3],)) for tensor in own)
             raise error(folder, f"{' and '.join(parts)} do not fit together: {given}")

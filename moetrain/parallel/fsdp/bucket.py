@@ -16,7 +16,7 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.fsdp.storage import Float8Shard, HostShard
+from moetrain.parallel.fsdp.storage import CodedShard, HostShard
 from moetrain.parallel.fsdp.transport import Peers, ReduceMode, Wait, reduce_scatter_start
 from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.offload.arena import Arena, aligned
@@ -75,7 +75,7 @@ class Member:
     share: float
     """The part of the value that a rank uses: 1, or 1/tp where tensor parallel ranks' uses are
     added up."""
-    float8: Float8Shard | None = None
+    coded: CodedShard | None = None
     """The storage whose codes :attr:`local` is; None where that is the values."""
     spare: int = 0
     """Rows behind the gathered value, in which the block computes with what it puts there."""
@@ -97,7 +97,7 @@ class Member:
 
     def read(self) -> torch.Tensor:
         """Give this rank's piece as values: :attr:`local`, or a copy."""
-        return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
+        return self.local if self.coded is None else self.coded.read(self.start, self.local.shape)
 
     def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
         """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it, by
@@ -105,10 +105,10 @@ class Member:
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
-        if self.float8 is None:
+        if self.coded is None:
             self.local[here].copy_(tensor[there])
         else:
-            self.float8.write(self.start, self.local.shape, here, tensor[there])
+            self.coded.write(self.start, self.local.shape, here, tensor, there)
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Bucket:
     """The dtype of its gradient: sums are made in fp32, and rounded to it as they are stored."""
     host: HostShard | None = None
     """The storage whose master :attr:`shard_N` is; None where the shard is on the device."""
-    float8: Float8Shard | None = None
+    coded: CodedShard | None = None
     """The storage whose codes :attr:`shard_N` is; None where the shard is values."""
     gradient_N: torch.Tensor | None = None
     """This step's gradient, once there is one."""
@@ -169,7 +169,7 @@ class Bucket:
     @property
     def needs_copies(self) -> bool:
         """Whether members must be copied out of what a gather gives, rank by rank."""
-        return self.float8 is not None or (len(self.members) > 1 and self.group.size() > 1)
+        return self.coded is not None or (len(self.members) > 1 and self.group.size() > 1)
 
     # ---- the shard as it is gathered -----------------------------------------------------------
 
@@ -259,8 +259,8 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather writes."""
-        if self.float8 is not None:
-            return aligned(self.group.size() * self.float8.bytes.numel())
+        if self.coded is not None:
+            return aligned(self.group.size() * self.coded.bytes.numel())
         return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
 
     @property
@@ -309,9 +309,9 @@ class Bucket:
         if self.is_never_sharded:
             return None
         ranks = self.group.size()
-        if self.float8 is not None:
-            bytes_W = self.float8.gathered(ranks, staging)
-            sent = self.float8.bytes
+        if self.coded is not None:
+            bytes_W = self.coded.gathered(ranks, staging)
+            sent = self.coded.bytes
             return None if ranks == 1 else all_gather_start(sent, self.group, bytes_W)[1].wait
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
@@ -332,11 +332,11 @@ class Bucket:
         """Copy members from ``staging`` to their place, if they are copied out."""
         if not self.needs_copies:
             return
-        if self.float8 is not None:
-            bytes_W = self.float8.gathered(self.group.size(), staging)
+        if self.coded is not None:
+            bytes_W = self.coded.gathered(self.group.size(), staging)
             for member, row in zip(self.members, self._rows, strict=True):
                 padded = member.layout.padded_numel
-                self.float8.widen(row.data.view(-1), bytes_W, member.start, padded)
+                self.coded.widen(row.data.view(-1), bytes_W, member.start, padded)
             return
         ranks, numbers = self.group.size(), self.group.size() * self.shard_N.numel()
         staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)

@@ -18,8 +18,8 @@ outside the compiled block, which sees plain tensors: inside, it could not start
 
 Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
 With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
-computes. What autograd saved are tensors in a region, which has the right values whenever they are
-read.
+computes; in a single process, where nothing travels, in one. What autograd saved are tensors in a
+region, which has the right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -149,7 +149,7 @@ class FSDP(Sharding):
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = (GatherBuffer(device), GatherBuffer(device))
+        self._turns = [GatherBuffer(device) for _ in range(1 if frees else 2)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
@@ -164,7 +164,7 @@ class FSDP(Sharding):
         """Append the unit of ``modules``; their forwards run in the order of units."""
         index = len(self.units)
         takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
-        region = self._turns[index % 2] if takes_turns else GatherBuffer(self.device)
+        region = self._turns[index % len(self._turns)] if takes_turns else GatherBuffer(self.device)
         staging = self._staging[index % 2]
         unit = _Unit(index, buckets, region, staging, takes_turns=takes_turns)
         self.units.append(unit)
@@ -179,11 +179,11 @@ class FSDP(Sharding):
         """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
 
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
-        forward runs), those of 8-bit codes, and all-reduces over replicas.
+        forward runs), those of codes, and all-reduces over replicas.
 
         Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
         """
-        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
+        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.coded)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
         near = reachable(groups, self.setting, self.device, everyone)
         for bucket in travelling:
@@ -252,12 +252,12 @@ class FSDP(Sharding):
         if self._is_working:
             raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
 
-    def start_unshard(self, unit: _Unit) -> None:
-        """Begin to gather ``unit``, unless it is unsharded or on the way."""
+    def start_unshard(self, unit: _Unit, beside: _Unit | None = None) -> None:
+        """Begin to gather ``unit``, unless it is on the way or would take ``beside``'s place."""
         if not self._is_working:
             what = "sharded parameters were asked for outside of FSDP.work()"
             raise RuntimeError(f"{what}; call the model within `with engine.work():`")
-        if unit.region.owner is unit:
+        if unit.region.owner is unit or (beside is not None and unit.region is beside.region):
             return
         if isinstance(unit.region.owner, _Unit):
             self.reshard(unit.region.owner)
@@ -322,14 +322,14 @@ class FSDP(Sharding):
         # it is not done yet: the block's own collectives must come in one order on all ranks.
         late = [following for following in ahead if following.awaits_update]
         for following in ahead[len(late) :]:
-            self.start_unshard(following)
+            self.start_unshard(following, beside=unit)
         unit.swap_in(full)
         try:
             yield
         finally:
             unit.swap_out()
         for following in late:
-            self.start_unshard(following)
+            self.start_unshard(following, beside=unit)
 
     def reopen(self, block: nn.Module, outputs: Any) -> Any:
         """Give ``outputs`` of ``block`` back, of which the backward begins with unsharding it."""
@@ -496,5 +496,5 @@ class _BeforeBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.fsdp.unshard(ctx.unit)
         if ctx.unit.index > 0:
-            ctx.fsdp.start_unshard(ctx.fsdp.units[ctx.unit.index - 1])
+            ctx.fsdp.start_unshard(ctx.fsdp.units[ctx.unit.index - 1], beside=ctx.unit)
         return None, None, *gradients

@@ -6,17 +6,15 @@ into the copy (ZeRO-Offload, arXiv 2101.06840), through the pinned memory that t
 to: an update reads that before it writes. Both ways are streams of their own, so that a copy down,
 a copy up and computing overlap.
 
-:class:`Float8Shard` holds frozen weights in OCP's MXFP8: e4m3, and a scale for each 32 numbers
-(``lora.base_dtype``). Codes and scales are what is gathered, half the bytes; they are widened into
-the memory where the parameters lie gathered. A scale is a power of two, the least with which its
-group's largest number is in range, so what is widened and written again has the same values. Groups
-are of neighbours in a rank's shard: the same on any layout that leaves every rank's part of a row a
-multiple of 32 numbers.
+:class:`CodedShard` holds frozen weights in codes of 8 or 4 bits with scales
+(``lora.base_dtype``, :mod:`moetrain.kernels.quant.groups`). Codes and scales are what is gathered;
+they are widened into the memory where the parameters lie gathered. What is widened and written
+again has the same values. Groups are of neighbours in a rank's shard: the same on any layout that
+leaves every rank's part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
 
-Legend: N numbers of one rank's shard of a bucket (of whole groups, in 8 bits), G groups, W ranks.
+Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
 
-import math
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -24,7 +22,8 @@ from typing import Any
 import torch
 
 from moetrain.kernels.memory import HostMemory
-from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
+from moetrain.kernels.quant.formats import Dequantised
+from moetrain.kernels.quant.groups import Form, quantise_groups, widen_groups
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -115,20 +114,16 @@ class HostShard:
             torch.cuda.current_stream(self.link.device).wait_event(left)
 
 
-class Float8Shard:
-    """One rank's shard of one bucket, ``numel`` numbers that are used in ``dtype``."""
+class CodedShard:
+    """One rank's shard of a bucket: ``numel`` numbers stored in ``form``, used in ``dtype``."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, weights: Arena) -> None:
-        self.dtype = dtype
-        self._codes = -(-numel // SCALED) * SCALED
-        self.bytes = weights.empty(self._codes + self._codes // SCALED, torch.uint8).zero_()
+    def __init__(self, form: Form, numel: int, dtype: torch.dtype, weights: Arena) -> None:
+        self.form, self.dtype = form, dtype
+        self.bytes = weights.empty(form.num_bytes(numel), torch.uint8).zero_()
         """Codes, and scales behind them: all that is gathered."""
-        self.codes_N = self.bytes[:numel].view(E4M3)
-
-    def _apart(self, bytes_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split bytes into codes [W, N] and scales [W, G]."""
-        codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
-        return codes_WN.view(E4M3), scales_WG
+        self.shape_N = self.bytes[:1].expand(numel)
+        """A tensor of the shard's size that holds nothing: a number has no bytes of its own."""
+        self._table = form.table(self.bytes.device)
 
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
@@ -142,23 +137,29 @@ class Float8Shard:
         start: int,
         shape: torch.Size,
         place: tuple[int | slice, ...],
-        values: torch.Tensor,
+        given: Any,
+        there: tuple[int | slice, ...] = (),
     ) -> None:
-        """Do ``tensor[place] = values``, rounded; the tensor begins at ``start``."""
-        rows, *columns = place
-        first, last = (rows, rows + 1) if isinstance(rows, int) else (rows.start, rows.stop)
-        # The groups that hold these rows; they begin and end within the tensor's own.
-        size = math.prod(shape[1:])
-        begin, numel = start + first * size, (last - first) * size
-        outer = begin // SCALED * SCALED
-        end = -(-(begin + numel) // SCALED) * SCALED
-        wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
-        part = wide_N[begin - outer :][:numel].view(last - first, *shape[1:])
-        part[0 if isinstance(rows, int) else slice(None), *columns].copy_(values)
-        codes_WN, scales_WG = self._apart(self.bytes[None])
-        codes_N, scales_G = quantise_groups(wide_N)
-        codes_WN[0, outer:end].copy_(codes_N)
-        scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
+        """Do ``tensor[place] = given[there]``, rounded; the tensor begins at ``start``. Codes and
+        scales that ``given`` has in this form are taken as they are."""
+        view, unit = torch.empty(shape, device="meta")[place], self.form.unit
+        begin = start + int(view.storage_offset())
+        numel = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        # The units that hold these numbers; they begin and end within the tensor's own.
+        outer, end = begin // unit * unit, -(-(begin + numel) // unit) * unit
+        made = None
+        if isinstance(given, Dequantised) and (outer, end - outer) == (begin, view.numel()):
+            made = given.groups(self.form, there)
+        if made is None:
+            wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
+            target = wide_N.as_strided(view.shape, view.stride(), begin - outer)
+            values: Any = given[there] if there else given
+            target.copy_(values)
+            made = quantise_groups(self.form, wide_N)
+        for own, new in zip(self.form.split(self.bytes[None]), made, strict=True):
+            if own is not None and new is not None:
+                first = outer * new.shape[1] // (end - outer)
+                own[:, first : first + new.shape[1]].copy_(new)
 
     def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
         """Give every rank's gathered bytes [W, bytes]."""
@@ -169,5 +170,4 @@ class Float8Shard:
     def widen(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
         """Write ``numel`` numbers from ``start`` on of each rank's ``bytes_W``, one rank's behind
         the other's, to ``out_N``; the last ranks may have less."""
-        codes_WN, scales_WG = self._apart(bytes_W)
-        widen_groups(codes_WN, scales_WG, out_N, start, numel)
+        widen_groups(self.form, self.form.split(bytes_W), self._table, out_N, start, numel)

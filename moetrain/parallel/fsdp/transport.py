@@ -404,7 +404,7 @@ def peer_bytes(
         rule = rules[name]
         by_style = dims.ep if rule.style == "expert" else dims.tp
         cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
-        if dims.sharding_ranks == cut or rule.is_narrow:  # nobody copies it
+        if dims.sharding_ranks == cut or rule.form:  # nobody copies it
             continue
         size = numels[name] * (rule.gather or dtype).itemsize / cut
         on_device = 1 - config.optim.offload_fraction * rule.trainable
