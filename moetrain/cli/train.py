@@ -86,7 +86,7 @@ _PROGRAMS = {
         "rl",
         "moetrain.rl.trainer:RlTrainer",
         Recipes.RL,
-        foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "eval.", "jobs."),
+        foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
         setup="moetrain.rl.setup:Setup",
     ),
     "jobs": _Program(
@@ -97,7 +97,7 @@ _PROGRAMS = {
             # Jobs bring data, steps and learning rates with them.
             *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
-            *("optim.decay_", "train.eval_", "eval.", "train.sample_", "train.gc_interval", "log."),
+            *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
             "train.patience",
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),

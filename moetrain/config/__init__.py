@@ -33,7 +33,6 @@ from moetrain.config.rl import JobsSection, RlSection
 from moetrain.config.sections import (
     CheckpointSection,
     DataSection,
-    EvalSection,
     LogSection,
     LoraSection,
     ModelSection,
@@ -136,8 +135,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.sample_tokens", _OF_TEXT, _SOME),
     _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
-    _Need("eval.*", {"eval.tasks": _Other(())}),
-    _Need("eval.tasks", _OF_TEXT),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
@@ -237,7 +234,6 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     rl: RlSection = RlSection()
     jobs: JobsSection = JobsSection()
-    eval: EvalSection = EvalSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     output_dir: str = "outputs/MODEL-DATA"

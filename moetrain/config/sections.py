@@ -402,23 +402,6 @@ class CheckpointSection(Section):
             )
 
 
-class EvalSection(Section):
-    """Benchmarks of EleutherAI's lm-evaluation-harness (`moetrain[eval]`) while a model trains."""
-
-    tasks: tuple[str, ...] = ()
-    """Its tasks, such as arc_easy,gsm8k; scores are logged as eval/TASK/METRIC."""
-    interval: NonNegativeInt = 0
-    """Steps between benchmarks; 0: at the end alone."""
-    limit: int | None = Field(default=None, gt=0)
-    """The first so many questions of each task; unset: all."""
-    num_fewshot: int | None = Field(default=None, ge=0)
-    """Solved examples before each question; unset: as many as the task says."""
-    chat: bool = False
-    """Ask by the chat template."""
-    task_folder: MaybePath = None
-    """Folder of further tasks, YAML files in the library's format."""
-
-
 class LogSection(Section):
     """What a run prints and writes while it trains."""
 

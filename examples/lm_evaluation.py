@@ -1,19 +1,32 @@
-"""Benchmarks of EleutherAI's lm-evaluation-harness on our generator.
+"""Benchmarks of EleutherAI's lm-evaluation-harness while a model trains, on our generator.
+
+    from lm_evaluation import Benchmarked
+
+    Trainer(config, callbacks=[Benchmarked(("arc_easy", "gsm8k"), interval=1000)]).fit()
+
+or, with settings as ``python -m moetrain.train`` takes them:
+
+    python examples/lm_evaluation.py arc_easy,gsm8k --interval 1000 --model.path MODEL ...
 
 Answers are written by :class:`~moetrain.rollout.engine.Generator`, and scored by the
 log-probabilities that it gives of prompts. With several ranks each serves its share of the
 requests, and all have every answer.
 
-The library (the extra ``eval``) brings tasks, prompts and scores. Left out on purpose: tasks that
-change while they run, and models that are no generator.
+The library (``pip install lm-eval``) brings tasks, prompts and scores. Left out on purpose: tasks
+that change while they run, and models that are no generator.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from moetrain.config import ConfigError
-from moetrain.config.sections import EvalSection
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+from lm_eval.tasks import TaskManager, get_task_dict  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
+
+from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
@@ -24,22 +37,6 @@ from moetrain.rollout.weights import CannotGenerate, generator_of
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.trainer import Trainer
 
-try:
-    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
-    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
-    from lm_eval.tasks import (  # pyright: ignore[reportMissingImports]
-        TaskManager,
-        get_task_dict,
-    )
-    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
-        get_rolling_token_windows,
-        make_disjoint_window,
-    )
-except ImportError:
-    raise ConfigError(
-        "eval.tasks", "needs lm-eval, not installed here; pip install 'moetrain[eval]'"
-    ) from None
-
 _MOST_TOKENS = 256
 """Tokens of an answer, where a task says nothing."""
 _NO_SEEDS: Any = dict.fromkeys(
@@ -49,32 +46,46 @@ _NO_SEEDS: Any = dict.fromkeys(
 
 
 class Benchmarked(Callback):
-    """Logs the scores of ``eval.tasks`` every ``eval.interval`` steps, and when the run ends."""
+    """Logs the scores of ``tasks`` every ``interval`` steps (0: never), and when the run ends."""
 
-    def __init__(self, settings: EvalSection) -> None:
-        """Load the tasks and their data, or raise ConfigError."""
-        self.settings, self._done_at = settings, -1
-        self._manager = TaskManager(include_path=settings.task_folder)
-        if unknown := sorted({*settings.tasks} - {*self._manager.all_tasks}):
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        *,
+        interval: int = 0,
+        limit: int | None = None,
+        num_fewshot: int | None = None,
+        chat: bool = False,
+        task_folder: str | None = None,
+    ) -> None:
+        """Load the tasks and their data, or raise ConfigError.
+
+        Args:
+            limit: the first so many questions of each task; None: all.
+            num_fewshot: solved examples before each question; None: as many as the task says.
+            chat: ask by the chat template.
+            task_folder: folder of further tasks, YAML files in the library's format.
+        """
+        self.tasks, self.interval, self._done_at = tasks, interval, -1
+        self._how: Any = {"num_fewshot": num_fewshot, "limit": limit, "apply_chat_template": chat}
+        self._manager = TaskManager(include_path=task_folder)
+        if unknown := sorted({*tasks} - {*self._manager.all_tasks}):
             problem = f"{unknown[0]!r} is no task of lm-eval's"
-            raise ConfigError("eval.tasks", f"{problem}, nor of eval.task_folder")
+            raise ConfigError("tasks", f"{problem}, nor of the folder of tasks")
         try:
-            get_task_dict([*settings.tasks], self._manager)
+            get_task_dict([*tasks], self._manager)
         except Exception as error:  # noqa: BLE001 - of any library that loads its data
-            problem = f"the data of {', '.join(settings.tasks)} cannot be loaded"
-            raise ConfigError("eval.tasks", f"{problem}: {shortened(str(error))}") from None
+            problem = f"the data of {', '.join(tasks)} cannot be loaded"
+            raise ConfigError("tasks", f"{problem}: {shortened(str(error))}") from None
 
     def scores(
         self, generator: Generator, tokenizer: Tokenizer, world: World | None = None
     ) -> dict[str, float]:
         """Return every score by ``eval/TASK/METRIC``. Collective over the ranks of ``world``."""
-        model, wanted = _Model(generator, tokenizer, world), self.settings
         found: Any = simple_evaluate(
-            model=model,
-            tasks=[*wanted.tasks],
-            num_fewshot=wanted.num_fewshot,
-            limit=wanted.limit,
-            apply_chat_template=wanted.chat,
+            model=_Model(generator, tokenizer, world),
+            tasks=[*self.tasks],
+            **self._how,
             task_manager=self._manager,
             log_samples=False,
             bootstrap_iters=0,
@@ -88,7 +99,7 @@ class Benchmarked(Callback):
         }
 
     def on_step(self, run: RunView) -> None:
-        if self.settings.interval and run.step % self.settings.interval == 0:
+        if self.interval and run.step % self.interval == 0:
             self._measure(run)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
@@ -96,14 +107,14 @@ class Benchmarked(Callback):
             self._measure(run)
 
     def _measure(self, run: RunView) -> None:
-        assert isinstance(run, Trainer)  # which has made this callback
+        assert isinstance(run, Trainer)
         self._done_at = run.step
         run.clock.stop()
         tokenizer = run.data.tokenizer
         try:
             generator = generator_of(run.engine, tokenizer)
         except CannotGenerate as error:
-            run.say(f"no benchmark: {error} (eval.tasks)")
+            run.say(f"no benchmark: {error}")
         else:
             scores = self.scores(generator, tokenizer, run.world)
             generator.sleep(weights=True)
@@ -214,3 +225,18 @@ class _Model(TemplateLM):
         for other, part in enumerate([found] if self.world is None else self.world.gather(found)):
             answers[other::size] = part
         return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("tasks", help="names of tasks, with commas between")
+    parser.add_argument("--interval", type=int, default=0, help="steps between; 0: at the end")
+    parser.add_argument("--limit", type=int, help="the first so many questions of each task")
+    parser.add_argument("--task_folder", help="folder of further tasks")
+    given, words = parser.parse_known_args()
+    own = vars(given) | {"tasks": given.tasks.split(",")}
+    Trainer(Config.load(None, words), callbacks=[Benchmarked(**own)]).fit()
+
+
+if __name__ == "__main__":
+    main()
