@@ -69,7 +69,7 @@ ENGINE_CHOICES = [
     {"policy": "gspo", "aggregation": "sequence", "entropy_coef": 0.1},
     {"policy": "cispo", "aggregation": "fixed", "ratio": "rollout"},
     {"policy": "reinforce", "importance": "sequence", "kl_coef": 0.1, "temperature": 0.7},
-    {"importance_how": "mask", "importance_low": 0.8, "importance_high": 1.25, "dual_clip": 1.1},
+    {"mask": "token", "mask_low": 0.8, "mask_high": 1.25, "dual_clip": 1.1},
 ]
 
 

@@ -93,16 +93,31 @@ def importance_of(sample, proximal, s):
     """(weight, is trained) of each action, by number."""
     actions = [t for t in range(len(sample.tokens) - 1) if sample.is_action[t + 1]]
     d = {t: proximal[t].item() - float(sample.logprobs[t + 1]) for t in actions}
-    if s.importance_of == "sequence":
-        d = dict.fromkeys(d, sum(d.values()))
+    bounds = {"token": (0.5, 5), "sequence": (0, 2), "geometric": (0.999, 1.001)}
+    low, high = bounds.get(s.mask, (1, 1))
+    low = low if s.mask_low is None else s.mask_low
+    high = high if s.mask_high is None else s.mask_high
     found = {}
     for t, x in d.items():
-        w = 1.0 if s.importance_of == "none" else float(np.exp(x))
-        if s.importance_of != "none" and s.importance_how == "mask":
-            found[t] = (w, s.importance_low <= w <= s.importance_high)
-        else:
-            found[t] = (min(w, s.importance_high), True)
+        ratios = {
+            "none": 1.0,
+            "token": np.exp(x),
+            "sequence": np.exp(sum(d.values())),
+            "geometric": np.exp(sum(d.values()) / len(d)),
+        }
+        w, ratio = float(ratios[s.importance_of]), ratios[s.mask]
+        if s.importance_high or s.mask != s.importance_of:
+            w = min(w, s.importance_high or 2)
+        found[t] = (w, low <= ratio <= high)
     return found
+
+
+def shift_of(name, p, m):
+    """How far a token's probability has moved from m to p, below 0: down."""
+    if name == "dppo_tv":
+        return p - m
+    kl = m * np.log(m / p) + (1 - m) * np.log((1 - m) / (1 - p))
+    return kl if p > m else -kl
 
 
 def kl_of(name, d):
@@ -144,6 +159,10 @@ def reference(samples, hiddens, head, proximals, references, s):
                         torch.tensor(s.dual_clip * advantage, dtype=torch.float64),
                         True,
                     )
+            elif s.policy.startswith("dppo"):
+                shift = shift_of(s.policy, logp[t].exp().item(), old[t].exp().item())
+                is_clipped = (advantage > 0 and shift > high) or (advantage < 0 and shift < low)
+                gain = 0 * r if is_clipped else r * advantage
             elif s.policy == "cispo":
                 weight = min(max(r.item(), low), high)
                 gain, is_clipped = weight * advantage * logp[t], weight != r.item()
@@ -229,7 +248,7 @@ def totals_of(objective, batches, hiddens, head):
 CHOICES = [
     {"policy": p, "ratio": r, "aggregation": a}
     for p, r, a in product(
-        ["clip", "gspo", "cispo", "reinforce"],
+        ["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"],
         ["current", "proximal", "rollout"],
         ["token", "sequence", "fixed"],
     )
@@ -240,9 +259,15 @@ CHOICES = [
     {"policy": "cispo", "clip_low": 0.1, "clip_high": 0.1},
     {"importance": "none"},
     {"importance": "sequence", "importance_high": 1.5},
-    {"importance_how": "mask", "importance_low": 0.7, "importance_high": 1.4},
-    {"importance": "sequence", "importance_how": "mask", "aggregation": "sequence"},
-    {"importance_how": "mask", "importance_high": 1.1, "policy": "gspo", "aggregation": "fixed"},
+    {"mask": "token", "mask_low": 0.7, "mask_high": 1.4},
+    {"mask": "token", "importance_high": 1.2},
+    {"importance": "sequence", "mask": "sequence", "aggregation": "sequence"},
+    {"mask": "token", "mask_high": 1.1, "policy": "gspo", "aggregation": "fixed"},
+    {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2, "aggregation": "sequence"},
+    {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2, "importance": "none"},
+    {"mask": "geometric", "mask_low": 0.8, "ratio": "rollout", "policy": "dppo_tv"},
+    {"policy": "dppo_kl", "ratio": "rollout", "clip_low": 1e-3, "clip_high": 0.003},
+    {"policy": "dppo_tv", "ratio": "rollout", "clip_low": 0.01, "clip_high": 0.02},
     {"kl_coef": 0.3},
     {"kl_coef": 0.3, "kl": "k2", "aggregation": "sequence"},
     {"kl_coef": 0.3, "kl": "k1"},
@@ -283,7 +308,7 @@ def test_losses_and_gradients_are_their_formulas(choice):
 @pytest.mark.parametrize(("seq_len", "rows"), [(12, 1), (13, 4), (30, 1), (60, 2)])
 def test_rows_and_micro_batches_change_nothing(seq_len, rows):
     choices = [{}, {"policy": "gspo", "aggregation": "sequence"}, {"aggregation": "fixed"}]
-    masked = {"importance_how": "mask", "importance_low": 0.7, "importance_high": 1.4}
+    masked = {"mask": "token", "mask_low": 0.7, "mask_high": 1.4}
     for choice in choices:
         settings = RlSection(**choice, **masked)
         samples, hiddens, head, proximals, _ = make_case()
@@ -301,7 +326,7 @@ def test_rows_and_micro_batches_change_nothing(seq_len, rows):
 
 def test_a_masked_sample_is_as_if_it_were_not_there():
     samples, hiddens, head, *_ = make_case()
-    settings = RlSection(aggregation="sequence", importance="sequence", importance_how="mask")
+    settings = RlSection(aggregation="sequence", importance="sequence", mask="sequence")
     batches = pack(samples, 13, 2)
     far = [torch.from_numpy(sample.logprobs[1:]).double() for sample in samples]
     far[1] = far[1] + 9

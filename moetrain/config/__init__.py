@@ -211,9 +211,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
-    _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
-    _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
-    _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    _Need("rl.importance_high", {"rl.ratio": _Other("rollout")}),
+    _Need("rl.importance_high", {"rl.importance": _Other("none")}),
+    _Need("rl.mask_low rl.mask_high", {"rl.mask": _Other("none")}),
     # Which has these weights in it already.
     _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
     _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),

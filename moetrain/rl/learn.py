@@ -141,7 +141,8 @@ class Learner:
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
         differs = self.world.sum_rows(seen + torch.tensor([0, old, 0], device=seen.device))[1] > 0
-        if differs and (settings.ratio == "proximal" or settings.importance_of != "none"):
+        corrects = settings.importance_of != "none" or settings.mask != "none"
+        if differs and (settings.ratio == "proximal" or corrects):
             rest = self._logprobs(batches[1:])
             seen += self._compare(batches[1:], rest, version)
             batches = corrected(batches, first + rest, settings)

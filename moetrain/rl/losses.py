@@ -24,9 +24,14 @@ the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + h
                through its own lp (GSPO-token, arXiv 2507.18071 eq. 14: GSPO itself where a sample
                has one advantage)
     cispo      -clip(r) A lp, clip(r) as a constant          arXiv 2506.13585; 2510.13786
+    dppo       -r A, or 0 where D > bound and A moves r further from 1; D compares p = exp(lp) and
+               m = exp(old) as if all other tokens were one: dppo_tv |p - m|, dppo_kl
+               m log(m / p) + (1 - m) log((1 - m) / (1 - p)) (arXiv 2602.04879 eqs. 11 to 14, where
+               old is generation's)
     reinforce  -A lp                                         Williams 1992
 
-times the importance weight, a constant (:func:`corrected`). Beside it, with their coefficients,
+times the importance weight, a constant, without the tokens that a mask leaves out
+(:func:`corrected`). Beside it, with their coefficients,
 stand an estimate of KL(policy || reference), where d = lp - reference (Schulman,
 http://joschu.net/blog/kl-approx.html), and minus the entropy:
 
@@ -160,49 +165,81 @@ def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
 def corrected(
     batches: Sequence[RolloutBatch], proximal: Sequence[torch.Tensor], settings: RlSection
 ) -> list[RolloutBatch]:
-    """Add the trainer's log-probabilities and importance weights to ``batches``.
+    """Add the trainer's log-probabilities and importance weights to ``batches``, and mask tokens.
 
-        token      w_t = exp(d_t)              d = log of trainer's / generation's probability
-        sequence   w_t = exp(sum of d over the sample)
+        token      exp(d_t)              d = log of trainer's / generation's probability
+        sequence   exp(sum of d over the sample)
+        geometric  exp(mean of d over the sample)
 
     Where generation has not the trainer's bits, samples come from another policy than the one that
-    is trained, and w corrects for it: truncated at ``importance_high`` (truncated importance
-    sampling, Espeholt et al., arXiv 1802.01561; for this use Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025), or w where it lies in
-    [``importance_low``, ``importance_high``] and 0 elsewhere (IcePop, arXiv 2510.18855; over
-    sequences: Liu et al., "When speed kills stability", 2025). Over a sequence the weight is
-    unbiased, and varies far more.
+    is trained. A weight, the ratio that ``importance`` names, bounded from above, corrects for it;
+    a mask leaves out tokens whose ratio ``mask`` lies outside ``mask_range``. The field's names:
 
-    Masked tokens lose their targets, and so leave every denominator, before any micro-batch runs.
-    ``proximal`` are each batch's of :func:`moetrain.train.preferences.score`.
+        weight    mask
+        token     none       TIS: arXiv 1802.01561; for this use Yao et al., "Your efficient RL
+                             framework secretly brings you off-policy RL training", 2025
+        token     token      IcePop: arXiv 2510.18855
+        sequence  sequence   MIS: Liu et al., "When speed kills stability", 2025
+        any       geometric  the same, part 3: no bound that depends on a sample's length
+
+    Over a sequence the weight is unbiased, and varies far more. Masked tokens lose their targets,
+    and so leave every denominator, before any micro-batch runs. ``proximal`` are each batch's of
+    :func:`moetrain.train.preferences.score`.
     """
-    low, high = settings.importance_low, settings.importance_high
+    low, high = settings.mask_range
     found = []
     for batch, proximal_BS in zip(batches, proximal, strict=True):
         batch = batch._replace(proximal_BS=proximal_BS)
+        has_target_BS = batch.targets_BS != IGNORE_INDEX
+        apart_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
+        of_mask_BS = _RATIOS[settings.mask](batch, apart_BS)
+        is_kept_BS = (of_mask_BS >= low) & (of_mask_BS <= high)
         if settings.importance_of != "none":
-            has_target_BS = batch.targets_BS != IGNORE_INDEX
-            log_weights_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
-            if settings.importance_of == "sequence":
-                log_weights_BS = batch.sums_over_samples(log_weights_BS)
-            weights_BS = _clamped(log_weights_BS).exp()
-            if settings.importance_how == "truncate":
-                batch = batch._replace(weights_BS=weights_BS.clamp(max=high))
-            else:
-                is_kept_BS = (weights_BS >= low) & (weights_BS <= high)
-                batch = batch._replace(
-                    weights_BS=torch.where(is_kept_BS, weights_BS, 0),
-                    targets_BS=torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX),
-                )
-        found.append(batch)
+            weights_BS = _RATIOS[settings.importance_of](batch, apart_BS)
+            weights_BS = weights_BS.clamp(max=settings.largest_weight)
+            batch = batch._replace(weights_BS=torch.where(is_kept_BS, weights_BS, 0))
+        targets_BS = torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX)
+        found.append(batch._replace(targets_BS=targets_BS))
     return found
+
+
+def _mean_over_samples(batch: RolloutBatch, x_BS: torch.Tensor) -> torch.Tensor:
+    numbers_BS = batch.sums_over_samples((batch.targets_BS != IGNORE_INDEX).to(x_BS.dtype))
+    return batch.sums_over_samples(x_BS) / numbers_BS.clamp(min=1)
+
+
+_RATIOS: dict[str, Callable[[RolloutBatch, torch.Tensor], torch.Tensor]] = {
+    "none": lambda _, d_BS: torch.ones_like(d_BS),
+    "token": lambda _, d_BS: _clamped(d_BS).exp(),
+    "sequence": lambda batch, d_BS: _clamped(batch.sums_over_samples(d_BS)).exp(),
+    "geometric": lambda batch, d_BS: _clamped(_mean_over_samples(batch, d_BS)).exp(),
+}
+"""Ratios of probabilities from the differences of targets' log-probabilities, 0 elsewhere."""
 
 
 # ---- losses -------------------------------------------------------------------------------------
 
 
+def _binary_kl(now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    eps = torch.finfo(now.dtype).eps
+    others, others_old = (-torch.expm1(x).clamp(max=-eps) for x in (now, old))
+    kl = old.exp() * (old - now) + others_old * (others_old / others).log()
+    return torch.sign(now - old) * kl
+
+
+_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dppo_tv": lambda now, old: now.exp() - old.exp(),
+    "dppo_kl": _binary_kl,
+}
+"""Divergences of a token against all others, from its log-probabilities; above 0: it rose."""
+
+
 def _policy_loss(
-    logprob: torch.Tensor, log_ratio: torch.Tensor, advantage: torch.Tensor, settings: RlSection
+    logprob: torch.Tensor,
+    old: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    settings: RlSection,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each token's loss, its ratio, and whether clipping has changed its gradient.
 
@@ -217,8 +254,13 @@ def _policy_loss(
         weight = ratio.clamp(low, high)
         return -weight * advantage * logprob, ratio, weight != ratio
     ratio = log_ratio.exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    is_clipped = torch.where(advantage > 0, ratio > high, (ratio < low) & (advantage < 0))
+    divergence = _DIVERGENCES.get(settings.policy)
+    shift = ratio if divergence is None else divergence(logprob.detach(), old)
+    is_clipped = torch.where(advantage > 0, shift > high, (shift < low) & (advantage < 0))
+    if divergence is None:
+        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    else:
+        gain = torch.where(is_clipped, 0, ratio * advantage)
     if settings.dual_clip is not None:
         is_past = (advantage < 0) & (ratio > settings.dual_clip)
         gain = torch.where(is_past, settings.dual_clip * advantage, gain)
@@ -285,7 +327,7 @@ class PolicyObjective:
             # The second part is 0, and brings the gradient.
             log_ratio = mean + logprob - logprob.detach()
         advantage = batch.advantages_BS.to(logprob.dtype)
-        loss, ratio, is_clipped = _policy_loss(logprob, log_ratio, advantage, settings)
+        loss, ratio, is_clipped = _policy_loss(logprob, old, log_ratio, advantage, settings)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
