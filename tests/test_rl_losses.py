@@ -124,11 +124,18 @@ def kl_of(name, d):
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[name]
 
 
-def reference(samples, hiddens, head, proximals, references, s):
+def divergence_of(logits, ids, logprobs):
+    """KL over the teacher's tokens ``ids`` and all others as one."""
+    p, q = torch.softmax(logits, -1)[ids], logprobs.exp()
+    return (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+
+
+def reference(samples, hiddens, head, proximals, references, teachers, s):
     """(loss, statistics) of a whole global batch, token by token."""
     low, high = s.clip_range
     kept = []
-    for sample, hidden, proximal, ref in zip(samples, hiddens, proximals, references, strict=True):
+    given = zip(samples, hiddens, proximals, references, teachers, strict=True)
+    for sample, hidden, proximal, ref, teacher in given:
         logp, entropy = softmax_of(hidden, head, sample, s.temperature)
         advantages = np.broadcast_to(sample.advantage, len(sample.tokens))
         tokens = []
@@ -146,6 +153,9 @@ def reference(samples, hiddens, head, proximals, references, s):
                 mean = mean.detach()
         for t in actions:
             advantage = float(advantages[t + 1])
+            sampled = float(sample.logprobs[t + 1]) - teacher[1][t, 0].item()
+            if s.teacher and not s.teacher_top_k:
+                advantage -= s.teacher_coef * sampled
             r = torch.exp(logp[t] - old[t])
             is_clipped = False
             if s.policy == "gspo":
@@ -172,6 +182,10 @@ def reference(samples, hiddens, head, proximals, references, s):
             if s.kl_coef and s.kl_in == "loss":
                 loss = loss + s.kl_coef * kl_of(s.kl, logp[t] - ref[t])
             loss = loss - s.entropy_coef * entropy[t]
+            if s.teacher_top_k:
+                logits = hidden[t] @ head.T / s.temperature
+                apart = divergence_of(logits, teacher[0][t], teacher[1][t])
+                loss = loss + s.teacher_coef * apart
             now, rollout = logp[t].detach(), float(sample.logprobs[t + 1])
             seen = {
                 "entropy": entropy[t].item(),
@@ -183,6 +197,8 @@ def reference(samples, hiddens, head, proximals, references, s):
                 "kl": kl_of("k3", now - ref[t]).item(),
                 "weight": weights[t][0],
             }
+            if s.teacher and not s.teacher_top_k:
+                seen["teacher_kl"] = sampled
             tokens.append((loss, seen))
         if tokens:
             kept.append(tokens)
@@ -234,6 +250,23 @@ def make_case(seed=0):
     return samples, hiddens, head, proximals, references
 
 
+def teachers_of(hiddens, head):
+    """For each token the three tokens that another model thinks likeliest, and how likely."""
+    found = []
+    for hidden in hiddens:
+        top = torch.log_softmax((hidden + 0.3) @ head.T, -1).topk(3)
+        found.append((top.indices, top.values))
+    return found
+
+
+def taught(batches, teachers, settings):
+    if settings.teacher_top_k:
+        both = in_rows(batches, [torch.stack((i.double(), p), 1) for i, p in teachers], (2, 3))
+        return [b._replace(teacher_BS2K=x) for b, x in zip(batches, both, strict=True)]
+    sampled = in_rows(batches, [p[:, 0] for _, p in teachers])
+    return [b._replace(teacher_BS=x) for b, x in zip(batches, sampled, strict=True)]
+
+
 def totals_of(objective, batches, hiddens, head):
     """The sums of all micro-batches' terms."""
     model = SimpleNamespace(vocabulary=Vocabulary(), head_weight=head)
@@ -274,6 +307,10 @@ CHOICES = [
     {"kl_coef": 0.3, "kl_in": "reward"},
     {"entropy_coef": 0.2, "aggregation": "fixed", "max_tokens": 7},
     {"temperature": 0.7, "entropy_coef": 0.2, "kl_coef": 0.1},
+    {"teacher": "t", "teacher_coef": 0.7},
+    {"teacher": "t", "policy": "reinforce", "aggregation": "sequence"},
+    {"teacher": "t", "teacher_coef": 0.7, "teacher_top_k": 3, "temperature": 0.8},
+    {"teacher": "t", "teacher_top_k": 3, "aggregation": "sequence", "mask": "token"},
 ]
 
 
@@ -283,13 +320,16 @@ def test_losses_and_gradients_are_their_formulas(choice):
     samples, hiddens, head, proximals, references = make_case()
     mine, my_head = [leaf(h) for h in hiddens], leaf(head)
     theirs, their_head = [leaf(h) for h in hiddens], leaf(head)
-    want, seen = reference(samples, theirs, their_head, proximals, references, settings)
+    teachers = teachers_of(hiddens, head)
+    want, seen = reference(samples, theirs, their_head, proximals, references, teachers, settings)
     want.backward()
     batches = pack(samples, 13, 2)
     assert len(batches) > 1
     batches = corrected(batches, in_rows(batches, proximals), settings)
     near = in_rows(batches, references)
     batches = [b._replace(reference_BS=r) for b, r in zip(batches, near, strict=True)]
+    if settings.teacher:
+        batches = taught(batches, teachers, settings)
     got, terms = totals_of(PolicyObjective(settings), batches, mine, my_head)
     got.backward()
     close(got, want)

@@ -220,7 +220,9 @@ _NEEDS: tuple[_Need, ...] = (
     # In the loss its gradient is 0 in expectation.
     _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
     # The others compare within a group.
-    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp"}}, {1}, "use 2 or more"),
+    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp", "none"}}, {1}, "use 2 or more"),
+    _Need("rl.advantage", {"rl.teacher": _SET}, {"none"}, "name a teacher"),
+    _Need("rl.teacher_coef rl.teacher_top_k", {"rl.teacher": _SET}),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),

@@ -77,19 +77,29 @@ class RlSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
     reward, before advantages."""
+    teacher: MaybePath = None
+    """Checkpoint of a model with the same tokens, a folder or a hub id, whose distribution the
+    policy learns from what it writes itself (on-policy distillation), beside the rewards or, with
+    rl.advantage none, alone. It is loaded beside the policy and split as that is."""
+    teacher_coef: float = Field(default=1.0, gt=0)
+    """Weight of the KL divergence of the policy from the teacher."""
+    teacher_top_k: NonNegativeInt = 0
+    """0: each token's advantage falls by the log-ratio of policy to teacher; k: the divergence
+    itself, over the teacher's k likeliest tokens and all others as one, is a term of the loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
     """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
     samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
     length (Dr. GRPO)."""
-    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
-        "dr_grpo"
-    )
+    advantage: Literal[
+        "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "none"
+    ] = "dr_grpo"
     """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
     the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
     normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
-    group's mean, then normalised over the global batch."""
+    group's mean, then normalised over the global batch; none: rewards are only logged, and
+    rl.teacher teaches alone."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """Treatment of trajectories that rl.max_tokens cut off. keep: as any other; mask: they count
     for advantages but are not trained; drop: neither. Failed ones are always dropped."""
@@ -107,7 +117,8 @@ class RlSection(Section):
     """File for rl.env jsonl. Its lines have a prompt or messages, and what the reward needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify); or FILE.py:FUNCTION, called with the line and the text."""
+    same value (by math-verify); zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called
+    with the line and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere

@@ -33,7 +33,10 @@ the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + h
 times the importance weight, a constant, without the tokens that a mask leaves out
 (:func:`corrected`). Beside it, with their coefficients,
 stand an estimate of KL(policy || reference), where d = lp - reference (Schulman,
-http://joschu.net/blog/kl-approx.html), and minus the entropy:
+http://joschu.net/blog/kl-approx.html), minus the entropy, and KL(policy || teacher) over the
+teacher's k likeliest tokens and all others as one (on-policy distillation, arXiv 2306.13649). With
+``teacher_top_k`` 0 that is in the advantages: A - ``teacher_coef`` (old - teacher), old being
+generation's. The estimates:
 
     k1  d           k2  d^2 / 2          k3  exp(-d) - 1 + d
 
@@ -100,6 +103,7 @@ _BASELINES: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
     "rloo": lambda r: r - (r.sum() - r) / (len(r) - 1),
     "reinforce_pp_baseline": lambda r: r - r.mean(),
     "reinforce_pp": None,
+    "none": np.zeros_like,
 }
 """Maps a group's rewards to advantages; None: groups have no part in it."""
 _OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
@@ -130,6 +134,9 @@ def advantages(
         for members in groups.values():
             if len(members) > 1 and not _is_flat(values[members]):
                 values[members] = of_group(values[members])
+                continue
+            if settings.teacher is not None:  # which teaches where rewards do not
+                values[members] = 0.0
                 continue
             for i in members:
                 reasons[i] = "alone" if len(members) == 1 else "no_variance"
@@ -281,17 +288,30 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](_clamped(logprob - other))
 
 
+def _divergence(
+    logits_TK: torch.Tensor, lse_T: torch.Tensor, teacher_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's KL(policy || teacher) over K tokens and all others as one, [T]."""
+    logprobs_TK = logits_TK - lse_T[:, None]
+    p_TK = logprobs_TK.exp()
+    least = torch.finfo(p_TK.dtype).eps
+    rest_T, theirs_T = ((1 - x.sum(1)).clamp(min=least) for x in (p_TK, teacher_TK.exp()))
+    apart_T = (p_TK * (logprobs_TK - teacher_TK)).sum(1)
+    return apart_T + rest_T * (rest_T / theirs_T).log()
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
     """The loss that ``Engine.forward_backward`` minimises, but for the routers' auxiliary losses,
     which :class:`moetrain.train.objectives.Pretraining` adds.
 
-    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss) and
-    ``entropy_bonus`` (with ``rl.entropy_coef``). Statistics, terms of coefficient 0 that are means
-    over the global batch's trained tokens: ``entropy``, ``ratio``, ``ratio_square``,
-    ``clip_share``, ``moved`` (k3 of the policy from what the ratio divides by), ``mismatch`` (k3 of
-    the trainer's probabilities from the rollout's), ``kl`` (k3 from the reference) and ``weight``
-    (importance), where the batches have them.
+    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
+    ``entropy_bonus`` (with ``rl.entropy_coef``) and ``teacher_kl`` (with ``rl.teacher_top_k``).
+    Statistics, terms of coefficient 0 that are means over the global batch's trained tokens:
+    ``entropy``, ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what
+    the ratio divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's),
+    ``kl`` (k3 from the reference), ``teacher_kl`` (k1 of the rollout from the teacher) and
+    ``weight`` (importance), where the batches have them.
     """
 
     settings: RlSection
@@ -327,6 +347,9 @@ class PolicyObjective:
             # The second part is 0, and brings the gradient.
             log_ratio = mean + logprob - logprob.detach()
         advantage = batch.advantages_BS.to(logprob.dtype)
+        if batch.teacher_BS is not None:
+            apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
+            advantage = advantage - settings.teacher_coef * apart
         loss, ratio, is_clipped = _policy_loss(logprob, old, log_ratio, advantage, settings)
         parts = {
             "token": sizes["targets"],
@@ -344,6 +367,13 @@ class PolicyObjective:
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
             terms["entropy_bonus"] = Term((shares * entropy).sum(), -settings.entropy_coef)
+        if batch.teacher_BS2K is not None:
+            ids_TK, teacher_TK = batch.teacher_BS2K.flatten(0, 1).unbind(1)
+            how = outputs.hidden_BSD.flatten(0, 1), model.head_weight, ids_TK.long()
+            logits_TK = model.vocabulary.logits_of(*how) / settings.temperature
+            kl = _divergence(logits_TK, losses.lse_T, teacher_TK).view_as(logprob)
+            value = torch.where(trained > 0, shares * kl, 0).sum()
+            terms["teacher_kl"] = Term(value, settings.teacher_coef)
         now, trainer = logprob.detach(), batch.proximal_BS
         seen = {
             "entropy": entropy,
@@ -355,6 +385,8 @@ class PolicyObjective:
         }
         if batch.reference_BS is not None:
             seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
+        if batch.teacher_BS is not None:
+            seen["teacher_kl"] = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
         if batch.weights_BS is not None:
             seen["weight"] = batch.weights_BS
         for name, x in seen.items():
