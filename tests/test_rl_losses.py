@@ -106,8 +106,8 @@ def importance_of(sample, proximal, s):
             "geometric": np.exp(sum(d.values()) / len(d)),
         }
         w, ratio = float(ratios[s.importance_of]), ratios[s.mask]
-        if s.importance_high or s.mask != s.importance_of:
-            w = min(w, s.importance_high or 2)
+        if s.importance_of != "none":
+            w = min(w, s.importance_high)
         found[t] = (w, low <= ratio <= high)
     return found
 
@@ -293,7 +293,7 @@ CHOICES = [
     {"importance": "none"},
     {"importance": "sequence", "importance_high": 1.5},
     {"mask": "token", "mask_low": 0.7, "mask_high": 1.4},
-    {"mask": "token", "importance_high": 1.2},
+    {"mask": "token", "importance_high": 5},
     {"importance": "sequence", "mask": "sequence", "aggregation": "sequence"},
     {"mask": "token", "mask_high": 1.1, "policy": "gspo", "aggregation": "fixed"},
     {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2, "aggregation": "sequence"},

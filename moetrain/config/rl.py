@@ -58,8 +58,8 @@ class RlSection(Section):
     """Importance weights, proximal over rollout probability, for generation that differs from the
     trainer. token: one for each token; sequence: their product over a sample; auto: token, or none
     with rl.ratio rollout, whose ratio contains them."""
-    importance_high: float | None = Field(default=None, gt=0)
-    """Weights above it count as that; unset: 2, or no bound where rl.mask bounds the same ratio."""
+    importance_high: float = Field(default=2.0, gt=0)
+    """Weights above it count as that."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """Ratio of proximal to rollout probability by which tokens are left out, neither trained nor
     counted. token: a token's own; sequence, geometric: the product and the geometric mean over a
@@ -163,21 +163,17 @@ class RlSection(Section):
     @property
     def clip_range(self) -> tuple[float, float]:
         """The smallest and the largest ratio, for dppo signed divergence, that is not clipped."""
-        low, high = _within(_CLIP_RANGES[self.policy], self.clip_low, self.clip_high)
+        low, high = _CLIP_RANGES[self.policy]
+        low = low if self.clip_low is None else self.clip_low
         middle = 0 if self.policy.startswith("dppo") else 1
-        return middle - low, middle + high
+        return middle - low, middle + (high if self.clip_high is None else self.clip_high)
 
     @property
     def mask_range(self) -> tuple[float, float]:
         """The smallest and the largest ratio that ``mask`` keeps."""
-        return _within(_MASK_RANGES[self.mask], self.mask_low, self.mask_high)
-
-    @property
-    def largest_weight(self) -> float:
-        """``importance_high``, with unset resolved."""
-        if self.importance_high is not None:
-            return self.importance_high
-        return float("inf") if self.mask == self.importance_of else 2.0
+        low, high = _MASK_RANGES[self.mask]
+        low = low if self.mask_low is None else self.mask_low
+        return low, high if self.mask_high is None else self.mask_high
 
     @property
     def importance_of(self) -> Literal["none", "token", "sequence"]:
@@ -193,12 +189,6 @@ class RlSection(Section):
             if self.policy == "reinforce" and value is not None:
                 problem = f"{value} contradicts rl.policy 'reinforce', which has no ratio to clip"
                 raise ConfigError(f"rl.{name}", f"{problem}; unset one")
-
-
-def _within(
-    unset: tuple[float, float], low: float | None, high: float | None
-) -> tuple[float, float]:
-    return unset[0] if low is None else low, unset[1] if high is None else high
 
 
 class JobsSection(Section):

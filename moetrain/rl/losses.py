@@ -179,19 +179,13 @@ def corrected(
         geometric  exp(mean of d over the sample)
 
     Where generation has not the trainer's bits, samples come from another policy than the one that
-    is trained. A weight, the ratio that ``importance`` names, bounded from above, corrects for it;
-    a mask leaves out tokens whose ratio ``mask`` lies outside ``mask_range``. The field's names:
-
-        weight    mask
-        token     none       TIS: arXiv 1802.01561; for this use Yao et al., "Your efficient RL
-                             framework secretly brings you off-policy RL training", 2025
-        token     token      IcePop: arXiv 2510.18855
-        sequence  sequence   MIS: Liu et al., "When speed kills stability", 2025
-        any       geometric  the same, part 3: no bound that depends on a sample's length
-
-    Over a sequence the weight is unbiased, and varies far more. Masked tokens lose their targets,
-    and so leave every denominator, before any micro-batch runs. ``proximal`` are each batch's of
-    :func:`moetrain.train.preferences.score`.
+    is trained. A weight, the ratio ``importance``, bounded from above, corrects for it (TIS: arXiv
+    1802.01561; Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025); over a sequence it is unbiased, and varies far more. A mask leaves out tokens
+    whose ratio ``mask`` lies outside ``mask_range`` (IcePop, over tokens: arXiv 2510.18855; MIS and
+    the geometric mask, over sequences: Liu et al., "When speed kills stability", 2025): they lose
+    their targets, and so leave every denominator, before any micro-batch runs. ``proximal`` are
+    each batch's of :func:`moetrain.train.preferences.score`.
     """
     low, high = settings.mask_range
     found = []
@@ -203,7 +197,7 @@ def corrected(
         is_kept_BS = (of_mask_BS >= low) & (of_mask_BS <= high)
         if settings.importance_of != "none":
             weights_BS = _RATIOS[settings.importance_of](batch, apart_BS)
-            weights_BS = weights_BS.clamp(max=settings.largest_weight)
+            weights_BS = weights_BS.clamp(max=settings.importance_high)
             batch = batch._replace(weights_BS=torch.where(is_kept_BS, weights_BS, 0))
         targets_BS = torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX)
         found.append(batch._replace(targets_BS=targets_BS))

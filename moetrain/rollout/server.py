@@ -228,21 +228,14 @@ def _calls(tools: Any, choice: Any, template: str) -> str:
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = list(functions) if choice == "required" else [choice["function"]["name"]]
         calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "arguments": functions[name].get("parameters", {"type": "object"}),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
+            {"name": {"const": name}, "arguments": functions[name].get("parameters", {})}
             for name in names
         ]
     except (AttributeError, KeyError, TypeError):
         problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
         raise ValueError(f"tool_choice: {problem}") from None
-    call = json.dumps({"anyOf": calls})
+    closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+    call = json.dumps({"anyOf": [closed | {"properties": call} for call in calls]})
     return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
 
 
