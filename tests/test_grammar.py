@@ -129,16 +129,28 @@ def pick(generator, prompt, chosen, after, temperature, seed):
     return max(after, key=lambda t: top[t] + noise[t].item())
 
 
+def test_the_end_is_no_text():
+    """The byte tokenizer's end reads <|endoftext|>, of letters that this grammar allows."""
+    params = SamplingParams(grammar=("regex", "[a-z<|>]{30}"), max_tokens=40, n=8, stop_ids=(256,))
+    generator = Generator(make_model(), ByteTokenizer())
+    for completion in generator.generate([Request("a", (1, 2), params)])[0]:
+        assert re.fullmatch("[a-z<|>]{30}", ByteTokenizer().decode(completion.tokens))
+
+
 @pytest.mark.parametrize("draft", [1, 3])
 def test_drafts_change_nothing(draft):
-    requests = requests_of()
+    # A model without a mind rarely means what a grammar allows, and then drafts nothing.
+    wide = SamplingParams(grammar=("regex", "([ -O][P-~]){20}"), max_tokens=50, n=16)
+    requests = [*requests_of()[:3], Request("wide", tuple(b"Say: "), wide)]
     plain = seen(make_generator("glm4_moe").generate(requests))
     texts = {key: tokens for key, (tokens, *_) in plain.items()}
     for share in (1.0, 0.5):
         generator = make_generator("glm4_moe", draft=draft)
         made = foreseen(generator, texts, share)
-        drafted = seen(generator.generate(requests))
+        completions = generator.generate(requests)
+        drafted, right = seen(completions), sum(c.num_right for c in completions[-1])
         assert made[True] > 5
+        assert right > 5
         for key, (tokens, logprobs, *rest) in plain.items():
             found = drafted[key]
             assert (found[0], *found[2:]) == (tokens, *rest), key

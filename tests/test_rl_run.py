@@ -18,7 +18,7 @@ from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.rl import RlSection
 from moetrain.rl.learn import _Teacher
-from moetrain.rl.losses import PolicyObjective
+from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack
 from moetrain.rl.trainer import _PARTS, RlTrainer
 from moetrain.train.metrics import read_metrics
@@ -503,6 +503,22 @@ def test_rewards_and_a_teacher_together(even, tmp_path, teacher):
 def test_teachers_that_cannot_be_are_one_line(words, problem, tmp_path, capsys):
     assert run(words_of(tmp_path, **words)) == 2
     assert f"error: {problem}" in capsys.readouterr().err
+
+
+def test_a_mask_acts_without_weights(even, tmp_path, monkeypatch):
+    """With rl.ratio rollout nothing but the mask takes the trainer's own probabilities."""
+    masked = []
+
+    def counted(batches, *how):
+        found = corrected(batches, *how)
+        masked.append(sum(int((b.targets_BS < 0).sum()) for b in found))
+        masked.append(sum(int((b.targets_BS < 0).sum()) for b in batches))
+        return found
+
+    monkeypatch.setattr("moetrain.rl.learn.corrected", counted)
+    words = {"rl.mask": "token", "rl.mask_low": 1, "rl.mask_high": 1, "rl.supervised_steps": 0}
+    fitted(tmp_path, **even, **words, **{"train.steps": 1})
+    assert masked[0] > masked[1]
 
 
 def test_from_a_checkpoint(even, tmp_path):

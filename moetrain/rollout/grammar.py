@@ -46,11 +46,12 @@ class Grammars:
             if (matcher := sequence.matcher) is None:
                 continue
             drafts = sequence.drafts[: max(0, start + number - len(sequence.tokens))]
-            right = matcher.try_consume_tokens(drafts)
-            if right == len(drafts) and not (drafts and matcher.is_stopped()):
+            if drafts:
+                matcher = matcher.deep_copy()
+            # Behind a draft that may not follow, nothing is chosen.
+            if matcher.try_consume_tokens(drafts) == len(drafts):
                 bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
                 allowed_V[:] = np.unpackbits(bits, bitorder="little")[: self.known]
                 # Whose text a tokenizer may have as that of any other token.
                 allowed_V[self.ends] &= matcher.is_accepting()
-            matcher.rollback(right)
         return allowed_NV
