@@ -93,7 +93,7 @@ class _Asked(JsonBody):
     guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
     guided_grammar: str | None = None
 
-    def grammars(self, tokenizer: Tokenizer) -> list[tuple[str, Any]]:
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
         """Return the grammars that are asked for, by kind, of which a text can follow one."""
         form, schema = self.response_format, self.response_format.json_schema.get("schema")
         schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
@@ -193,7 +193,7 @@ class _Chat(_Asked):
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
-    def grammars(self, tokenizer: Tokenizer) -> list[tuple[str, Any]]:
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
         found = super().grammars(tokenizer)
         if self.tool_choice not in (None, "auto", "none"):
             template = tokenizer.tool_template or tokenizer.chat_template or ""
