@@ -122,14 +122,8 @@ def test_a_kl_in_the_reward_is_taken_off_before():
         (["rl.policy=reinforce", "rl.clip_low=0.3"], "rl.clip_low", "0.3 contradicts rl.policy"),
         (["rl.policy=gspo", "rl.dual_clip=3"], "rl.dual_clip", "3.0 contradicts rl.policy 'gspo'"),
         (["rl.ratio=rollout", "rl.importance=token"], "rl.importance", "'token' contradicts"),
-        (["rl.ratio=rollout", "rl.importance_how=mask"], "rl.importance_how", "rl.ratio 'rollout'"),
-        (["rl.importance=none", "rl.importance_how=mask"], "rl.importance_how", "'none'"),
-        (["rl.importance_low=0.5"], "rl.importance_low", "contradicts rl.importance_how"),
-        (
-            ["rl.importance_how=mask", "rl.importance_low=2.5"],
-            "rl.importance_low",
-            "2.5 is not below rl.importance_high 2.0",
-        ),
+        (["rl.mask_low=0.5"], "rl.mask_low", "contradicts rl.mask 'none'"),
+        (["rl.mask=token", "rl.mask_low=2.5"], "rl.mask_low", "less than or equal to 1"),
         (["rl.importance=none", "rl.importance_high=3"], "rl.importance_high", "'none'"),
         (["rl.ratio=rollout", "rl.importance_high=3"], "rl.importance_high", "'rollout'"),
         (["rl.kl=k2"], "rl.kl", "'k2' contradicts rl.kl_coef 0"),
@@ -138,7 +132,7 @@ def test_a_kl_in_the_reward_is_taken_off_before():
         (["rl.temperature=0"], "rl.temperature", "greater than 0"),
         (["rl.dual_clip=1"], "rl.dual_clip", "greater than 1"),
         (["rl.clip_low=1.5"], "rl.clip_low", "less than or equal to 1"),
-        (["rl.policy=ppo"], "rl.policy", "'clip', 'gspo', 'cispo' or 'reinforce'"),
+        (["rl.policy=ppo"], "rl.policy", "'dppo_kl' or 'reinforce'"),
     ],
 )
 def test_settings_that_cannot_be_are_one_line(words, field, problem):
@@ -151,5 +145,7 @@ def test_unset_clipping_is_the_policys_own():
     assert RlSection().clip_range == (0.8, 1.28)
     assert RlSection(policy="gspo", clip_high=0.01).clip_range == (1 - 3e-4, 1.01)
     assert RlSection(policy="cispo").clip_range == (0.0, 5.0)
+    assert RlSection(policy="dppo_tv").clip_range == (-0.15, 0.15)
+    assert RlSection(policy="dppo_kl", clip_low=0.1).clip_range == (-0.1, 0.05)
     assert RlSection().importance_of == "token"
     assert RlSection(ratio="rollout").importance_of == "none"

@@ -69,7 +69,8 @@ ENGINE_CHOICES = [
     {"policy": "gspo", "aggregation": "sequence", "entropy_coef": 0.1},
     {"policy": "cispo", "aggregation": "fixed", "ratio": "rollout"},
     {"policy": "reinforce", "importance": "sequence", "kl_coef": 0.1, "temperature": 0.7},
-    {"importance_how": "mask", "importance_low": 0.8, "importance_high": 1.25, "dual_clip": 1.1},
+    {"mask": "token", "mask_low": 0.8, "mask_high": 1.25, "dual_clip": 1.1},
+    {"teacher": "t", "teacher_top_k": 3, "temperature": 0.7},
 ]
 
 
@@ -105,9 +106,12 @@ def wobbled(batches, scores, settings):
     for batch, logprob in zip(batches, scores, strict=True):
         wobble = torch.sin(3.0 * batch.tokens_BS + batch.positions_BS)
         proximal.append(logprob + 0.3 * wobble)
-        found.append(
-            batch._replace(logprobs_BS=logprob - 0.2 * wobble, reference_BS=logprob + wobble)
-        )
+        batch = batch._replace(logprobs_BS=logprob - 0.2 * wobble, reference_BS=logprob + wobble)
+        if settings.teacher_top_k:
+            ids = torch.stack([(batch.tokens_BS + k) % 40 for k in (1, 5, 9)], -1)
+            logprobs = torch.log_softmax(torch.sin(ids + 0.5), -1) - 0.3
+            batch = batch._replace(teacher_BS2K=torch.stack((ids.float(), logprobs), 2))
+        found.append(batch)
     return corrected(found, proximal, settings)
 
 

@@ -93,27 +93,49 @@ def importance_of(sample, proximal, s):
     """(weight, is trained) of each action, by number."""
     actions = [t for t in range(len(sample.tokens) - 1) if sample.is_action[t + 1]]
     d = {t: proximal[t].item() - float(sample.logprobs[t + 1]) for t in actions}
-    if s.importance_of == "sequence":
-        d = dict.fromkeys(d, sum(d.values()))
+    bounds = {"token": (0.5, 5), "sequence": (0, 2), "geometric": (0.999, 1.001)}
+    low, high = bounds.get(s.mask, (1, 1))
+    low = low if s.mask_low is None else s.mask_low
+    high = high if s.mask_high is None else s.mask_high
     found = {}
     for t, x in d.items():
-        w = 1.0 if s.importance_of == "none" else float(np.exp(x))
-        if s.importance_of != "none" and s.importance_how == "mask":
-            found[t] = (w, s.importance_low <= w <= s.importance_high)
-        else:
-            found[t] = (min(w, s.importance_high), True)
+        ratios = {
+            "none": 1.0,
+            "token": np.exp(x),
+            "sequence": np.exp(sum(d.values())),
+            "geometric": np.exp(sum(d.values()) / len(d)),
+        }
+        w, ratio = float(ratios[s.importance_of]), ratios[s.mask]
+        if s.importance_of != "none":
+            w = min(w, s.importance_high)
+        found[t] = (w, low <= ratio <= high)
     return found
+
+
+def shift_of(name, p, m):
+    """How far a token's probability has moved from m to p, below 0: down."""
+    if name == "dppo_tv":
+        return p - m
+    kl = m * np.log(m / p) + (1 - m) * np.log((1 - m) / (1 - p))
+    return kl if p > m else -kl
 
 
 def kl_of(name, d):
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[name]
 
 
-def reference(samples, hiddens, head, proximals, references, s):
+def divergence_of(logits, ids, logprobs):
+    """KL over the teacher's tokens ``ids`` and all others as one."""
+    p, q = torch.softmax(logits, -1)[ids], logprobs.exp()
+    return (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+
+
+def reference(samples, hiddens, head, proximals, references, teachers, s):
     """(loss, statistics) of a whole global batch, token by token."""
     low, high = s.clip_range
     kept = []
-    for sample, hidden, proximal, ref in zip(samples, hiddens, proximals, references, strict=True):
+    given = zip(samples, hiddens, proximals, references, teachers, strict=True)
+    for sample, hidden, proximal, ref, teacher in given:
         logp, entropy = softmax_of(hidden, head, sample, s.temperature)
         advantages = np.broadcast_to(sample.advantage, len(sample.tokens))
         tokens = []
@@ -131,6 +153,9 @@ def reference(samples, hiddens, head, proximals, references, s):
                 mean = mean.detach()
         for t in actions:
             advantage = float(advantages[t + 1])
+            sampled = float(sample.logprobs[t + 1]) - teacher[1][t, 0].item()
+            if s.teacher and not s.teacher_top_k:
+                advantage -= s.teacher_coef * sampled
             r = torch.exp(logp[t] - old[t])
             is_clipped = False
             if s.policy == "gspo":
@@ -144,6 +169,10 @@ def reference(samples, hiddens, head, proximals, references, s):
                         torch.tensor(s.dual_clip * advantage, dtype=torch.float64),
                         True,
                     )
+            elif s.policy.startswith("dppo"):
+                shift = shift_of(s.policy, logp[t].exp().item(), old[t].exp().item())
+                is_clipped = (advantage > 0 and shift > high) or (advantage < 0 and shift < low)
+                gain = 0 * r if is_clipped else r * advantage
             elif s.policy == "cispo":
                 weight = min(max(r.item(), low), high)
                 gain, is_clipped = weight * advantage * logp[t], weight != r.item()
@@ -153,6 +182,10 @@ def reference(samples, hiddens, head, proximals, references, s):
             if s.kl_coef and s.kl_in == "loss":
                 loss = loss + s.kl_coef * kl_of(s.kl, logp[t] - ref[t])
             loss = loss - s.entropy_coef * entropy[t]
+            if s.teacher_top_k:
+                logits = hidden[t] @ head.T / s.temperature
+                apart = divergence_of(logits, teacher[0][t], teacher[1][t])
+                loss = loss + s.teacher_coef * apart
             now, rollout = logp[t].detach(), float(sample.logprobs[t + 1])
             seen = {
                 "entropy": entropy[t].item(),
@@ -164,6 +197,8 @@ def reference(samples, hiddens, head, proximals, references, s):
                 "kl": kl_of("k3", now - ref[t]).item(),
                 "weight": weights[t][0],
             }
+            if s.teacher and not s.teacher_top_k:
+                seen["teacher_kl"] = sampled
             tokens.append((loss, seen))
         if tokens:
             kept.append(tokens)
@@ -215,6 +250,23 @@ def make_case(seed=0):
     return samples, hiddens, head, proximals, references
 
 
+def teachers_of(hiddens, head):
+    """For each token the three tokens that another model thinks likeliest, and how likely."""
+    found = []
+    for hidden in hiddens:
+        top = torch.log_softmax((hidden + 0.3) @ head.T, -1).topk(3)
+        found.append((top.indices, top.values))
+    return found
+
+
+def taught(batches, teachers, settings):
+    if settings.teacher_top_k:
+        both = in_rows(batches, [torch.stack((i.double(), p), 1) for i, p in teachers], (2, 3))
+        return [b._replace(teacher_BS2K=x) for b, x in zip(batches, both, strict=True)]
+    sampled = in_rows(batches, [p[:, 0] for _, p in teachers])
+    return [b._replace(teacher_BS=x) for b, x in zip(batches, sampled, strict=True)]
+
+
 def totals_of(objective, batches, hiddens, head):
     """The sums of all micro-batches' terms."""
     model = SimpleNamespace(vocabulary=Vocabulary(), head_weight=head)
@@ -229,7 +281,7 @@ def totals_of(objective, batches, hiddens, head):
 CHOICES = [
     {"policy": p, "ratio": r, "aggregation": a}
     for p, r, a in product(
-        ["clip", "gspo", "cispo", "reinforce"],
+        ["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"],
         ["current", "proximal", "rollout"],
         ["token", "sequence", "fixed"],
     )
@@ -240,15 +292,25 @@ CHOICES = [
     {"policy": "cispo", "clip_low": 0.1, "clip_high": 0.1},
     {"importance": "none"},
     {"importance": "sequence", "importance_high": 1.5},
-    {"importance_how": "mask", "importance_low": 0.7, "importance_high": 1.4},
-    {"importance": "sequence", "importance_how": "mask", "aggregation": "sequence"},
-    {"importance_how": "mask", "importance_high": 1.1, "policy": "gspo", "aggregation": "fixed"},
+    {"mask": "token", "mask_low": 0.7, "mask_high": 1.4},
+    {"mask": "token", "importance_high": 5},
+    {"importance": "sequence", "mask": "sequence", "aggregation": "sequence"},
+    {"mask": "token", "mask_high": 1.1, "policy": "gspo", "aggregation": "fixed"},
+    {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2, "aggregation": "sequence"},
+    {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2, "importance": "none"},
+    {"mask": "geometric", "mask_low": 0.8, "ratio": "rollout", "policy": "dppo_tv"},
+    {"policy": "dppo_kl", "ratio": "rollout", "clip_low": 1e-3, "clip_high": 0.003},
+    {"policy": "dppo_tv", "ratio": "rollout", "clip_low": 0.01, "clip_high": 0.02},
     {"kl_coef": 0.3},
     {"kl_coef": 0.3, "kl": "k2", "aggregation": "sequence"},
     {"kl_coef": 0.3, "kl": "k1"},
     {"kl_coef": 0.3, "kl_in": "reward"},
     {"entropy_coef": 0.2, "aggregation": "fixed", "max_tokens": 7},
     {"temperature": 0.7, "entropy_coef": 0.2, "kl_coef": 0.1},
+    {"teacher": "t", "teacher_coef": 0.7},
+    {"teacher": "t", "policy": "reinforce", "aggregation": "sequence"},
+    {"teacher": "t", "teacher_coef": 0.7, "teacher_top_k": 3, "temperature": 0.8},
+    {"teacher": "t", "teacher_top_k": 3, "aggregation": "sequence", "mask": "token"},
 ]
 
 
@@ -258,13 +320,16 @@ def test_losses_and_gradients_are_their_formulas(choice):
     samples, hiddens, head, proximals, references = make_case()
     mine, my_head = [leaf(h) for h in hiddens], leaf(head)
     theirs, their_head = [leaf(h) for h in hiddens], leaf(head)
-    want, seen = reference(samples, theirs, their_head, proximals, references, settings)
+    teachers = teachers_of(hiddens, head)
+    want, seen = reference(samples, theirs, their_head, proximals, references, teachers, settings)
     want.backward()
     batches = pack(samples, 13, 2)
     assert len(batches) > 1
     batches = corrected(batches, in_rows(batches, proximals), settings)
     near = in_rows(batches, references)
     batches = [b._replace(reference_BS=r) for b, r in zip(batches, near, strict=True)]
+    if settings.teacher:
+        batches = taught(batches, teachers, settings)
     got, terms = totals_of(PolicyObjective(settings), batches, mine, my_head)
     got.backward()
     close(got, want)
@@ -283,7 +348,7 @@ def test_losses_and_gradients_are_their_formulas(choice):
 @pytest.mark.parametrize(("seq_len", "rows"), [(12, 1), (13, 4), (30, 1), (60, 2)])
 def test_rows_and_micro_batches_change_nothing(seq_len, rows):
     choices = [{}, {"policy": "gspo", "aggregation": "sequence"}, {"aggregation": "fixed"}]
-    masked = {"importance_how": "mask", "importance_low": 0.7, "importance_high": 1.4}
+    masked = {"mask": "token", "mask_low": 0.7, "mask_high": 1.4}
     for choice in choices:
         settings = RlSection(**choice, **masked)
         samples, hiddens, head, proximals, _ = make_case()
@@ -301,7 +366,7 @@ def test_rows_and_micro_batches_change_nothing(seq_len, rows):
 
 def test_a_masked_sample_is_as_if_it_were_not_there():
     samples, hiddens, head, *_ = make_case()
-    settings = RlSection(aggregation="sequence", importance="sequence", importance_how="mask")
+    settings = RlSection(aggregation="sequence", importance="sequence", mask="sequence")
     batches = pack(samples, 13, 2)
     far = [torch.from_numpy(sample.logprobs[1:]).double() for sample in samples]
     far[1] = far[1] + 9

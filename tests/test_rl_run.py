@@ -9,10 +9,17 @@ import shutil
 import pytest
 import torch
 from checkpoints import tensors_of
+from distributed import spawn
+from test_engine import make_engine
+from test_rl_rows import make_samples
 
 from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
+from moetrain.config.rl import RlSection
+from moetrain.rl.learn import _Teacher
+from moetrain.rl.losses import PolicyObjective, corrected
+from moetrain.rl.rows import pack
 from moetrain.rl.trainer import _PARTS, RlTrainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import score
@@ -423,6 +430,95 @@ def test_the_toy_learns_from_its_reward(tmp_path):
     assert [row["step"] for row in rows] == list(range(19, 31))
     start, end = (sum(row["reward"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
     assert end > start + 0.1
+
+
+def judged_by_itself(folder, layouts):
+    """How far a policy is from a teacher that has its own weights, by the teacher's scores."""
+    found = {}
+    for name, words in layouts.items():
+        values = {"model.path": folder, "rl.teacher": folder, "rl.teacher_top_k": 5, **words}
+        values |= {"data.seq_len": 16, "train.global_batch_size": 4, "train.device": "cpu"}
+        engine = make_engine(*(f"{k}={v}" for k, v in values.items()), base=(), micro=2)
+        config, batches = engine.config, pack(make_samples(5, 13, 9), 16, 2, least=2)
+        likely = _Teacher(config, str(folder), engine)
+        likeliest, likely.settings = likely.judged(batches), RlSection()
+        sampled = likely.judged(batches)
+        scores = score(engine, batches)
+        terms = engine.forward(likeliest, PolicyObjective(config.rl)).terms
+        same = [torch.equal(b.teacher_BS, x) for b, x in zip(sampled, scores, strict=True)]
+        found[name] = terms["teacher_kl"].item(), all(same), [b.teacher_BS2K for b in likeliest]
+    return found
+
+
+def test_a_teacher_lies_on_every_mesh_as_the_policy_does(teacher):
+    one = judged_by_itself(teacher, {"one": {}})["one"]
+    layouts = {f"{k}": {f"parallel.{k}": 2} for k in ("dp_shard", "ep", "tp", "cp", "pp")}
+    (found, _) = spawn(2, judged_by_itself, teacher, layouts)
+    for kl, same, likeliest in [one, *found.values()]:
+        assert abs(kl) < 1e-6
+        assert same
+        for mine, theirs in zip(likeliest, one[2], strict=True):
+            assert torch.equal(mine[:, :, 0], theirs[:, :, 0])
+
+
+@pytest.fixture(scope="module")
+def teacher(even, tmp_path_factory):
+    """A checkpoint that knows the demonstrations."""
+    folder = tmp_path_factory.mktemp("teacher")
+    words = {"rl.supervised_steps": 6, "train.steps": 6, "rl.supervised_lr": 0.02}
+    fitted(folder, **even, **words, **{"checkpoint.save_hf": "true"})
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_student_learns_a_teachers_distribution(even, tmp_path, teacher, top_k):
+    words = {"rl.teacher": teacher, "rl.teacher_top_k": top_k, "rl.advantage": "none"}
+    words |= {"rl.group_size": 1, "rl.supervised_steps": 0, "train.steps": 20, "optim.lr": 0.01}
+    fitted(tmp_path, **even, **words, **{"train.eval_interval": 0, "rl.eval_tasks": 0})
+    kl = [row["teacher_kl"] for row in lines_of(tmp_path) if "teacher_kl" in row]
+    assert len(kl) == 20
+    assert sum(kl[-4:]) < sum(kl[:4]) / 3
+
+
+def test_rewards_and_a_teacher_together(even, tmp_path, teacher):
+    """Groups of equal rewards learn from the teacher too."""
+    words = {"rl.teacher": teacher, "rl.supervised_steps": 0, "rl.prompts": tmp_path / "p.jsonl"}
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 8)
+    words |= {"rl.env": "jsonl", "rl.reward": "zero", "train.steps": 1, "rl.eval_tasks": 0}
+    fitted(tmp_path / "out", **words, **{"train.eval_interval": 0})
+    (row,) = (row for row in lines_of(tmp_path / "out") if "teacher_kl" in row)
+    assert row["useful_groups"] == 4
+    assert row["reward"] == 0
+    assert row["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"rl.advantage": "none"}, "rl.advantage: 'none' contradicts rl.teacher none"),
+        ({"rl.teacher_top_k": 3}, "rl.teacher_top_k: 3 contradicts rl.teacher none"),
+        ({"rl.teacher": "/nowhere"}, "rl.teacher: "),
+    ],
+)
+def test_teachers_that_cannot_be_are_one_line(words, problem, tmp_path, capsys):
+    assert run(words_of(tmp_path, **words)) == 2
+    assert f"error: {problem}" in capsys.readouterr().err
+
+
+def test_a_mask_acts_without_weights(even, tmp_path, monkeypatch):
+    """With rl.ratio rollout nothing but the mask takes the trainer's own probabilities."""
+    masked = []
+
+    def counted(batches, *how):
+        found = corrected(batches, *how)
+        masked.append(sum(int((b.targets_BS < 0).sum()) for b in found))
+        masked.append(sum(int((b.targets_BS < 0).sum()) for b in batches))
+        return found
+
+    monkeypatch.setattr("moetrain.rl.learn.corrected", counted)
+    words = {"rl.mask": "token", "rl.mask_low": 1, "rl.mask_high": 1, "rl.supervised_steps": 0}
+    fitted(tmp_path, **even, **words, **{"train.steps": 1})
+    assert masked[0] > masked[1]
 
 
 def test_from_a_checkpoint(even, tmp_path):

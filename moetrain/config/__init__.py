@@ -198,16 +198,18 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
-    _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
-    _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
-    _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    _Need("rl.importance_high", {"rl.ratio": _Other("rollout")}),
+    _Need("rl.importance_high", {"rl.importance": _Other("none")}),
+    _Need("rl.mask_low rl.mask_high", {"rl.mask": _Other("none")}),
     # Which has these weights in it already.
     _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
     _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
     # In the loss its gradient is 0 in expectation.
     _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
     # The others compare within a group.
-    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp"}}, {1}, "use 2 or more"),
+    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp", "none"}}, {1}, "use 2 or more"),
+    _Need("rl.advantage", {"rl.teacher": _SET}, {"none"}, "name a teacher"),
+    _Need("rl.teacher_coef rl.teacher_top_k", {"rl.teacher": _SET}),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),

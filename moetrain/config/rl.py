@@ -10,16 +10,25 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from moetrain.config.sections import MaybePath, Section
 from moetrain.config.sources import ConfigError
 
-PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
+PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
 
 # 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
-# GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one.
+# GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one. dppo: DPPO's
+# bounds of the divergence, down and up.
 _CLIP_RANGES: dict[PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
+    "dppo_tv": (0.15, 0.15),
+    "dppo_kl": (0.05, 0.05),
     "reinforce": (1.0, 4.0),  # bounds nothing; the clip share counts by it
+}
+_MASK_RANGES = {
+    "none": (0.0, float("inf")),
+    "token": (0.5, 5.0),  # IcePop's
+    "sequence": (0.0, 2.0),
+    "geometric": (0.999, 1.001),
 }
 
 
@@ -28,13 +37,16 @@ class RlSection(Section):
 
     policy: PolicyName = "clip"
     """Loss of the policy. clip: the clipped ratio of PPO and GRPO, for each token; gspo: a clipped
-    ratio of whole sequences; cispo: every token learns, weighted by its clipped ratio; reinforce:
-    log-probability times advantage, without a ratio."""
+    ratio of whole sequences; cispo: every token learns, weighted by its clipped ratio; dppo_tv,
+    dppo_kl: the ratio, but no step further away of tokens whose probability has moved too far by
+    total variation or KL (DPPO; its paper's with rl.ratio rollout); reinforce: log-probability
+    times advantage, without a ratio."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Ratios below 1 - clip_low are clipped; unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for
-    cispo."""
+    """Ratios below 1 - clip_low are clipped, or for dppo falls of a probability by more than that;
+    unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for cispo, 0.15 for dppo_tv, 0.05 for dppo_kl."""
     clip_high: float | None = Field(default=None, ge=0)
-    """Ratios above 1 + clip_high are clipped; unset: 0.28 for clip, 4e-4 for gspo, 4 for cispo."""
+    """Ratios above 1 + clip_high are clipped, or for dppo rises of a probability by more than that;
+    unset: 0.28 for clip, 4e-4 for gspo, 4 for cispo, and as clip_low for dppo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Largest ratio that counts with a negative advantage, for clip alone; unset: no bound. 3 is
     common."""
@@ -46,13 +58,17 @@ class RlSection(Section):
     """Importance weights, proximal over rollout probability, for generation that differs from the
     trainer. token: one for each token; sequence: their product over a sample; auto: token, or none
     with rl.ratio rollout, whose ratio contains them."""
-    importance_how: Literal["truncate", "mask"] = "truncate"
-    """Treatment of extreme weights. truncate: those above rl.importance_high count as that; mask:
-    tokens outside [rl.importance_low, rl.importance_high] are neither trained nor counted."""
-    importance_low: float = Field(default=0.0, ge=0)
-    """Smallest weight that mask keeps."""
     importance_high: float = Field(default=2.0, gt=0)
-    """Largest weight: truncate lowers larger ones to it, mask leaves their tokens out."""
+    """Weights above it count as that."""
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Ratio of proximal to rollout probability by which tokens are left out, neither trained nor
+    counted. token: a token's own; sequence, geometric: the product and the geometric mean over a
+    sample, which is left out whole."""
+    mask_low: float | None = Field(default=None, ge=0, le=1)
+    """Smallest ratio that rl.mask keeps; unset: 0.5 for token, 0 for sequence, 0.999 for
+    geometric."""
+    mask_high: float | None = Field(default=None, ge=1)
+    """Largest ratio that rl.mask keeps; unset: 5 for token, 2 for sequence, 1.001 for geometric."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy, the initial weights; 0: no KL."""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -61,19 +77,29 @@ class RlSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
     reward, before advantages."""
+    teacher: MaybePath = None
+    """Checkpoint of a model with the same tokens, a folder or a hub id, whose distribution the
+    policy learns from what it writes itself (on-policy distillation), beside the rewards or, with
+    rl.advantage none, alone. It is loaded beside the policy and split as that is."""
+    teacher_coef: float = Field(default=1.0, gt=0)
+    """Weight of the KL divergence of the policy from the teacher."""
+    teacher_top_k: NonNegativeInt = 0
+    """0: each token's advantage falls by the log-ratio of policy to teacher; k: the divergence
+    itself, over the teacher's k likeliest tokens and all others as one, is a term of the loss."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
     """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
     samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
     length (Dr. GRPO)."""
-    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
-        "dr_grpo"
-    )
+    advantage: Literal[
+        "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "none"
+    ] = "dr_grpo"
     """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
     the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
     normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
-    group's mean, then normalised over the global batch."""
+    group's mean, then normalised over the global batch; none: rewards are only logged, and
+    rl.teacher teaches alone."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """Treatment of trajectories that rl.max_tokens cut off. keep: as any other; mask: they count
     for advantages but are not trained; drop: neither. Failed ones are always dropped."""
@@ -91,7 +117,8 @@ class RlSection(Section):
     """File for rl.env jsonl. Its lines have a prompt or messages, and what the reward needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify); or FILE.py:FUNCTION, called with the line and the text."""
+    same value (by math-verify); zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called
+    with the line and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere
@@ -135,10 +162,18 @@ class RlSection(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The smallest and the largest ratio that is not clipped."""
+        """The smallest and the largest ratio, for dppo signed divergence, that is not clipped."""
         low, high = _CLIP_RANGES[self.policy]
         low = low if self.clip_low is None else self.clip_low
-        return 1 - low, 1 + (high if self.clip_high is None else self.clip_high)
+        middle = 0 if self.policy.startswith("dppo") else 1
+        return middle - low, middle + (high if self.clip_high is None else self.clip_high)
+
+    @property
+    def mask_range(self) -> tuple[float, float]:
+        """The smallest and the largest ratio that ``mask`` keeps."""
+        low, high = _MASK_RANGES[self.mask]
+        low = low if self.mask_low is None else self.mask_low
+        return low, high if self.mask_high is None else self.mask_high
 
     @property
     def importance_of(self) -> Literal["none", "token", "sequence"]:
@@ -154,9 +189,6 @@ class RlSection(Section):
             if self.policy == "reinforce" and value is not None:
                 problem = f"{value} contradicts rl.policy 'reinforce', which has no ratio to clip"
                 raise ConfigError(f"rl.{name}", f"{problem}; unset one")
-        low, high = self.importance_low, self.importance_high
-        if low >= high:
-            raise ConfigError("rl.importance_low", f"{low} is not below rl.importance_high {high}")
 
 
 class JobsSection(Section):

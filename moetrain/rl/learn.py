@@ -11,13 +11,16 @@ import numpy as np
 import torch
 
 from moetrain.config import Config
+from moetrain.config.sections import ModelSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.routing import RoutingStats
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Objective, Pretraining
+from moetrain.train.memory import teacher_of
+from moetrain.train.objectives import Objective, Pretraining, token_losses
 from moetrain.train.preferences import score
 
 _T = TypeVar("_T")
@@ -79,6 +82,8 @@ class Learner:
         self.policy = Pretraining.of(config, engine.arch, own=PolicyObjective(config.rl))
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
+        name = config.rl.teacher
+        self.teacher = None if name is None else _Teacher(config, name, engine)
         self.compared = self.differing = 0
         """Tokens of all ranks that the trainer scored with the very weights that generated them,
         and those of them whose log-probability differs from generation's by a bit or more."""
@@ -113,6 +118,8 @@ class Learner:
         if settings.kl_coef:
             pairs = zip(batches, self._at_reference(batches), strict=True)
             batches = [batch._replace(reference_BS=found_BS) for batch, found_BS in pairs]
+        if self.teacher is not None:
+            batches = self.teacher.judged(batches)
         rest = iter(batches)
         parts = [list(islice(rest, len(update))) for update in updates]
         done = [self.update(part, self.policy, lr) for part in parts]
@@ -141,7 +148,8 @@ class Learner:
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
         differs = self.world.sum_rows(seen + torch.tensor([0, old, 0], device=seen.device))[1] > 0
-        if differs and (settings.ratio == "proximal" or settings.importance_of != "none"):
+        corrects = settings.importance_of != "none" or settings.mask != "none"
+        if differs and (settings.ratio == "proximal" or corrects):
             rest = self._logprobs(batches[1:])
             seen += self._compare(batches[1:], rest, version)
             batches = corrected(batches, first + rest, settings)
@@ -206,6 +214,42 @@ class Learner:
         members = self.engine.fsdp.members.items()
         trained = {name: member.local for name, member in members if member.rule.trainable}
         return trained | dict(self.engine.model.named_buffers())
+
+
+class _Teacher:
+    """A model beside the policy's, on the same ranks and in their layout, whose weights stay."""
+
+    def __init__(self, config: Config, path: str, policy: Engine) -> None:
+        arch, other, self.settings = teacher_of(path), Config(), config.rl
+        with torch.device("meta"):
+            weights = Transformer(arch).named_parameters()
+        # Frozen, matrices have neither gradients nor moments; each block keeps a norm to train.
+        matrices = tuple(name for name, weight in weights if weight.ndim > 1)
+        own = {"model": ModelSection(path=path), "lora": other.lora, "optim": other.optim}
+        own["train"] = config.train.model_copy(update={"freeze": matrices, "mtp_weight": 0.0})
+        self.engine = Engine(config.model_copy(update=own), arch, policy.world)
+        self.tokens = min(arch.vocab_size, policy.arch.vocab_size)
+
+    def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+        """Add what the teacher thinks of every target. Collective."""
+        engine, temperature = self.engine, self.settings.temperature
+        number = self.settings.teacher_top_k
+        if not number:
+            found = score(engine, batches, temperature)
+            return [b._replace(teacher_BS=x) for b, x in zip(batches, found, strict=True)]
+
+        def finish(hidden_BSD: torch.Tensor, _: object, batch: RolloutBatch) -> torch.Tensor:
+            lse_T = token_losses(engine.model, hidden_BSD, batch, temperature).lse_T
+            logits = engine.model.vocabulary.logits(hidden_BSD, engine.model.head_weight)
+            top_TK = logits.flatten(0, -2)[:, : self.tokens].float().topk(number)
+            logprobs_TK = top_TK.values / temperature - lse_T[:, None]
+            both_T2K = torch.stack((top_TK.indices.float(), logprobs_TK), 1)  # ids are below 2^24
+            return both_T2K.unflatten(0, batch.targets_BS.shape)
+
+        with torch.no_grad(), engine.work(), engine.exact_sizes():
+            shapes = [(*batch.targets_BS.shape, 2, number) for batch in batches]
+            found = engine.collect(batches, finish, shapes)
+        return [b._replace(teacher_BS2K=x.cpu()) for b, x in zip(batches, found, strict=True)]
 
 
 def _copied(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

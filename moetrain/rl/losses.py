@@ -24,11 +24,19 @@ the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + h
                through its own lp (GSPO-token, arXiv 2507.18071 eq. 14: GSPO itself where a sample
                has one advantage)
     cispo      -clip(r) A lp, clip(r) as a constant          arXiv 2506.13585; 2510.13786
+    dppo       -r A, or 0 where D > bound and A moves r further from 1; D compares p = exp(lp) and
+               m = exp(old) as if all other tokens were one: dppo_tv |p - m|, dppo_kl
+               m log(m / p) + (1 - m) log((1 - m) / (1 - p)) (arXiv 2602.04879 eqs. 11 to 14, where
+               old is generation's)
     reinforce  -A lp                                         Williams 1992
 
-times the importance weight, a constant (:func:`corrected`). Beside it, with their coefficients,
+times the importance weight, a constant, without the tokens that a mask leaves out
+(:func:`corrected`). Beside it, with their coefficients,
 stand an estimate of KL(policy || reference), where d = lp - reference (Schulman,
-http://joschu.net/blog/kl-approx.html), and minus the entropy:
+http://joschu.net/blog/kl-approx.html), minus the entropy, and KL(policy || teacher) over the
+teacher's k likeliest tokens and all others as one (on-policy distillation, arXiv 2306.13649). With
+``teacher_top_k`` 0 that is in the advantages: A - ``teacher_coef`` (old - teacher), old being
+generation's. The estimates:
 
     k1  d           k2  d^2 / 2          k3  exp(-d) - 1 + d
 
@@ -95,6 +103,7 @@ _BASELINES: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
     "rloo": lambda r: r - (r.sum() - r) / (len(r) - 1),
     "reinforce_pp_baseline": lambda r: r - r.mean(),
     "reinforce_pp": None,
+    "none": np.zeros_like,
 }
 """Maps a group's rewards to advantages; None: groups have no part in it."""
 _OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
@@ -125,6 +134,9 @@ def advantages(
         for members in groups.values():
             if len(members) > 1 and not _is_flat(values[members]):
                 values[members] = of_group(values[members])
+                continue
+            if settings.teacher is not None:  # which teaches where rewards do not
+                values[members] = 0.0
                 continue
             for i in members:
                 reasons[i] = "alone" if len(members) == 1 else "no_variance"
@@ -160,49 +172,75 @@ def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
 def corrected(
     batches: Sequence[RolloutBatch], proximal: Sequence[torch.Tensor], settings: RlSection
 ) -> list[RolloutBatch]:
-    """Add the trainer's log-probabilities and importance weights to ``batches``.
+    """Add the trainer's log-probabilities and importance weights to ``batches``, and mask tokens.
 
-        token      w_t = exp(d_t)              d = log of trainer's / generation's probability
-        sequence   w_t = exp(sum of d over the sample)
+        token      exp(d_t)              d = log of trainer's / generation's probability
+        sequence   exp(sum of d over the sample)
+        geometric  exp(mean of d over the sample)
 
     Where generation has not the trainer's bits, samples come from another policy than the one that
-    is trained, and w corrects for it: truncated at ``importance_high`` (truncated importance
-    sampling, Espeholt et al., arXiv 1802.01561; for this use Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025), or w where it lies in
-    [``importance_low``, ``importance_high``] and 0 elsewhere (IcePop, arXiv 2510.18855; over
-    sequences: Liu et al., "When speed kills stability", 2025). Over a sequence the weight is
-    unbiased, and varies far more.
-
-    Masked tokens lose their targets, and so leave every denominator, before any micro-batch runs.
-    ``proximal`` are each batch's of :func:`moetrain.train.preferences.score`.
+    is trained. A weight, the ratio ``importance``, bounded from above, corrects for it (TIS: arXiv
+    1802.01561; Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025); over a sequence it is unbiased, and varies far more. A mask leaves out tokens
+    whose ratio ``mask`` lies outside ``mask_range`` (IcePop, over tokens: arXiv 2510.18855; MIS and
+    the geometric mask, over sequences: Liu et al., "When speed kills stability", 2025): they lose
+    their targets, and so leave every denominator, before any micro-batch runs. ``proximal`` are
+    each batch's of :func:`moetrain.train.preferences.score`.
     """
-    low, high = settings.importance_low, settings.importance_high
+    low, high = settings.mask_range
     found = []
     for batch, proximal_BS in zip(batches, proximal, strict=True):
         batch = batch._replace(proximal_BS=proximal_BS)
+        has_target_BS = batch.targets_BS != IGNORE_INDEX
+        apart_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
+        of_mask_BS = _RATIOS[settings.mask](batch, apart_BS)
+        is_kept_BS = (of_mask_BS >= low) & (of_mask_BS <= high)
         if settings.importance_of != "none":
-            has_target_BS = batch.targets_BS != IGNORE_INDEX
-            log_weights_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
-            if settings.importance_of == "sequence":
-                log_weights_BS = batch.sums_over_samples(log_weights_BS)
-            weights_BS = _clamped(log_weights_BS).exp()
-            if settings.importance_how == "truncate":
-                batch = batch._replace(weights_BS=weights_BS.clamp(max=high))
-            else:
-                is_kept_BS = (weights_BS >= low) & (weights_BS <= high)
-                batch = batch._replace(
-                    weights_BS=torch.where(is_kept_BS, weights_BS, 0),
-                    targets_BS=torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX),
-                )
-        found.append(batch)
+            weights_BS = _RATIOS[settings.importance_of](batch, apart_BS)
+            weights_BS = weights_BS.clamp(max=settings.importance_high)
+            batch = batch._replace(weights_BS=torch.where(is_kept_BS, weights_BS, 0))
+        targets_BS = torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX)
+        found.append(batch._replace(targets_BS=targets_BS))
     return found
+
+
+def _mean_over_samples(batch: RolloutBatch, x_BS: torch.Tensor) -> torch.Tensor:
+    numbers_BS = batch.sums_over_samples((batch.targets_BS != IGNORE_INDEX).to(x_BS.dtype))
+    return batch.sums_over_samples(x_BS) / numbers_BS.clamp(min=1)
+
+
+_RATIOS: dict[str, Callable[[RolloutBatch, torch.Tensor], torch.Tensor]] = {
+    "none": lambda _, d_BS: torch.ones_like(d_BS),
+    "token": lambda _, d_BS: _clamped(d_BS).exp(),
+    "sequence": lambda batch, d_BS: _clamped(batch.sums_over_samples(d_BS)).exp(),
+    "geometric": lambda batch, d_BS: _clamped(_mean_over_samples(batch, d_BS)).exp(),
+}
+"""Ratios of probabilities from the differences of targets' log-probabilities, 0 elsewhere."""
 
 
 # ---- losses -------------------------------------------------------------------------------------
 
 
+def _binary_kl(now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    eps = torch.finfo(now.dtype).eps
+    others, others_old = (-torch.expm1(x).clamp(max=-eps) for x in (now, old))
+    kl = old.exp() * (old - now) + others_old * (others_old / others).log()
+    return torch.sign(now - old) * kl
+
+
+_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dppo_tv": lambda now, old: now.exp() - old.exp(),
+    "dppo_kl": _binary_kl,
+}
+"""Divergences of a token against all others, from its log-probabilities; above 0: it rose."""
+
+
 def _policy_loss(
-    logprob: torch.Tensor, log_ratio: torch.Tensor, advantage: torch.Tensor, settings: RlSection
+    logprob: torch.Tensor,
+    old: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantage: torch.Tensor,
+    settings: RlSection,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each token's loss, its ratio, and whether clipping has changed its gradient.
 
@@ -217,8 +255,13 @@ def _policy_loss(
         weight = ratio.clamp(low, high)
         return -weight * advantage * logprob, ratio, weight != ratio
     ratio = log_ratio.exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    is_clipped = torch.where(advantage > 0, ratio > high, (ratio < low) & (advantage < 0))
+    divergence = _DIVERGENCES.get(settings.policy)
+    shift = ratio if divergence is None else divergence(logprob.detach(), old)
+    is_clipped = torch.where(advantage > 0, shift > high, (shift < low) & (advantage < 0))
+    if divergence is None:
+        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    else:
+        gain = torch.where(is_clipped, 0, ratio * advantage)
     if settings.dual_clip is not None:
         is_past = (advantage < 0) & (ratio > settings.dual_clip)
         gain = torch.where(is_past, settings.dual_clip * advantage, gain)
@@ -239,17 +282,30 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](_clamped(logprob - other))
 
 
+def _divergence(
+    logits_TK: torch.Tensor, lse_T: torch.Tensor, teacher_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's KL(policy || teacher) over K tokens and all others as one, [T]."""
+    logprobs_TK = logits_TK - lse_T[:, None]
+    p_TK = logprobs_TK.exp()
+    least = torch.finfo(p_TK.dtype).eps
+    rest_T, theirs_T = ((1 - x.sum(1)).clamp(min=least) for x in (p_TK, teacher_TK.exp()))
+    apart_T = (p_TK * (logprobs_TK - teacher_TK)).sum(1)
+    return apart_T + rest_T * (rest_T / theirs_T).log()
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
     """The loss that ``Engine.forward_backward`` minimises, but for the routers' auxiliary losses,
     which :class:`moetrain.train.objectives.Pretraining` adds.
 
-    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss) and
-    ``entropy_bonus`` (with ``rl.entropy_coef``). Statistics, terms of coefficient 0 that are means
-    over the global batch's trained tokens: ``entropy``, ``ratio``, ``ratio_square``,
-    ``clip_share``, ``moved`` (k3 of the policy from what the ratio divides by), ``mismatch`` (k3 of
-    the trainer's probabilities from the rollout's), ``kl`` (k3 from the reference) and ``weight``
-    (importance), where the batches have them.
+    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
+    ``entropy_bonus`` (with ``rl.entropy_coef``) and ``teacher_kl`` (with ``rl.teacher_top_k``).
+    Statistics, terms of coefficient 0 that are means over the global batch's trained tokens:
+    ``entropy``, ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what
+    the ratio divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's),
+    ``kl`` (k3 from the reference), ``teacher_kl`` (k1 of the rollout from the teacher) and
+    ``weight`` (importance), where the batches have them.
     """
 
     settings: RlSection
@@ -285,7 +341,10 @@ class PolicyObjective:
             # The second part is 0, and brings the gradient.
             log_ratio = mean + logprob - logprob.detach()
         advantage = batch.advantages_BS.to(logprob.dtype)
-        loss, ratio, is_clipped = _policy_loss(logprob, log_ratio, advantage, settings)
+        if batch.teacher_BS is not None:
+            apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
+            advantage = advantage - settings.teacher_coef * apart
+        loss, ratio, is_clipped = _policy_loss(logprob, old, log_ratio, advantage, settings)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
@@ -302,6 +361,13 @@ class PolicyObjective:
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
             terms["entropy_bonus"] = Term((shares * entropy).sum(), -settings.entropy_coef)
+        if batch.teacher_BS2K is not None:
+            ids_TK, teacher_TK = batch.teacher_BS2K.flatten(0, 1).unbind(1)
+            how = outputs.hidden_BSD.flatten(0, 1), model.head_weight, ids_TK.long()
+            logits_TK = model.vocabulary.logits_of(*how) / settings.temperature
+            kl = _divergence(logits_TK, losses.lse_T, teacher_TK).view_as(logprob)
+            value = torch.where(trained > 0, shares * kl, 0).sum()
+            terms["teacher_kl"] = Term(value, settings.teacher_coef)
         now, trainer = logprob.detach(), batch.proximal_BS
         seen = {
             "entropy": entropy,
@@ -313,6 +379,8 @@ class PolicyObjective:
         }
         if batch.reference_BS is not None:
             seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
+        if batch.teacher_BS is not None:
+            seen["teacher_kl"] = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
         if batch.weights_BS is not None:
             seen["weight"] = batch.weights_BS
         for name, x in seen.items():

@@ -220,6 +220,10 @@ class RolloutBatch(NamedTuple):
     rollout are that, bit for bit."""
     reference_BS: torch.Tensor | None = None
     """Log-probabilities under the reference policy, for the KL."""
+    teacher_BS: torch.Tensor | None = None
+    """Log-probabilities under the teacher, for its sampled divergence."""
+    teacher_BS2K: torch.Tensor | None = None
+    """The teacher's likeliest tokens, as fp32, and their log-probabilities."""
     weights_BS: torch.Tensor | None = None
     """Importance weights, 0 where they have masked a token; None: ones."""
 

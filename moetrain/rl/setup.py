@@ -29,6 +29,7 @@ from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
+from moetrain.train.memory import teacher_of
 from moetrain.train.plan import plan_memory
 
 _CODE = re.compile(r"^[0-9a-f]{64}:")
@@ -67,6 +68,10 @@ class Setup:
                 f"{config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the "
                 f"model's vocabulary of {arch.vocab_size}; use the model's own",
             )
+        least = max(tokenizer.vocab_size, rl.teacher_top_k)
+        if rl.teacher is not None and teacher_of(rl.teacher).vocab_size < least:
+            problem = f"{rl.teacher!r} has less than the {least} tokens of data.tokenizer"
+            raise ConfigError("rl.teacher", f"{problem}; name a teacher with the same tokenizer")
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
             try_reward(environment, str(rl.reward), rl.step_timeout)

@@ -12,6 +12,7 @@ parallelism.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
+from moetrain.rollout.grammar import Grammars
 from moetrain.rollout.pages import Chunk, Pages, Running, Scheduler
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel
-from moetrain.rollout.request import Completion, Request, RequestError
+from moetrain.rollout.request import Completion, Request, RequestError, end_ids
 from moetrain.rollout.steps import Step, Steps
 
 _Chosen = tuple[int, float, list[float], dict[int, float]]
@@ -115,9 +117,21 @@ class Generator:
                 raise RequestError(request.id, "a request of this id is being served")
             self._check(request)
             begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
+            if (grammar := request.params.grammar) is not None:
+                try:
+                    for sequence in begun[request.id]:
+                        sequence.matcher = self._grammars.begin(*grammar)
+                except ValueError as error:
+                    raise RequestError(request.id, str(error)) from None
         self._live |= begun
         for sequences in begun.values():
             self.scheduler.waiting += sequences
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
+            raise ConfigError("grammar", "it takes a generator with a tokenizer")
+        return Grammars(self.tokenizer, end_ids(self.model, self.tokenizer), self.steps.known)
 
     def abort(self, request_id: str) -> list[Completion]:
         """End a request now and return its completions so far; none if it is not being served."""
@@ -175,7 +189,10 @@ class Generator:
         params = {i: chunks[i][0].params for i in due}
         special = [i for i, own in params.items() if own.has_filters or own.logprobs]
         if special:
-            found = self.steps.consider([chunks[i] for i in special], step.hidden_ND[special])
+            some = [chunks[i] for i in special]
+            bound = any(sequence.matcher is not None for sequence, *_ in some)
+            allowed_NV = self._grammars.allowed(some) if bound else None
+            found = self.steps.consider(some, step.hidden_ND[special], allowed_NV)
             for i, (token, logprob, top) in zip(special, found, strict=True):
                 plain, plain_logprob, ahead, _ = chosen[i]
                 if not params[i].has_filters:  # then the step's own choice stands
@@ -201,6 +218,10 @@ class Generator:
             completion.top_logprobs += [top] if params.logprobs else []
             completion.versions.append(self.version)
             completion.finish_reason = params.reason(completion.tokens, self.tokenizer)
+            if (matcher := sequence.matcher) is not None:
+                matcher.consume_token(token)
+                if matcher.is_stopped():
+                    completion.finish_reason = "abort" if matcher.is_error() else "stop"
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
         completion.num_drafted += len(drafts)
         completion.num_right += completion.num_new - 1

@@ -60,6 +60,9 @@ class SamplingParams:
     """Tokens that end a completion, and are part of it."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, with the token that completes one."""
+    grammar: tuple[Literal["json_schema", "regex", "choice", "grammar"], str] | None = None
+    """What the text must be, as :mod:`moetrain.rollout.grammar` says. It acts before the filters;
+    where it allows nothing more, the completion ends."""
     logprobs: Annotated[int, Field(ge=0)] = 0
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
@@ -81,8 +84,8 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether filters rule out tokens, which takes all logits."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
+        """Whether filters or a grammar rule out tokens, which takes all logits."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.grammar)
 
     @property
     def inverse(self) -> float:
@@ -126,7 +129,7 @@ class Completion:
     """Number of the completion, from 0 to ``n`` - 1."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token, nats: before filters, and at temperature 1 unless
+    """Log-probability of each token, nats: before grammar and filters, and at temperature 1 unless
     ``tempered``."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """The likeliest tokens at each position and their log-probabilities; empty: not asked for."""

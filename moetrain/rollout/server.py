@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.applications import Starlette
@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
@@ -64,6 +65,12 @@ _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, s
 # ---- what clients may ask ------------------------------------------------------------------------
 
 
+class _Format(JsonBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """``schema``, and others that only describe it."""
+
+
 class _Asked(JsonBody):
     """The fields that completions and chats share. SamplingParams says what numbers may be."""
 
@@ -80,6 +87,26 @@ class _Asked(JsonBody):
     n: int = Field(default=1, le=_MOST_COMPLETIONS)
     stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
     stream: bool = False
+    response_format: _Format = _Format(type="text")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    guided_grammar: str | None = None
+
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        """Return the grammars that are asked for, by kind, of which a text can follow one."""
+        form, schema = self.response_format, self.response_format.json_schema.get("schema")
+        schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
+        if form.type == "json_schema" and schema is None:
+            raise ValueError("response_format: json_schema has no schema; give it")
+        given = [
+            ("json_schema", schemas[form.type]),
+            ("json_schema", self.guided_json),
+            ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
+        ]
+        return [(kind, text) for kind, text in given if text is not None]
 
     @property
     def most_tokens(self) -> int | None:
@@ -141,6 +168,7 @@ class _Chat(_Asked):
     messages: list[Any] = Field(max_length=_MOST_TURNS)
     """Objects, whose keys the template defines."""
     tools: Any = None
+    tool_choice: Any = None
     documents: Any = None
     chat_template_kwargs: Any = None
     """These three go to the template, which defines what they may be."""
@@ -165,6 +193,13 @@ class _Chat(_Asked):
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        found = super().grammars(tokenizer)
+        if self.tool_choice not in (None, "auto", "none"):
+            template = tokenizer.tool_template or tokenizer.chat_template or ""
+            found.append(("grammar", _calls(self.tools, self.tool_choice, template)))
+        return found
+
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
         names = ("tools", "documents", "chat_template_kwargs")
         record = {name: getattr(self, name) for name in names}
@@ -182,6 +217,26 @@ class _Chat(_Asked):
             top = [entry(*pair) for pair in update.top_logprobs.items()]
             content.append(entry(update.token, update.logprob) | {"top_logprobs": top})
         return {"content": content}
+
+
+def _calls(tools: Any, choice: Any, template: str) -> str:
+    """Return the grammar of one call of the tool that ``choice`` names, or of any (required)."""
+    if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
+        problem = "this model's template writes no calls as JSON between <tool_call> tags"
+        raise ValueError(f"tool_choice: {problem}; send auto, and a guided_grammar")
+    try:
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        names = list(functions) if choice == "required" else [choice["function"]["name"]]
+        calls = [
+            {"name": {"const": name}, "arguments": functions[name].get("parameters", {})}
+            for name in names
+        ]
+    except (AttributeError, KeyError, TypeError):
+        problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
+        raise ValueError(f"tool_choice: {problem}") from None
+    closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+    call = json.dumps({"anyOf": [closed | {"properties": call} for call in calls]})
+    return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
 
 
 def _is_ids(value: object) -> bool:
@@ -279,13 +334,19 @@ class _Answer:
         longest, most = max(map(len, prompts)), server.generator.longest
         if longest >= most:
             raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
-        wanted = asked.most_tokens
+        wanted, grammars = asked.most_tokens, asked.grammars(server.tokenizer)
+        if len(grammars) > 1:
+            raise ValueError(
+                "response_format, guided_* and tool_choice: a text follows one of them"
+            )
+        kind, text = grammars[0] if grammars else (None, None)
         params = self.params = SamplingParams(
             max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
             seed=uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed,
             stop=tuple(asked.stop),
             stop_ids=server.stop_ids,
             logprobs=asked.likeliest or 0,
+            grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
             **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
         )
         count = len(prompts) * params.n

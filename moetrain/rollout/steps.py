@@ -357,9 +357,12 @@ class Steps:
         return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
 
     def consider(
-        self, planned: Sequence[Chunk], hidden_ND: torch.Tensor
+        self, planned: Sequence[Chunk], hidden_ND: torch.Tensor, allowed_NV: np.ndarray | None
     ) -> list[tuple[int, float, dict[int, float]]]:
-        """Choose from all logits: token, log-probability and likeliest tokens of each chunk."""
+        """Choose from all logits: token, log-probability and likeliest tokens of each chunk.
+
+        ``allowed_NV``: what grammars allow; None: there are none.
+        """
         sequences, model = [sequence for sequence, *_ in planned], self.model
         params = [sequence.params for sequence in sequences]
         logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
@@ -368,7 +371,10 @@ class Steps:
             torch.tensor([sequence.stream for sequence in sequences], device=device),
             torch.tensor([start + number for _, start, number in planned], device=device),
         )
-        chosen_N = _choose_filtered(logits_NV[:, :known], params, keys_N)
+        own_NV = logits_NV[:, :known]
+        if allowed_NV is not None:
+            own_NV = own_NV.masked_fill(~torch.from_numpy(allowed_NV).to(device), -torch.inf)
+        chosen_N = _choose_filtered(own_NV, params, keys_N)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
         # A stable sort: which of two equals topk takes depends on its k, which is the batch's.

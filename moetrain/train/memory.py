@@ -26,11 +26,12 @@ import torch
 from moetrain.config import Config, ConfigError, OptimSection
 from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
-from moetrain.config.sections import TrainSection
+from moetrain.config.sections import ModelSection, TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.kernels.optim.muon import orthogonalising_bytes
 from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks
@@ -72,6 +73,8 @@ class MemoryEstimate:
     """Weights that generation has for itself, in the compute dtype."""
     cache: float = 0.0
     """Generation's keys, values and states."""
+    teacher: float = 0.0
+    """This rank's parameters of ``rl.teacher``."""
 
     @property
     def total(self) -> float:
@@ -107,12 +110,21 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
-        optional = ("peers", "generator", "cache")
+        optional = ("peers", "generator", "cache", "teacher")
         sizes = {name: size for name, size in vars(self).items() if size or name not in optional}
         parts = ", ".join(
             f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in sizes.items()
         )
         return f"{self.total / GIB:.1f} GiB a device: {parts}"
+
+
+@lru_cache(maxsize=1)
+def teacher_of(path: str) -> Architecture:
+    """Return the model that ``rl.teacher`` names; ConfigError: there is none."""
+    try:
+        return resolve_architecture(ModelSection(path=path))
+    except ConfigError as error:
+        raise ConfigError("rl.teacher", error.problem) from None
 
 
 @lru_cache(maxsize=4)
@@ -293,7 +305,11 @@ class RankSizes:
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters
-        kept = training = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
+        kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
+        if sleep is not None and self.config.rl.teacher is not None:
+            teacher = teacher_of(self.config.rl.teacher).num_params() * self.share.width
+            kept = replace(kept, teacher=teacher / self.dims.sharding_ranks)
+        training = kept
         generation = {"generator": self._generator, "cache": self._cache()}
         if sleep is not None:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
