@@ -13,9 +13,10 @@ from distributed import spawn
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
+from moetrain.kernels.loss.preference import LOSSES, Scores
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preferences import LOSSES, Preference, Reference, Scores, preferences
+from moetrain.train.preferences import Preference, Reference, preferences
 from moetrain.train.trainer import Trainer
 
 KINDS = list(LOSSES)

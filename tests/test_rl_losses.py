@@ -14,13 +14,9 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.kernels.loss.policy import LOG_RATIO_LIMIT, kl_estimate
 from moetrain.models.layers import Vocabulary
-from moetrain.rl.losses import (
-    _LOG_RATIO_LIMIT,
-    PolicyObjective,
-    corrected,
-    kl_estimate,
-)
+from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack
 from moetrain.train.objectives import Outputs
 
@@ -410,7 +406,7 @@ def test_probabilities_worlds_apart_stay_finite():
         got, terms = totals_of(PolicyObjective(settings), batches, mine, head)
         got.backward()
         assert all(torch.isfinite(x).all() for x in [*terms.values(), *(h.grad for h in mine)])
-    limit = _LOG_RATIO_LIMIT
+    limit = LOG_RATIO_LIMIT
     far = torch.tensor([-900.0, 1, 900])
     assert kl_estimate("k1", far, torch.zeros(3)).tolist() == [-limit, 1, limit]
     assert torch.full((), limit).exp().square().mul(2**30).isfinite()

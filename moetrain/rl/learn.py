@@ -13,10 +13,11 @@ import torch
 from moetrain.config import Config
 from moetrain.config.sections import ModelSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.kernels.loss.policy import kl_estimate
 from moetrain.models.routing import RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate
+from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
 from moetrain.train.memory import teacher_of

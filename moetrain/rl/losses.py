@@ -13,35 +13,14 @@ with standard deviations of n - 1. All but the last learn by comparing within a 
 whose rewards are equal, or that has a single member left, is not trained at all, and so is in no
 denominator either. Means over the batch are over what is trained.
 
-For each trained token, with log-probability lp, advantage A, and the ratio r = exp(lp - old),
-where ``ratio`` says what old is (current: lp itself, as a constant; proximal: the trainer's before
-the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + high]:
-
-    clip       -min(r A, clip(r) A)     PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300; low and high
-               apart: DAPO, arXiv 2503.14476. With ``dual_clip`` c, where A < 0: at most -c A
-               (arXiv 1912.09729)
-    gspo       as clip, with r = exp(mean of lp - old over the sample); a token's gradient goes
-               through its own lp (GSPO-token, arXiv 2507.18071 eq. 14: GSPO itself where a sample
-               has one advantage)
-    cispo      -clip(r) A lp, clip(r) as a constant          arXiv 2506.13585; 2510.13786
-    dppo       -r A, or 0 where D > bound and A moves r further from 1; D compares p = exp(lp) and
-               m = exp(old) as if all other tokens were one: dppo_tv |p - m|, dppo_kl
-               m log(m / p) + (1 - m) log((1 - m) / (1 - p)) (arXiv 2602.04879 eqs. 11 to 14, where
-               old is generation's)
-    reinforce  -A lp                                         Williams 1992
-
-times the importance weight, a constant, without the tokens that a mask leaves out
-(:func:`corrected`). Beside it, with their coefficients,
-stand an estimate of KL(policy || reference), where d = lp - reference (Schulman,
-http://joschu.net/blog/kl-approx.html), minus the entropy, and KL(policy || teacher) over the
-teacher's k likeliest tokens and all others as one (on-policy distillation, arXiv 2306.13649). With
+The loss of a trained token (:mod:`moetrain.kernels.loss.policy`; ``ratio`` says which old it
+compares with: current, the log-probability itself as a constant; proximal, the trainer's before the
+update, arXiv 2110.00641; rollout, generation's) counts times the importance weight, a constant,
+without the tokens that a mask leaves out (:func:`corrected`). Beside it stand, with their
+coefficients, an estimate of the KL from the reference, minus the entropy, and the KL from the
+teacher over its k likeliest tokens (on-policy distillation, arXiv 2306.13649). With
 ``teacher_top_k`` 0 that is in the advantages: A - ``teacher_coef`` (old - teacher), old being
-generation's. The estimates:
-
-    k1  d           k2  d^2 / 2          k3  exp(-d) - 1 + d
-
-In the loss k2 has the gradient of the KL, k3 nearly, and k1 none (arXiv 2506.09477); in the reward
-k1 is the unbiased one. Tokens become a loss by weights that depend on nothing but the global batch:
+generation's. Tokens become a loss by weights that depend on nothing but the global batch:
 
     token      1 / trained tokens                               DAPO
     sequence   1 / (trained tokens of the sample * samples)     GRPO
@@ -69,6 +48,13 @@ import torch
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.kernels.loss.policy import (
+    clamped,
+    kl_estimate,
+    kl_of_likeliest,
+    policy_loss,
+    ratios,
+)
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.objectives import Outputs, Term, token_losses
@@ -76,10 +62,6 @@ from moetrain.train.objectives import Outputs, Term, token_losses
 _EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order
 differ by 1e-16 or so, and a division by their standard deviation would make 1 of that."""
-_LOG_RATIO_LIMIT = 20.0
-"""Nats to which the logarithm of a ratio is clamped, once, where it is made. A ratio of exp(20) =
-4.9e8 has a finite square in fp32, and so has the sum of any batch of them; one step past
-log(3.4e38) = 88.7 a single token makes the loss infinite. Beyond the limit the gradient is 0."""
 
 
 # ---- advantages ---------------------------------------------------------------------------------
@@ -165,10 +147,6 @@ def _spread(values: np.ndarray) -> float:
 # ---- importance weights -------------------------------------------------------------------------
 
 
-def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
-    return log_ratios.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-
-
 def corrected(
     batches: Sequence[RolloutBatch], proximal: Sequence[torch.Tensor], settings: RlSection
 ) -> list[RolloutBatch]:
@@ -193,10 +171,12 @@ def corrected(
         batch = batch._replace(proximal_BS=proximal_BS)
         has_target_BS = batch.targets_BS != IGNORE_INDEX
         apart_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
-        of_mask_BS = _RATIOS[settings.mask](batch, apart_BS)
+        numbers_BS = batch.sums_over_samples(has_target_BS.to(apart_BS.dtype))
+        how = apart_BS, numbers_BS, batch.sums_over_samples
+        of_mask_BS = ratios(settings.mask, *how)
         is_kept_BS = (of_mask_BS >= low) & (of_mask_BS <= high)
         if settings.importance_of != "none":
-            weights_BS = _RATIOS[settings.importance_of](batch, apart_BS)
+            weights_BS = ratios(settings.importance_of, *how)
             weights_BS = weights_BS.clamp(max=settings.importance_high)
             batch = batch._replace(weights_BS=torch.where(is_kept_BS, weights_BS, 0))
         targets_BS = torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX)
@@ -204,94 +184,7 @@ def corrected(
     return found
 
 
-def _mean_over_samples(batch: RolloutBatch, x_BS: torch.Tensor) -> torch.Tensor:
-    numbers_BS = batch.sums_over_samples((batch.targets_BS != IGNORE_INDEX).to(x_BS.dtype))
-    return batch.sums_over_samples(x_BS) / numbers_BS.clamp(min=1)
-
-
-_RATIOS: dict[str, Callable[[RolloutBatch, torch.Tensor], torch.Tensor]] = {
-    "none": lambda _, d_BS: torch.ones_like(d_BS),
-    "token": lambda _, d_BS: _clamped(d_BS).exp(),
-    "sequence": lambda batch, d_BS: _clamped(batch.sums_over_samples(d_BS)).exp(),
-    "geometric": lambda batch, d_BS: _clamped(_mean_over_samples(batch, d_BS)).exp(),
-}
-"""Ratios of probabilities from the differences of targets' log-probabilities, 0 elsewhere."""
-
-
 # ---- losses -------------------------------------------------------------------------------------
-
-
-def _binary_kl(now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    eps = torch.finfo(now.dtype).eps
-    others, others_old = (-torch.expm1(x).clamp(max=-eps) for x in (now, old))
-    kl = old.exp() * (old - now) + others_old * (others_old / others).log()
-    return torch.sign(now - old) * kl
-
-
-_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "dppo_tv": lambda now, old: now.exp() - old.exp(),
-    "dppo_kl": _binary_kl,
-}
-"""Divergences of a token against all others, from its log-probabilities; above 0: it rose."""
-
-
-def _policy_loss(
-    logprob: torch.Tensor,
-    old: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantage: torch.Tensor,
-    settings: RlSection,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each token's loss, its ratio, and whether clipping has changed its gradient.
-
-    ``logprob`` is differentiable, and so is ``log_ratio``, unless old is lp itself; [B, S] each.
-    """
-    low, high = settings.clip_range
-    if settings.policy == "reinforce":
-        ratio = log_ratio.detach().exp()
-        return -advantage * logprob, ratio, torch.zeros_like(ratio, dtype=torch.bool)
-    if settings.policy == "cispo":
-        ratio = log_ratio.detach().exp()
-        weight = ratio.clamp(low, high)
-        return -weight * advantage * logprob, ratio, weight != ratio
-    ratio = log_ratio.exp()
-    divergence = _DIVERGENCES.get(settings.policy)
-    shift = ratio if divergence is None else divergence(logprob.detach(), old)
-    is_clipped = torch.where(advantage > 0, shift > high, (shift < low) & (advantage < 0))
-    if divergence is None:
-        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    else:
-        gain = torch.where(is_clipped, 0, ratio * advantage)
-    if settings.dual_clip is not None:
-        is_past = (advantage < 0) & (ratio > settings.dual_clip)
-        gain = torch.where(is_past, settings.dual_clip * advantage, gain)
-        is_clipped = is_clipped | is_past
-    return -gain, ratio, is_clipped
-
-
-_KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": lambda d: d,
-    "k2": lambda d: d.square() / 2,
-    "k3": lambda d: torch.expm1(-d) + d,
-}
-"""Estimates of KL(p || q), from d = log p / q of a token that was drawn from p."""
-
-
-def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Estimate each token's KL(p || q), from log-probabilities under p, which drew it, and q."""
-    return _KL_ESTIMATES[name](_clamped(logprob - other))
-
-
-def _divergence(
-    logits_TK: torch.Tensor, lse_T: torch.Tensor, teacher_TK: torch.Tensor
-) -> torch.Tensor:
-    """Return each token's KL(policy || teacher) over K tokens and all others as one, [T]."""
-    logprobs_TK = logits_TK - lse_T[:, None]
-    p_TK = logprobs_TK.exp()
-    least = torch.finfo(p_TK.dtype).eps
-    rest_T, theirs_T = ((1 - x.sum(1)).clamp(min=least) for x in (p_TK, teacher_TK.exp()))
-    apart_T = (p_TK * (logprobs_TK - teacher_TK)).sum(1)
-    return apart_T + rest_T * (rest_T / theirs_T).log()
 
 
 @dataclass(frozen=True)
@@ -335,7 +228,7 @@ class PolicyObjective:
         }[settings.ratio]
         trained = (batch.targets_BS != IGNORE_INDEX).to(logprob.dtype)
         num_trained = batch.sums_over_samples(trained).clamp(min=1)
-        log_ratio = _clamped(logprob - old)
+        log_ratio = clamped(logprob - old)
         if settings.policy == "gspo":
             mean = batch.sums_over_samples(trained * log_ratio.detach()) / num_trained
             # The second part is 0, and brings the gradient.
@@ -344,7 +237,12 @@ class PolicyObjective:
         if batch.teacher_BS is not None:
             apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
             advantage = advantage - settings.teacher_coef * apart
-        loss, ratio, is_clipped = _policy_loss(logprob, old, log_ratio, advantage, settings)
+        loss, ratio, is_clipped = policy_loss(
+            settings.policy,
+            *(logprob, old, log_ratio, advantage),
+            settings.clip_range,
+            settings.dual_clip,
+        )
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
@@ -365,7 +263,7 @@ class PolicyObjective:
             ids_TK, teacher_TK = batch.teacher_BS2K.flatten(0, 1).unbind(1)
             how = outputs.hidden_BSD.flatten(0, 1), model.head_weight, ids_TK.long()
             logits_TK = model.vocabulary.logits_of(*how) / settings.temperature
-            kl = _divergence(logits_TK, losses.lse_T, teacher_TK).view_as(logprob)
+            kl = kl_of_likeliest(logits_TK, losses.lse_T, teacher_TK).view_as(logprob)
             value = torch.where(trained > 0, shares * kl, 0).sum()
             terms["teacher_kl"] = Term(value, settings.teacher_coef)
         now, trainer = logprob.detach(), batch.proximal_BS
