@@ -82,7 +82,7 @@ class RlSection(Section):
     max_tokens: PositiveInt = 64
     """Most tokens that the policy writes in one trajectory."""
     env: str = "sort"
-    """Environment to learn in. yes_no_maybe, sort, arithmetic, calculator: tasks made up on demand;
+    """Environment to learn in. sort, arithmetic: tasks made up on demand;
     jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, a callable that takes a
     moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an Environment."""
     env_args: str | None = None
