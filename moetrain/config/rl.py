@@ -82,9 +82,11 @@ class RlSection(Section):
     max_tokens: PositiveInt = 64
     """Most tokens that the policy writes in one trajectory."""
     env: str = "sort"
-    """Environment to learn in. sort, arithmetic: tasks made up on demand;
-    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, a callable that takes a
-    moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an Environment."""
+    """Environment to learn in. sort, arithmetic: tasks made up on demand; jsonl: the lines of
+    rl.prompts; reasoning-gym:TASK; agent:FILE.py:NAME, a function of a task (a line of rl.prompts,
+    or a number) and the base URL of an OpenAI endpoint, which returns the reward; or FILE.py:NAME,
+    a callable that takes a moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an
+    Environment."""
     env_args: str | None = None
     """Arguments of the environment, as a JSON object such as {"most": 6}."""
     prompts: str | None = None

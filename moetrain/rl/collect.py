@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -241,7 +241,7 @@ class _Active:
     is_speaking: bool = False
     """Whether the generator continues it; else its environment was asked."""
     completion: Completion | None = None
-    turn: Turn = Turn()
+    turn: Turn = field(default_factory=Turn)
     """The environment's last answer."""
 
 

@@ -286,8 +286,14 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
             environment = Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
         elif gym == "reasoning-gym" and task:
             environment = _ReasoningGym(prompts, task, **args)
+        elif gym == "agent" and task:
+            run = _load_function(task, "rl.env", "an agent")
+            lines = None if settings.prompts is None else _read_lines(settings.prompts)
+            environment = _import_extra("moetrain.rl.agents", "rl.env", name).AgentEnvironment(
+                prompts, run, lines, **args
+            )
         else:
-            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
+            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK, agent:FILE.py:NAME"
             environment = _load_function(name, "rl.env", others)(prompts, **args)
     except TypeError as error:  # an argument that it does not have, or of another type
         raise ConfigError("rl.env_args", f"{given!r}: {error}") from error
