@@ -90,10 +90,12 @@ class RlSection(Section):
     env_args: str | None = None
     """Arguments of the environment, as a JSON object such as {"most": 6}."""
     prompts: str | None = None
-    """File for rl.env jsonl. Its lines have a prompt or messages, and what the reward needs."""
+    """File for rl.env jsonl or agent. Its lines have a prompt or messages, and what the reward
+    needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify); or FILE.py:FUNCTION, called with the line and the text."""
+    same value (by math-verify); code: 1 if the program that is written passes the tests in the
+    line's answer; or FILE.py:FUNCTION, called with the line and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere

@@ -31,6 +31,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.rl.code_reward import score_code
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
 _MOST_DIGITS = 20
@@ -206,7 +207,11 @@ def _math() -> _Reward:
     return score
 
 
-_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": lambda: _exact, "math": _math}
+_SHIPPED: dict[str, Callable[[], _Reward]] = {
+    "exact": lambda: _exact,
+    "math": _math,
+    "code": lambda: score_code,
+}
 
 
 def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
