@@ -41,14 +41,19 @@ class Watched(Generator):
         return completions
 
 
-def collected(run, tasks=2, members=2, lines=None, **values):
-    """The trajectories of ``run``, whose actions are what a small model generated."""
+def collector_of(run, lines=None, **values):
     values = {"max_tokens": 60, "step_timeout": 20, **values}
     words = [f"rl.{name}={value}" for name, value in values.items()]
     settings = Config.load("debug", words, environ={}).rl
     generator, environment = Watched(), AgentEnvironment(Prompts(TOKENIZER, True), run, lines)
     ends = {"stop_ids": (TOKENIZER.eos_id,), "longest": 900}
-    collector = Collector(generator, environment, settings, **ends)
+    return Collector(generator, environment, settings, **ends)
+
+
+def collected(run, tasks=2, members=2, **values):
+    """The trajectories of ``run``, whose actions are what a small model generated."""
+    collector = collector_of(run, **values)
+    generator, environment = collector.generator, collector.environment
     for task in range(tasks):
         collector.start(task, task, members, seed=0)
     found = [t for group in collector.finish(range(tasks)) for t in group]
@@ -108,7 +113,8 @@ def test_another_history_begins_a_segment():
         ask(base_url, messages, max_tokens=6)
         return 1
 
-    for t in collected(run, lines=[{"prompt": "", "answer": n} for n in range(2)]):
+    lines = [{"prompt": "", "answer": n} for n in range(2)]
+    for t in collected(run, lines=lines, routing_replay="true"):
         assert (t.fault, len(t.starts), len(t.actions)) == (None, 2, 4)
         samples = t.samples(0.5)
         texts = [
@@ -122,16 +128,46 @@ def test_another_history_begins_a_segment():
         assert "in other words<|im_end|>" in texts[2]
         assert [text.count("go on") for text in texts] == [1, 0, 1]
         assert sum(sample.is_action.sum() for sample in samples) == t.num_written
+        assert all((sample.routes >= 0).all() for sample in samples)
         # Each segment is generated from its own tokens alone.
         whole = [sample.tokens.tolist() for sample in samples]
         assert [x for tokens in whole for x in tokens] == t.tokens
         for sample in samples:
-            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, routes=True)
             request = Request("x", tuple(sample.tokens.tolist()), params)
             ((scored,),) = Watched().generate([request])
             wanted = torch.tensor(scored.prompt_logprobs)[sample.is_action[1:]]
             found = torch.tensor(sample.logprobs)[sample.is_action]
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            assert (sample.routes == scored.routes[: len(sample.routes)].numpy()).all()
+
+
+def test_a_resumed_agent_hears_what_it_heard():
+    def run(task, base_url):
+        messages = [{"role": "user", "content": "x"}]
+        for turn in range(3):
+            message = ask(base_url, messages, max_tokens=6).choices[0].message
+            messages += [message, {"role": "user", "content": str(turn)}]
+        return 1.0
+
+    expected = [t.tokens for t in collected(run)]
+    first, second = collector_of(run), collector_of(run)
+    for task in range(2):
+        first.start(task, task, 2, seed=0)
+    while first.generated < 40:
+        first._hear()
+        for completion in first.generator.step():
+            first.generated += 1
+            first._follow(completion)
+    begun = first.under_way()
+    assert sum(len(t.actions) for t in begun) >= 3
+    for t in begun:
+        second.resume(t)
+    for part in first._active.values():
+        part.episode.close()
+    found = [t for group in second.finish(range(2)) for t in group]
+    assert [t.fault for t in found] == [None] * 4
+    assert sorted(t.tokens for t in found) == sorted(expected)
 
 
 @pytest.mark.parametrize("sends_back", [True, False])

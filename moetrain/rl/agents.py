@@ -85,13 +85,13 @@ class _AgentChat(Chat):
         return {f["name"]: f.get("parameters") or {} for f in named}
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     body: _AgentChat
     prompt: tuple[int, ...]
-    reply: "asyncio.Future[_Answer]"
+    reply: "asyncio.Future[_Reply]"
 
 
-class _Answer(NamedTuple):
+class _Reply(NamedTuple):
     message: dict[str, Any]
     reason: str
     tokens: list[int]
@@ -184,8 +184,8 @@ class _AgentEpisode(Episode):
         self.environment, self.task, self.name = environment, task, uuid4().hex
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         """Requests, and at last what the agent returns or raises."""
-        self.waiting: set[asyncio.Future[_Answer]] = set()
-        self.asked: _Asked | None = None
+        self.waiting: set[asyncio.Future[_Reply]] = set()
+        self.asked: _Request | None = None
         self.history: list[Any] = []
         """The last request's messages, and its answer."""
 
@@ -227,13 +227,13 @@ class _AgentEpisode(Episode):
             result = RuntimeError(f"the agent ended with {type(error).__name__}: {error}")
         self.environment.loop.call_soon_threadsafe(self.events.put_nowait, result)
 
-    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> _Answer:
+    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> _Reply:
         """Return the policy's answer."""
         if self.name not in self.environment.episodes:
             raise HTTPException(404, _OVER)
         reply = self.environment.loop.create_future()
         self.waiting.add(reply)
-        self.events.put_nowait(_Asked(body, prompt, reply))
+        self.events.put_nowait(_Request(body, prompt, reply))
         try:
             return await reply
         finally:
@@ -253,7 +253,7 @@ class _AgentEpisode(Episode):
             self.asked.reply.set_result(answer)
         return await self._turn(answer.reason != "length")
 
-    def _answer(self, asked: _Asked, action: Sequence[int]) -> _Answer:
+    def _answer(self, asked: _Request, action: Sequence[int]) -> _Reply:
         tokenizer, body = self.environment.prompts.tokenizer, asked.body
         text = tokenizer.decode(action)
         stops = [text.index(stop) for stop in body.stop if stop in text]
@@ -269,7 +269,7 @@ class _AgentEpisode(Episode):
             call = {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
             message["tool_calls"].append(call)
         reason = ("tool_calls" if calls else "stop") if is_ended else "length"
-        return _Answer(message, reason, list(action), len(asked.prompt))
+        return _Reply(message, reason, list(action), len(asked.prompt))
 
     async def _turn(self, is_ended: bool = False) -> Turn:
         """Wait for the next request whose client waits too, or for the agent's result."""
@@ -277,7 +277,7 @@ class _AgentEpisode(Episode):
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
-            if not isinstance(event, _Asked):
+            if not isinstance(event, _Request):
                 return Turn(reward=event, done=True)
             if not event.reply.done():
                 break
@@ -286,7 +286,7 @@ class _AgentEpisode(Episode):
         tokens = event.prompt if added is None else added
         return Turn(tokens, 0.0, False, added is None, body.most_tokens, tuple(body.stop))
 
-    def _added(self, asked: _Asked, is_ended: bool) -> tuple[int, ...] | None:
+    def _added(self, asked: _Request, is_ended: bool) -> tuple[int, ...] | None:
         """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there."""
         before, said, now = self.asked, self.history, asked.body.messages
         if before is None or len(now) <= len(said) or before.body.record != asked.body.record:
