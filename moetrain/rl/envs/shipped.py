@@ -294,9 +294,11 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         elif gym == "agent" and task:
             run = _load_function(task, "rl.env", "an agent")
             lines = None if settings.prompts is None else _read_lines(settings.prompts)
-            environment = _import_extra("moetrain.rl.agents", "rl.env", name).AgentEnvironment(
-                prompts, run, lines, **args
-            )
+            _import_extra("uvicorn", "rl.env", name)
+            _import_extra("starlette", "rl.env", name)
+            from moetrain.rl.agents import AgentEnvironment
+
+            environment = AgentEnvironment(prompts, run, lines, **args)
         else:
             others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK, agent:FILE.py:NAME"
             environment = _load_function(name, "rl.env", others)(prompts, **args)
