@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
+from toy_environments import YES_NO_MAYBE
 
 from moetrain.cli import checkpoint, generate, machines, plan, serve
 from moetrain.cli.main import main as named
@@ -366,7 +367,12 @@ def test_every_metric_of_reinforcement_learning_is_explained(tmp_path):
     words = [f"model.{name}={size}" for name, size in sizes.items()]
     words += ["train.steps=2", "train.micro_batch_size=4", "train.global_batch_size=16"]
     words += ["rl.supervised_steps=1", "rl.group_size=4", "rl.eval_tasks=2", "rl.kl_coef=0.1"]
-    words += ["rl.entropy_coef=0.1", "rl.ratio=proximal", "rl.env=yes_no_maybe", "rl.max_tokens=6"]
+    words += [
+        "rl.entropy_coef=0.1",
+        "rl.ratio=proximal",
+        f"rl.env={YES_NO_MAYBE}",
+        "rl.max_tokens=6",
+    ]
     words += ["train.device=cpu", "log.tensorboard=no", f"output_dir={tmp_path}"]
     RlTrainer(Config.load("rl-sort", words, environ={}, recipes=Recipes.RL)).fit()
     rows = read_metrics(tmp_path / "metrics.jsonl")

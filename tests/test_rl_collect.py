@@ -111,7 +111,7 @@ def test_turns_of_several_words():
         first, second, third = (t.tokens[start:stop] for start, stop in t.actions)
         assert t.tokens == [3, 4, t.task, *first, 91, 5, *second, 92, 5, *third]
         assert t.reward == 1.0 + t.num_written  # of the turns before, and of the last
-        sample = t.sample(0.25)
+        (sample,) = t.samples(0.25)
         assert sample.is_action.sum() == t.num_written == len(first + second + third)
 
 

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from toy_environments import CALCULATOR, YES_NO_MAYBE
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
@@ -32,7 +33,7 @@ def ids(text, ends=True):
     return [*text.encode(), *[TOKENIZER.eos_id] * ends]
 
 
-@pytest.mark.parametrize("name", _GENERATED)
+@pytest.mark.parametrize("name", [*_GENERATED, YES_NO_MAYBE, CALCULATOR])
 def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
     environment = opened(name)
     rewards = []
@@ -50,14 +51,14 @@ def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
         assert turn.done
         assert said == [*shown.tokens]
         rewards.append(turn.reward)
-    expected = {0.5, 0.75, 1.0} if name == "yes_no_maybe" else {1.0}
+    expected = {0.5, 0.75, 1.0} if name == YES_NO_MAYBE else {1.0}
     assert set(rewards) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "task", "answers"),
     [
-        ("yes_no_maybe", 3, {"yes": 0.5, "no": 0.75, "maybe": 1, "May be": 0, "": 0}),
+        (YES_NO_MAYBE, 3, {"yes": 0.5, "no": 0.75, "maybe": 1, "May be": 0, "": 0}),
         ("arithmetic", 0, {"7": 0, "": 0, "x": 0}),
         ("sort", 5, {"": 0, "x": 0}),
     ],
@@ -92,13 +93,13 @@ def test_what_is_no_sum(text):
 
 
 def test_the_calculator_answers_as_often_as_it_may():
-    episode = opened("calculator", env_args='{"calls": 1}').episode(0)
+    episode = opened(CALCULATOR, env_args='{"calls": 1}').episode(0)
     episode.reset()
     asked = episode.step(ids("calc 6*7"))
     assert (bytes(asked.tokens), asked.done) == (b"-> 42 ; ", False)
     last = episode.step(ids("calc 6*7"))
     assert (last.done, last.reward) == (True, 0)
-    episode = opened("calculator").episode(0)
+    episode = opened(CALCULATOR).episode(0)
     episode.reset()
     assert bytes(episode.step(ids("calc 6/0")).tokens) == b"-> error ; "
 
@@ -196,7 +197,7 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"env": "sorting"}, "rl.env: 'sorting' is neither yes_no_maybe, sort"),
+        ({"env": "sorting"}, "rl.env: 'sorting' is neither sort"),
         ({"env": "sort", "env_args": '{"most": }'}, "rl.env_args: .* is not JSON"),
         ({"env": "sort", "env_args": "[3]"}, "rl.env_args: .* is no JSON object"),
         ({"env": "sort", "env_args": '{"mots": 3}'}, "rl.env_args: .*mots"),
@@ -217,10 +218,10 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
         ),
         ({"env": "arithmetic", "env_args": '{"terms": 201}'}, "rl.env_args: terms 201: 1 to 200"),
         ({"env": "arithmetic", "env_args": '{"terms": 2.5}'}, "rl.env_args: terms 2.5 is no whole"),
-        ({"env": "calculator", "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
+        ({"env": CALCULATOR, "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
         ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
         ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
-        ({"env": "calculator", "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
+        ({"env": CALCULATOR, "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
         ({"env": "E:x"}, "rl.env: cannot load .*: SystemExit"),
     ],
 )

@@ -9,6 +9,7 @@ from architectures import own_part
 from checkpoints import tensors_of
 from distributed import spawn
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
+from toy_environments import YES_NO_MAYBE
 
 from moetrain.rl.trainer import RlTrainer
 
@@ -63,7 +64,7 @@ WORDS = {
     "train.eval_interval": 0,
     "optim.lr": 3e-3,
     "optim.schedule": "constant",
-    "rl.env": "yes_no_maybe",
+    "rl.env": YES_NO_MAYBE,
     "rl.supervised_steps": 40,
     "rl.supervised_lr": 1e-2,
     "rl.group_size": 8,

@@ -12,6 +12,7 @@ from checkpoints import tensors_of
 from distributed import spawn
 from test_engine import make_engine
 from test_rl_rows import make_samples
+from toy_environments import CALCULATOR
 
 from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
@@ -166,7 +167,7 @@ CASES = {
     "ahead": {
         "rl.ratio": "proximal",
         "rl.max_staleness": 2,
-        "rl.env": "calculator",
+        "rl.env": CALCULATOR,
         "rl.max_tokens": 24,
     },
     "offloaded": {"rl.offload": "true", "rl.sleep": "all", "rl.temperature": 0.7},
@@ -266,12 +267,13 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
 
 
 def test_experts_that_generation_chose_are_trained(tmp_path):
-    values = {"rl.env": "calculator", "rl.max_tokens": 24, "rl.routing_replay": "true"}
+    values = {"rl.env": CALCULATOR, "rl.max_tokens": 24, "rl.routing_replay": "true"}
     trainer = RlTrainer(config_of(tmp_path, **values, **{"train.micro_batch_size": 16}))
     for _ in range(2):
         trainer.train_step()
     trainer.sync_weights()
-    samples = [t.sample(1.0) for t in trainer._next_groups(trainer.setup.num_groups)]
+    groups = trainer._next_groups(trainer.setup.num_groups)
+    samples = [sample for t in groups for sample in t.samples(1.0)]
     for sample in samples:
         assert sample.routes.shape == (len(sample.tokens) - 1, 2, 2)
         chosen = sample.routes[:, 0, 0] >= 0

@@ -78,7 +78,7 @@ REFUSED = [
     (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
     (scored_by("Scores"), f"rl.reward: {FIRST('Scores', 'b')} Scores that is no finite number"),
     (scored_by("huge"), f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; all of a trajectory's"),
-    ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither yes_no_maybe, sort, "),
+    ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither sort, "),
     ({"rl.env": "FOLDER/none.py:Even"}, "rl.env: 'FOLDER/none.py:Even' is neither "),
     ({"rl.env": "FOLDER/bad.py:Nobody"}, "rl.env: cannot load 'FOLDER/bad.py:Nobody': "),
     ({"rl.env": "FOLDER/bad.py:Raises"}, "rl.env: 'FOLDER/bad.py:Raises' cannot be made: FileNot"),
@@ -93,7 +93,7 @@ REFUSED = [
     ),
     (
         {"rl.env": "jsonl", "rl.reward": "good", "rl.prompts": "FOLDER/p.jsonl"},
-        "rl.reward: 'good' is neither exact, math nor FILE.py:NAME",
+        "rl.reward: 'good' is neither exact, math, code nor FILE.py:NAME",
     ),
     ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
     ({"rl.cache_tokens": 10**15}, "rl.cache_tokens: 1000000000000000 takes about "),

@@ -1,8 +1,9 @@
-"""Hostile requests at random, to both servers: each is answered by the protocol and forgotten.
+"""Hostile requests at random, to all servers: each is answered by the protocol and forgotten.
 
 Between them a plain request has the tokens that it had before.
 """
 
+import asyncio
 import contextlib
 import json
 import random
@@ -20,6 +21,8 @@ from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
+from moetrain.rl.agents import AgentEnvironment, _AgentChat
+from moetrain.rl.envs import Prompts
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.server import CompletionServer
@@ -204,7 +207,46 @@ class Jobs(Target):
         assert self.worker.is_alive()
 
 
-@pytest.fixture(scope="module", params=[Serve, Jobs])
+class Agents(Target):
+    """The endpoint of an agent that never ends, and a policy that always says the same."""
+
+    def __init__(self, folder):
+        self.agents = AgentEnvironment(
+            Prompts(ByteTokenizer(), True), lambda *_: self.over.wait(), None
+        )
+        self.over, self.names = threading.Event(), sorted(_AgentChat.model_fields)
+        self.episode = self.agents.episode(0)
+        self.port = int(self.agents.address.rpartition(":")[2])
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.play()))
+        self.thread.start()
+        self.path = f"/{self.episode.name}/v1/chat/completions"
+        self.good = {self.path: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}}
+
+    async def play(self):
+        turn = await self.episode.reset()
+        while not turn.done:
+            assert turn.tokens
+            turn = await self.episode.step([*b"ok", 256])
+
+    def close(self):
+        self.over.set()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.agents.loop).result(10)
+        assert self.agents.episodes == {}
+
+    def plain(self):
+        status, _, told = post(self.port, self.path, dumped(self.good[self.path]))
+        assert status == 200
+        return json.loads(told)["choices"]
+
+    check_error = Serve.check_error
+
+    def check_end(self):
+        assert not self.episode.waiting
+
+
+@pytest.fixture(scope="module", params=[Serve, Jobs, Agents])
 def target(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Access, "idle_seconds", 1.0)

@@ -108,17 +108,21 @@ class RlSection(Section):
     max_tokens: PositiveInt = 64
     """Most tokens that the policy writes in one trajectory."""
     env: str = "sort"
-    """Environment to learn in. yes_no_maybe, sort, arithmetic, calculator: tasks made up on demand;
-    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, a callable that takes a
-    moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an Environment."""
+    """Environment to learn in. sort, arithmetic: tasks made up on demand; jsonl: the lines of
+    rl.prompts; reasoning-gym:TASK; agent:FILE.py:NAME, a function of a task (a line of rl.prompts,
+    or a number) and the base URL of an OpenAI endpoint, which returns the reward; or FILE.py:NAME,
+    a callable that takes a moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an
+    Environment."""
     env_args: str | None = None
     """Arguments of the environment, as a JSON object such as {"most": 6}."""
     prompts: str | None = None
-    """File for rl.env jsonl. Its lines have a prompt or messages, and what the reward needs."""
+    """File for rl.env jsonl or agent. Its lines have a prompt or messages, and what the reward
+    needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify); zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called
-    with the line and the text."""
+    same value (by math-verify); code: 1 if the program that is written passes the tests in the
+    line's answer; zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called with the line
+    and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere

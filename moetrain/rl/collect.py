@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -202,6 +202,11 @@ def _are_tokens(tokens: object, vocabulary: int) -> bool:
     return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)
 
 
+def _are_limits(most: object, stop: object) -> bool:
+    texts = isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop)
+    return texts and (most is None or (type(most) is int and most > 0))
+
+
 def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | _Failed:
     """Return an environment's ``answer`` if it may go on ``trajectory``, else what is wrong."""
     if isinstance(answer, _Failed):
@@ -218,8 +223,10 @@ def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | _Fa
         problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
     elif not trajectory.answers and (done or not answer.tokens):
         problem = "its prompt is empty or over"
+    elif not _are_limits(answer.max_tokens, answer.stop):
+        problem = "its max_tokens is no number above 0, or its stop no tuple of texts"
     else:
-        return Turn(answer.tokens, reward, bool(done))
+        return answer._replace(reward=reward, done=bool(done))
     return _Failed("nonsense", problem)
 
 
@@ -234,6 +241,8 @@ class _Active:
     is_speaking: bool = False
     """Whether the generator continues it; else its environment was asked."""
     completion: Completion | None = None
+    turn: Turn = field(default_factory=Turn)
+    """The environment's last answer."""
 
 
 class Collector:
@@ -367,13 +376,17 @@ class Collector:
         if part.episode is None and not isinstance(answer, _Failed):
             part.episode, answer = answer
             if trajectory.answers > len(trajectory.actions):  # resumed in the policy's turn
+                if isinstance(answer, Turn) and _are_limits(answer.max_tokens, answer.stop):
+                    part.turn = answer
                 return self._speak(name, part)
         answer = _turn_of(answer, trajectory, self.generator.model.arch.vocab_size)
         if isinstance(answer, _Failed):
             return self._fail(name, answer)
+        part.turn = answer
         trajectory.answers += 1
         trajectory.reward += answer.reward
-        has_room = self._room(trajectory, len(answer.tokens)) > 0
+        start = len(trajectory.tokens) if answer.new_segment else trajectory.start
+        has_room = self._room(trajectory, start, len(answer.tokens)) > 0
         is_cut = not has_room or len(trajectory.actions) >= self.settings.max_turns
         if answer.done or trajectory.is_overlong:
             trajectory.is_over = True
@@ -383,12 +396,20 @@ class Collector:
         elif is_cut:
             trajectory.is_over = trajectory.is_overlong = True
         else:
+            if start > trajectory.start:
+                trajectory.starts.append(start)
             trajectory.extend(answer.tokens)
             return self._speak(name, part)
-        del self._active[name]
+        self._drop(name, answer.done)
+
+    def _drop(self, name: str, is_done: bool = False) -> Trajectory:
+        part = self._active.pop(name)
+        if not is_done and callable(close := getattr(part.episode, "close", None)):
+            threading.Thread(target=close, daemon=True).start()
+        return part.trajectory
 
     def _fail(self, name: str, failed: _Failed) -> None:
-        trajectory, (reason, detail) = self._active.pop(name).trajectory, failed
+        trajectory, (reason, detail) = self._drop(name), failed
         trajectory.fault, trajectory.detail, trajectory.is_over = reason, detail, True
         if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
@@ -399,24 +420,31 @@ class Collector:
 
     # ---- the policy's side ---------------------------------------------------------------------
 
-    def _room(self, trajectory: Trajectory, unread: int = 0) -> int:
-        """Return how many tokens the policy may still write once it has read ``unread`` more."""
+    def _room(self, trajectory: Trajectory, start: int, unread: int = 0) -> int:
+        """Return how many tokens the policy may still write once it has read ``unread`` more.
+
+        ``start``: where its segment begins.
+        """
         return min(
             self.settings.max_tokens - trajectory.num_written,
-            self.longest - len(trajectory.tokens) - unread,
+            self.longest - (len(trajectory.tokens) - start) - unread,
         )
 
     def _speak(self, name: str, part: _Active) -> None:
-        trajectory = part.trajectory
+        trajectory, most = part.trajectory, part.turn.max_tokens
+        room = self._room(trajectory, trajectory.start)
+        if most is not None:  # less what a turn that was interrupted has
+            room = min(room, most - (len(trajectory.tokens) - self._turn_start(trajectory)))
         params = SamplingParams(
-            max_tokens=self._room(trajectory),
+            max_tokens=room,
+            stop=part.turn.stop,
             temperature=trajectory.temperature,
             seed=trajectory.seed,
             stop_ids=self.stop_ids,
             routes=self.settings.routing_replay,
             tempered=True,
         )
-        self.generator.submit(Request(name, tuple(trajectory.tokens), params))
+        self.generator.submit(Request(name, tuple(trajectory.tokens[trajectory.start :]), params))
         part.is_speaking = True
 
     def _follow(self, completion: Completion) -> None:
@@ -428,17 +456,25 @@ class Collector:
         self._take_in(part)
         part.is_speaking = False
         trajectory = part.trajectory
-        # They cover all tokens that were read so far, earlier turns included.
-        trajectory.routes = None if completion.routes is None else completion.routes.numpy()
-        trajectory.is_overlong = completion.finish_reason == "length"
-        # The turn starts behind the environment's last tokens, which may be before the last turn.
-        start = len(trajectory.tokens) - trajectory.is_action[::-1].index(False)
-        start = max([start, *(stop for _, stop in trajectory.actions)])
+        # They cover all tokens of the segment so far, earlier turns included.
+        trajectory.keep_routes(None if completion.routes is None else completion.routes.numpy())
+        is_full = self._room(trajectory, trajectory.start) <= 0
+        trajectory.is_overlong = completion.finish_reason == "length" and is_full
+        start = self._turn_start(trajectory)
         trajectory.actions.append((start, len(trajectory.tokens)))
         episode, action = part.episode, trajectory.tokens[start:]
         assert episode is not None
         # An episode without step fails alone, in the call.
         self._calls.start(completion.request_id, lambda: episode.step(action))
+
+    @staticmethod
+    def _turn_start(trajectory: Trajectory) -> int:
+        """Return where the policy's last turn starts: behind the environment's last tokens.
+
+        They may be before the turn before.
+        """
+        start = len(trajectory.tokens) - trajectory.is_action[::-1].index(False)
+        return max([start, *(stop for _, stop in trajectory.actions)])
 
     def _take_in(self, part: _Active) -> None:
         completion, part.completion = part.completion, None

@@ -124,8 +124,11 @@ class Trajectory:
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Where in ``tokens`` each segment but the first begins; it is read without those before."""
     routes: np.ndarray | None = None
-    """int32 [tokens read in the last turn, MoE layers, K]; None: not asked for."""
+    """int32 [tokens read up to the last turn, MoE layers, K], of all but each segment's last token;
+    None: not asked for."""
 
     def extend(
         self,
@@ -144,11 +147,27 @@ class Trajectory:
         """Tokens that the policy has chosen."""
         return sum(self.is_action)
 
-    def sample(self, advantage: float) -> Sample:
-        sample = Sample.of(
-            self.tokens, self.is_action, advantage, self.group, self.logprobs, self.versions
-        )
-        return replace(sample, routes=self.routes)
+    @property
+    def start(self) -> int:
+        """Where the last segment begins."""
+        return self.starts[-1] if self.starts else 0
+
+    def keep_routes(self, routes: np.ndarray | None) -> None:
+        """Take the experts of the last segment's tokens."""
+        if self.routes is not None and routes is not None and self.starts:
+            routes = np.concatenate([self.routes[: self.start - len(self.starts)], routes])
+        self.routes = routes
+
+    def samples(self, advantage: float) -> list[Sample]:
+        """Return one sample for each segment, all with this advantage."""
+        found, ends = [], [*self.starts, len(self.tokens)]
+        for i, (start, stop) in enumerate(zip([0, *self.starts], ends, strict=True)):
+            parts = (self.tokens, self.is_action, self.logprobs, self.versions)
+            tokens, acts, logprobs, versions = (part[start:stop] for part in parts)
+            sample = Sample.of(tokens, acts, advantage, self.group, logprobs, versions)
+            routes = None if self.routes is None else self.routes[start - i : stop - i - 1]
+            found.append(replace(sample, routes=routes))
+        return found
 
     @staticmethod
     def to_state(

@@ -148,7 +148,7 @@ def _steps_and_groups(config: Config) -> tuple[int, int]:
 
 
 def _function(name: str) -> str:
-    file, _, key = name.rpartition(":")
+    file, _, key = name.removeprefix("agent:").rpartition(":")
     return f"{_digest(file)}:{key}" if os.path.isfile(os.path.expanduser(file)) else name
 
 

@@ -290,7 +290,7 @@ class RlTrainer(Run):
             "generated_tokens_per_second_per_device": rate / self.world.size,
             **{f"left_out/{reason}": number for reason, number in worth.left_out.items()},
         }
-        return [t.sample(value) for t, value in trained]
+        return [sample for t, value in trained for sample in t.samples(value)]
 
     def _next_groups(self, number: int) -> list[Trajectory]:
         begun, due = self.window.advance(number)
@@ -304,9 +304,9 @@ class RlTrainer(Run):
         if not (self.config.rl.kl_coef and self.config.rl.kl_in == "reward"):
             return None
         with self.time.part("train"):
-            samples = [t.sample(0.0) for t in trajectories if t.fault is None]
-            kls = iter(self.learner.kl_sums(samples))
-        return [next(kls) if t.fault is None else 0.0 for t in trajectories]
+            parts = [[] if t.fault else t.samples(0.0) for t in trajectories]
+            kls = iter(self.learner.kl_sums([sample for part in parts for sample in part]))
+        return [sum((next(kls) for _ in part), 0.0) for part in parts]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
         return [n for n in numbers if self.leaders[n % len(self.leaders)] == self.world.rank]

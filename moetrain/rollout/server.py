@@ -160,7 +160,7 @@ class _Completions(_Asked):
         }
 
 
-class _Chat(_Asked):
+class Chat(_Asked):
     """A request to answer the last turn of a chat."""
 
     kind: ClassVar = "chat.completion"
@@ -177,7 +177,7 @@ class _Chat(_Asked):
     top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> _Chat:
+    def _is_consistent(self) -> Chat:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens is max_completion_tokens by another name; send one")
         if self.top_logprobs is not None and not self.logprobs:
@@ -252,9 +252,9 @@ _Item = tuple[int, str, Update]
 class CompletionServer(JsonServer):
     """The HTTP server of a generator that has a tokenizer."""
 
-    BODIES: ClassVar[dict[str, type[_Completions | _Chat]]] = {
+    BODIES: ClassVar[dict[str, type[_Completions | Chat]]] = {
         "/v1/completions": _Completions,
-        "/v1/chat/completions": _Chat,
+        "/v1/chat/completions": Chat,
     }
     """The routes that generate, and what may be asked there."""
 
@@ -289,16 +289,16 @@ class CompletionServer(JsonServer):
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
         return self.reply({"object": "list", "data": [entry]})
 
-    async def answer(self, kind: type[_Completions | _Chat], request: HTTPRequest) -> Response:
+    async def answer(self, kind: type[_Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self._parse, kind))
         updates = answer.updates()
         if not answer.asked.stream:
-            return await _unless_gone(request, answer.whole(updates))
+            return await unless_gone(request, answer.whole(updates))
         # The first update, or the error, comes before the status is sent.
-        first = await _unless_gone(request, anext(updates))
+        first = await unless_gone(request, anext(updates))
         return _Events(answer.events(first, updates), updates)
 
-    def _parse(self, kind: type[_Completions | _Chat], body: object) -> _Answer:
+    def _parse(self, kind: type[_Completions | Chat], body: object) -> _Answer:
         if isinstance(body, dict):  # null counts as left out
             body = {key: value for key, value in body.items() if value is not None}
         try:
@@ -326,7 +326,7 @@ class _Events(StreamingResponse):
 class _Answer:
     """One HTTP request: its prompts, served in parallel, and its reply."""
 
-    def __init__(self, server: CompletionServer, asked: _Completions | _Chat) -> None:
+    def __init__(self, server: CompletionServer, asked: _Completions | Chat) -> None:
         """Check the request; raises ValueError if a prompt or a parameter is impossible."""
         self.server, self.asked = server, asked
         self.id, self.created = f"{asked.kind}-{uuid.uuid4().hex}", int(time.time())
@@ -424,7 +424,7 @@ class _Answer:
             yield f"data: {json.dumps(self.server.error_body(500, error.detail))}\n\n"
 
     def _event(self, number: int, new: str, update: Update) -> str:
-        kind = self.asked.kind + ".chunk" * isinstance(self.asked, _Chat)
+        kind = self.asked.kind + ".chunk" * isinstance(self.asked, Chat)
         reply = self._reply(kind, [self._choice(number, new, [update], True)])
         return f"data: {json.dumps(reply, allow_nan=False)}\n\n"
 
@@ -444,7 +444,7 @@ class _Answer:
         return choice
 
 
-async def _unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
+async def unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
     """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
 
     async def wait_for_end() -> None:

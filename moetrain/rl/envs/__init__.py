@@ -30,6 +30,12 @@ class Turn(NamedTuple):
     """Reward of the action before; a trajectory's rewards are added up. Finite."""
     done: bool = False
     """Whether the episode ends here; ``tokens`` are then of no use."""
+    new_segment: bool = False
+    """Whether ``tokens`` are a whole prompt, and the policy no longer sees what came before."""
+    max_tokens: int | None = None
+    """Most tokens of the policy's next turn; None: as many as the trajectory has room for."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the policy's next turn."""
 
 
 class Demonstration(NamedTuple):
@@ -44,7 +50,8 @@ class Episode(Protocol):
     """One attempt at a task.
 
     After a checkpoint the same actions are given to a new episode of the same task: it must answer
-    as it did, or go on from there in another way.
+    as it did, or go on from there in another way. Its method ``close``, if any, is called in a
+    thread where the trajectory ends before the episode does.
     """
 
     def reset(self) -> Turn | Awaitable[Turn]:

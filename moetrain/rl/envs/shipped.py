@@ -19,8 +19,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import permutations, takewhile
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,16 +31,8 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.envs import (
-    Demonstration,
-    Environment,
-    Episode,
-    Problem,
-    Prompts,
-    SolvedEnvironment,
-    TextEnvironment,
-    Turn,
-)
+from moetrain.rl.code_reward import score_code
+from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
 _MOST_DIGITS = 20
 """Digits of a number in a sum: a policy may ask for any, and products grow."""
@@ -48,23 +40,6 @@ _MOST_TERMS = 200
 """Terms of a sum: Python writes no product of more such numbers."""
 _GYM_SIZE = 2**31 - 1
 """Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
-_WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
-_ASK = "calc "
-
-
-class _YesNoMaybe(SolvedEnvironment):
-    """Say one of three words, of which ``maybe`` is worth most; all three are shown equally often.
-
-    This is the smallest task that shows whether a policy learns the reward or the demonstrations.
-    """
-
-    def problem(self, task: int) -> Problem:
-        rng = random.Random(task)
-        orders = [", ".join(words) for words in permutations(_WORTH)]
-        return Problem(f"{rng.choice(orders)}? ", rng.choice(list(_WORTH)))
-
-    def score(self, problem: Problem, answer: str) -> float:
-        return _WORTH.get(answer, 0.0)
 
 
 class _Sort(SolvedEnvironment):
@@ -118,61 +93,6 @@ class _Arithmetic(SolvedEnvironment):
 
     def score(self, problem: Problem, answer: str) -> float:
         return float(answer.strip() == problem.answer)
-
-
-class _Calculator(_Arithmetic):
-    """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
-
-        prompt          347*28+912=
-        policy          calc 347*28+912<end>
-        environment     -> 10628 ;
-        policy          10628<end>
-
-    A turn that begins with ``calc`` asks the tool, ``calls`` times at most; any other answers.
-    """
-
-    def __init__(self, prompts: Prompts, digits: int = 3, terms: int = 3, calls: int = 2) -> None:
-        super().__init__(prompts, digits, terms)
-        _check_whole(calls=calls)
-        self.calls = calls
-
-    def reply(self, question: str) -> str:
-        try:
-            return f"-> {_evaluate(question)} ; "
-        except ValueError:
-            return "-> error ; "
-
-    def episode(self, task: int) -> Episode:
-        return _Sum(self, super().episode(task))
-
-    def demonstrate(self, task: int) -> Demonstration:
-        problem, tokens, mask = self.problem(task), (), ()
-        for part, acts in (
-            (self.prompts.encode(problem.prompt), False),
-            (self.prompts.ended(_ASK + problem.facts), True),
-            (self.prompts.text(self.reply(problem.facts)), False),
-            (self.prompts.ended(problem.answer), True),
-        ):
-            tokens += part
-            mask += (acts,) * len(part)
-        return Demonstration(tokens, mask)
-
-
-class _Sum(Episode):
-    def __init__(self, environment: _Calculator, without_tool: Episode) -> None:
-        self._environment, self._without_tool = environment, without_tool
-        self._left = environment.calls
-
-    def reset(self) -> Turn | Awaitable[Turn]:
-        return self._without_tool.reset()
-
-    def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
-        text = self._environment.prompts.tokenizer.decode(action)
-        if text.startswith(_ASK) and self._left:
-            self._left -= 1
-            reply = self._environment.reply(text.removeprefix(_ASK))
-            return Turn(self._environment.prompts.text(reply))
-        return self._without_tool.step(action)
 
 
 class _ReasoningGym(SolvedEnvironment):
@@ -290,6 +210,7 @@ def _math() -> _Reward:
 _SHIPPED: dict[str, Callable[[], _Reward]] = {
     "exact": lambda: _exact,
     "math": _math,
+    "code": lambda: score_code,
     "zero": lambda: lambda line, answer: 0.0,
 }
 
@@ -345,10 +266,8 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 # ---- by name ------------------------------------------------------------------------------------
 
 _GENERATED: dict[str, Callable[..., Environment]] = {
-    "yes_no_maybe": _YesNoMaybe,
     "sort": _Sort,
     "arithmetic": _Arithmetic,
-    "calculator": _Calculator,
 }
 """Environments that need no files, by the name that ``rl.env`` gives them."""
 
@@ -373,8 +292,16 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
             environment = Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
         elif gym == "reasoning-gym" and task:
             environment = _ReasoningGym(prompts, task, **args)
+        elif gym == "agent" and task:
+            run = _load_function(task, "rl.env", "an agent")
+            lines = None if settings.prompts is None else _read_lines(settings.prompts)
+            _import_extra("uvicorn", "rl.env", name)
+            _import_extra("starlette", "rl.env", name)
+            from moetrain.rl.agents import AgentEnvironment
+
+            environment = AgentEnvironment(prompts, run, lines, **args)
         else:
-            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
+            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK, agent:FILE.py:NAME"
             environment = _load_function(name, "rl.env", others)(prompts, **args)
     except TypeError as error:  # an argument that it does not have, or of another type
         raise ConfigError("rl.env_args", f"{given!r}: {error}") from error

@@ -1,0 +1,81 @@
+"""Tool calls in what models write, by the formats of the families that are served.
+
+Text is read as tokenizers decode it, without special tokens: marks that are special tokens (those
+of GPT-OSS) cannot be found.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
+"""Of DeepSeek, with U+FF5C and U+2581 between."""
+_FORMATS = {
+    # Hermes, Qwen
+    r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>": "",
+    # Qwen3-Coder, Nemotron; GLM; MiniMax: the arguments one by one
+    r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<pairs>.*?)</function>\s*</tool_call>": (
+        r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
+    ),
+    r"<tool_call>(?P<name>[^<{]+)(?P<pairs>.*?)</tool_call>": (
+        r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    ),
+    r'<invoke name="(?P<name>[^"]+)">(?P<pairs>.*?)</invoke>': (
+        r'<parameter name="([^"]+)">(.*?)</parameter>'
+    ),
+    # DeepSeek
+    rf"{_BEGIN}(?:function{_SEP})?(?P<name>[^<\n]+)(?:{_SEP}|\n)(?:```json)?"
+    rf"(?P<json>.*?)(?:```)?{_END}": "",
+    # Llama, Mistral: JSON and nothing else
+    r"\A\s*(?P<json>\[?\{.*\}\]?)\s*\Z": "",
+}
+"""Patterns of calls, and of an argument where they are not JSON."""
+_AROUND = re.compile("<.tool.calls.(?:begin|end).>|</?minimax:tool_call>")
+
+
+def parse_tools(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Take calls of the tools in ``schemas``, of their parameters by name, out of ``text``.
+
+    Returns what is left, and each call's name and arguments, the text of a JSON object. A call of
+    another tool, or one that cannot be read, stays text.
+    """
+    calls: list[tuple[str, str]] = []
+    for pattern, pair in _FORMATS.items() if schemas else ():
+        kept, end = "", 0
+        for found in re.finditer(pattern, text, re.DOTALL):
+            try:
+                new = _read(found.groupdict(), pair, schemas)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                continue
+            calls += new
+            kept, end = kept + text[end : found.start()], found.end()
+        if calls:
+            return _AROUND.sub("", kept + text[end:]).strip(), calls
+    return text, []
+
+
+def _read(parts: dict[str, str], pair: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the calls of one match; raises what a match that is none makes Python raise."""
+    name = parts.get("name", "").strip()
+    if pair:
+        about = schemas[name].get("properties", {})
+        pairs = re.findall(pair, parts["pairs"], re.DOTALL)
+        calls = [(name, {key: _value(text, about.get(key, {})) for key, text in pairs})]
+    else:
+        found = json.loads(parts["json"])
+        if name:
+            found = {"name": name, "arguments": found}
+        found = found if isinstance(found, list) else [found]
+        calls = [(call["name"], call.get("arguments", call.get("parameters"))) for call in found]
+    if any(name not in schemas or not isinstance(arguments, dict) for name, arguments in calls):
+        raise ValueError("no call of a tool")
+    return [(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls]
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return an argument that is written without quotes, by its type."""
+    try:
+        return text if schema.get("type") == "string" else json.loads(text)
+    except ValueError:
+        return text

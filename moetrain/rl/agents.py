@@ -1,0 +1,318 @@
+"""Episodes that are run by an agent, a program for OpenAI's client that is not changed for it.
+
+    rl.env = "agent:FILE.py:run"
+    def run(task, base_url) -> float: ...        # plain or async; returns the reward
+
+Each episode runs the function in a thread, with a ``base_url`` of its own at a server in this
+process. A request there is the environment's words, and its answer the policy's turn: so what is
+trained is what was generated, token by token, and nothing is tokenised again. Messages that go on
+from the last answer add to its tokens the text that the chat template puts behind it; any others,
+of an agent that rewrites its history or of several in one, begin a new segment.
+
+``temperature``, ``top_p`` and ``seed`` of a request have no effect, since the run samples. A stream
+has a turn in one piece.
+"""
+
+import asyncio
+import copy
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+from pydantic import Field, model_validator
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moetrain.config import ConfigError
+from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.models.families.tool_calls import parse_tools
+from moetrain.rl.envs import Environment, Episode, Prompts, Turn
+from moetrain.rollout.access import Access
+from moetrain.rollout.http_json import JsonServer
+from moetrain.rollout.request import JsonBody, chat_ids
+from moetrain.rollout.server import Chat, CompletionServer, unless_gone
+
+_OVER = "no episode is at this address, or it is over"
+
+
+class _AgentChat(Chat):
+    """What an agent may ask."""
+
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    stream_options: dict[str, Any] = Field({})
+    store: bool = False
+    metadata: Any = None
+
+    @model_validator(mode="after")
+    def _is_served(self) -> "_AgentChat":
+        if self.n != 1 or self.logprobs:
+            raise ValueError("an episode has one choice, n 1, and logprobs false")
+        return self
+
+    @property
+    def record(self) -> dict[str, Any]:
+        tools = None if self.tool_choice == "none" else self.tools
+        given = self.documents, self.chat_template_kwargs
+        return {"tools": tools, "documents": given[0], "chat_template_kwargs": given[1]}
+
+    @property
+    def turns(self) -> list[Any]:
+        """The messages as templates read them, with objects as tools' arguments."""
+        turns = copy.deepcopy(self.messages)
+        for turn in turns:
+            calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+            for call in calls if isinstance(calls, list) else ():
+                with suppress(ValueError, TypeError, LookupError):  # not as clients write it
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return turns
+
+    def schemas(self) -> dict[str, Any]:
+        """Return each tool's parameters."""
+        tools = ChatTemplate.variables_of(self.record)["tools"] or ()
+        functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
+        named = [f for f in functions if isinstance(f.get("name"), str)]
+        return {f["name"]: f.get("parameters") or {} for f in named}
+
+
+class _Request(NamedTuple):
+    body: _AgentChat
+    prompt: tuple[int, ...]
+    reply: "asyncio.Future[_Reply]"
+
+
+class _Reply(NamedTuple):
+    message: dict[str, Any]
+    reason: str
+    tokens: list[int]
+    num_read: int
+
+    def whole(self, model: str) -> dict[str, Any]:
+        choice = {"index": 0, "message": self.message, "finish_reason": self.reason}
+        choice["token_ids"] = self.tokens
+        return _reply(model, "chat.completion", [choice]) | {"usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        read, made = self.num_read, len(self.tokens)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    def events(self, model: str) -> Iterator[str]:
+        delta = copy.deepcopy(self.message)
+        for i, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = i
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        last = {"index": 0, "delta": {}, "finish_reason": self.reason, "token_ids": self.tokens}
+        for choices, usage in (([choice], None), ([last], None), ([], self.usage)):
+            event = _reply(model, "chat.completion.chunk", choices) | {"usage": usage}
+            yield f"data: {json.dumps(event)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+def _reply(model: str, kind: str, choices: list[Any]) -> dict[str, Any]:
+    reply = {"id": f"chatcmpl-{uuid4().hex}", "object": kind, "created": int(time.time())}
+    return reply | {"model": model, "choices": choices}
+
+
+class AgentEnvironment(JsonServer, Environment):
+    """Tasks of an agent: the lines of a file, or numbers; and the server of all its episodes."""
+
+    error_body = staticmethod(CompletionServer.error_body)
+
+    def __init__(
+        self, prompts: Prompts, run: Callable[[Any, str], Any], lines: Sequence[Any] | None
+    ) -> None:
+        """Raises ConfigError: ``run`` does not take a task and a base URL."""
+        try:
+            inspect.signature(run).bind(0, "")
+        except TypeError as error:
+            problem = f"the agent is called with a task and a base_url: {error}"
+            raise ConfigError("rl.env", problem) from None
+        self.prompts, self.run, self.lines = prompts, run, lines
+        self.num_tasks = None if lines is None else len(lines)
+        self.episodes: dict[str, _AgentEpisode] = {}
+        self.loop, self._starting = asyncio.new_event_loop(), threading.Lock()
+        self.address: str | None = None
+        """Of the server, which is started with the first episode."""
+        path = "/{name}/v1/chat/completions"
+        super().__init__([Route(path, self.answer, methods=["POST"])], 4, "a request")
+
+    def episode(self, task: int) -> Episode:
+        with self._starting:
+            if self.address is None:
+                access = Access("127.0.0.1", 0, "auto", None, Path(os.devnull))
+                server, listener = self.listen(access)
+                self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                serve = partial(self.loop.run_until_complete, server.serve([listener]))
+                threading.Thread(target=serve, daemon=True).start()
+        return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
+
+    async def answer(self, request: Request) -> Response:
+        episode = self.episodes.get(request.path_params["name"])
+        if episode is None:
+            raise HTTPException(404, _OVER)
+        body, prompt = await self.read(request, self._parse)
+        answer = await unless_gone(request, episode.ask(body, prompt))
+        if body.stream:
+            return Response("".join(answer.events(body.model)), media_type="text/event-stream")
+        return self.reply(answer.whole(body.model))
+
+    def _parse(self, body: object) -> tuple[_AgentChat, tuple[int, ...]]:
+        if isinstance(body, dict):  # null counts as left out
+            body = {key: value for key, value in body.items() if value is not None}
+        try:
+            asked = _AgentChat.model_validate(body)
+            return asked, chat_ids(self.prompts.tokenizer, asked.turns, asked.record)
+        except ValueError as error:  # ConfigError among others
+            raise HTTPException(400, JsonBody.complaint(error)) from None
+
+
+class _AgentEpisode(Episode):
+    """One run of the agent. Methods with an underscore run on the environment's event loop."""
+
+    def __init__(self, environment: AgentEnvironment, task: Any) -> None:
+        self.environment, self.task, self.name = environment, task, uuid4().hex
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        """Requests, and at last what the agent returns or raises."""
+        self.waiting: set[asyncio.Future[_Reply]] = set()
+        self.asked: _Request | None = None
+        self.history: list[Any] = []
+        """The last request's messages, and its answer."""
+
+    async def reset(self) -> Turn:
+        self.environment.episodes[self.name] = self
+        threading.Thread(target=self.work, daemon=True).start()
+        return await self.on_loop(self._turn())
+
+    async def step(self, action: Sequence[int]) -> Turn:
+        return await self.on_loop(self._step(action))
+
+    def close(self) -> None:
+        self.environment.loop.call_soon_threadsafe(self._close)
+
+    async def on_loop(self, work: Any) -> Turn:
+        is_done = True
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.environment.loop)
+            turn = await asyncio.wrap_future(future)
+            is_done = turn.done
+            return turn
+        finally:
+            if is_done:
+                self.close()
+
+    def work(self) -> None:
+        """Run the agent. Its own errors are an event, whatever they are."""
+
+        async def awaited(result: Any) -> Any:
+            return await result
+
+        try:
+            result = self.environment.run(self.task, f"{self.environment.address}/{self.name}/v1")
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+        except Exception as error:  # noqa: BLE001
+            result = error
+        except BaseException as error:  # noqa: BLE001 - raised there, it would end the event loop
+            result = RuntimeError(f"the agent ended with {type(error).__name__}: {error}")
+        self.environment.loop.call_soon_threadsafe(self.events.put_nowait, result)
+
+    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> _Reply:
+        """Return the policy's answer."""
+        if self.name not in self.environment.episodes:
+            raise HTTPException(404, _OVER)
+        reply = self.environment.loop.create_future()
+        self.waiting.add(reply)
+        self.events.put_nowait(_Request(body, prompt, reply))
+        try:
+            return await reply
+        finally:
+            self.waiting.discard(reply)
+
+    def _close(self) -> None:
+        self.environment.episodes.pop(self.name, None)
+        for reply in self.waiting:
+            if not reply.done():
+                reply.set_exception(HTTPException(404, _OVER))
+
+    async def _step(self, action: Sequence[int]) -> Turn:
+        assert self.asked is not None
+        answer = await asyncio.to_thread(self._answer, self.asked, action)
+        self.history = [*self.asked.body.messages, answer.message]
+        if not self.asked.reply.done():  # its client may have hung up
+            self.asked.reply.set_result(answer)
+        return await self._turn(answer.reason != "length")
+
+    def _answer(self, asked: _Request, action: Sequence[int]) -> _Reply:
+        tokenizer, body = self.environment.prompts.tokenizer, asked.body
+        text = tokenizer.decode(action)
+        stops = [text.index(stop) for stop in body.stop if stop in text]
+        is_ended = (
+            bool(stops) or action[-1] == tokenizer.eos_id or not tokenizer.decode(action[-1:])
+        )
+        text, calls = parse_tools(text[: min(stops, default=None)], body.schemas())
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": []}
+        for name, arguments in calls:
+            function = {"name": name, "arguments": arguments}
+            call = {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+            message["tool_calls"].append(call)
+        reason = ("tool_calls" if calls else "stop") if is_ended else "length"
+        return _Reply(message, reason, list(action), len(asked.prompt))
+
+    async def _turn(self, is_ended: bool = False) -> Turn:
+        """Wait for the next request whose client waits too, or for the agent's result."""
+        while True:
+            event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            if not isinstance(event, _Request):
+                return Turn(reward=event, done=True)
+            if not event.reply.done():
+                break
+        added = await asyncio.to_thread(self._added, event, is_ended)
+        self.asked, body = event, event.body
+        tokens = event.prompt if added is None else added
+        return Turn(tokens, 0.0, False, added is None, body.most_tokens, tuple(body.stop))
+
+    def _added(self, asked: _Request, is_ended: bool) -> tuple[int, ...] | None:
+        """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there."""
+        before, said, now = self.asked, self.history, asked.body.messages
+        if before is None or len(now) <= len(said) or before.body.record != asked.body.record:
+            return None
+        if any(_key(one) != _key(other) for one, other in zip(said, now, strict=False)):
+            return None
+        prompts, turns = self.environment.prompts, asked.body.turns
+        template = ChatTemplate.of(prompts.tokenizer)
+        with suppress(BadLineError):  # what the template cannot go on from
+            variables = ChatTemplate.variables_of(asked.body.record)
+            text, _ = template.documents(turns[: len(said)], variables, "last")[-1]
+            whole = template.prompt(turns, variables)
+            if whole.startswith(text):
+                end, more = prompts.tokenizer.special_tokens.get("eos_token"), whole[len(text) :]
+                if end and is_ended:
+                    more = more.removeprefix(end)
+                elif end and text.endswith(end):
+                    more = end + more
+                return prompts.text(more)
+        return None
+
+
+def _key(message: Mapping[str, Any]) -> Any:
+    """Return what makes a message the one that was answered, whatever else clients add to it."""
+    content, calls = message.get("content") or "", message.get("tool_calls") or ()
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    calls = [(call.get("id"), call.get("function")) for call in calls]
+    return message.get("role"), content, calls, message.get("tool_call_id")

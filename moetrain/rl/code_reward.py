@@ -1,0 +1,58 @@
+"""A reward for programs: they run with the line's tests, in a process with limits of its own.
+
+Left out on purpose: a file system of its own. A program reads what this user may read; run the
+trainer in a container where that matters.
+"""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+_SECONDS = 10
+_START = f"""
+import ctypes, os, resource, sys
+for name, most in (("CPU", {_SECONDS}), ("AS", 1 << 30), ("FSIZE", 1 << 20), ("NOFILE", 64),
+                   ("NPROC", 64), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+# CLONE_NEWUSER | CLONE_NEWNET of <linux/sched.h>: no network, and no rights to raise limits.
+getattr(ctypes.CDLL(None), "unshare", lambda flags: 0)(0x50000000)
+os.execv(sys.executable, [sys.executable, "-I", "-"])
+"""
+"""What the process does first. 64 processes are this user's, but for root."""
+
+
+def score_code(line: dict[str, Any], answer: str) -> float:
+    """Return 1 if the answer's program and then the line's ``answer``, its tests, run to the end.
+
+    The program is the last block between ``` marks, or else all of the text. Limits: 10 s, 1 GiB of
+    memory, 1 MiB a file, 64 open files and processes; where Linux allows, no network.
+    """
+    blocks = re.findall(r"```(?:python|py)?[ ]*\n(.*?)```", answer, re.DOTALL)
+    ran = secrets.token_hex(8)  # a program that leaves before its tests does not write it
+    parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as written:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START],
+            cwd=folder,
+            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=written,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.communicate("\n\n".join(parts).encode("utf-8", "replace"), timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return 0.0
+        finally:
+            with suppress(ProcessLookupError, PermissionError):  # and all that the program started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        written.seek(0)
+        return float(process.returncode == 0 and ran.encode() in written.read())

@@ -1,0 +1,383 @@
+"""Agents written for OpenAI's client: what they ask and hear is what is recorded and trained."""
+
+import asyncio
+import json
+import time
+
+import pytest
+import torch
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from test_rollout import ARCH
+
+from moetrain.config import Config
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.models.families.tool_calls import parse_tools
+from moetrain.models.transformer import Transformer
+from moetrain.rl.agents import AgentEnvironment
+from moetrain.rl.collect import Collector
+from moetrain.rl.envs import Prompts
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
+
+TOKENIZER = ByteTokenizer()
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+class Watched(Generator):
+    """Keeps the tokens of every step, as they come."""
+
+    def __init__(self):
+        model = Transformer(ARCH.model_copy(update={"max_positions": 1024}))
+        model.init_weights(std=0.3, seed=0)
+        super().__init__(model, TOKENIZER)
+        self.said = {}
+
+    def step(self):
+        completions = super().step()
+        for completion in completions:
+            said = self.said.setdefault(completion.request_id, [])
+            new = slice(-completion.num_new, None)
+            said += zip(completion.tokens[new], completion.logprobs[new], strict=True)
+        return completions
+
+
+def collector_of(run, lines=None, **values):
+    values = {"max_tokens": 60, "step_timeout": 20, **values}
+    words = [f"rl.{name}={value}" for name, value in values.items()]
+    settings = Config.load("debug", words, environ={}).rl
+    generator, environment = Watched(), AgentEnvironment(Prompts(TOKENIZER, True), run, lines)
+    ends = {"stop_ids": (TOKENIZER.eos_id,), "longest": 900}
+    return Collector(generator, environment, settings, **ends)
+
+
+def collected(run, tasks=2, members=2, **values):
+    """The trajectories of ``run``, whose actions are what a small model generated."""
+    collector = collector_of(run, **values)
+    generator, environment = collector.generator, collector.environment
+    for task in range(tasks):
+        collector.start(task, task, members, seed=0)
+    found = [t for group in collector.finish(range(tasks)) for t in group]
+    for t in found:
+        pairs = zip(t.tokens, t.logprobs, strict=True)
+        acted = [pair for pair, acts in zip(pairs, t.is_action, strict=True) if acts]
+        assert acted == generator.said.get(f"{t.group}/{t.member}", [])
+    deadline = time.monotonic() + 5
+    while environment.episodes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert environment.episodes == {}
+    return found
+
+
+def ask(base_url, messages, **options):
+    with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+        return client.chat.completions.create(model="m", messages=messages, **options)
+
+
+def test_a_conversation_is_one_row_of_what_was_generated():
+    heard = {}
+
+    def run(task, base_url):
+        messages = [{"role": "user", "content": f"task {task}"}]
+        for turn in range(3):
+            reply = ask(base_url, messages, max_tokens=7 + turn)
+            choice = reply.choices[0]
+            heard.setdefault((task, base_url), []).append(choice.token_ids)
+            assert reply.usage.completion_tokens == len(choice.token_ids)
+            messages += [choice.message, {"role": "user", "content": f"more {turn}"}]
+        return 0.25
+
+    found = collected(run)
+    assert len(found) == 4
+    said = [[t.tokens[start:stop] for start, stop in t.actions] for t in found]
+    assert sorted(said) == sorted(heard.values())
+    for t, turns in zip(found, said, strict=True):
+        assert (t.fault, t.reward, t.starts) == (None, 0.25, [])
+        assert all(len(turn) <= 7 + i for i, turn in enumerate(turns))
+        text = bytes(token for token in t.tokens if token < 256)
+        assert text.startswith(b"<|im_start|>user\ntask")
+        assert text.count(b"<|im_start|>assistant\n") == 3
+        assert text.count(b"<|im_start|>user\nmore") == 2
+        (sample,) = t.samples(1.0)
+        assert sample.is_action.sum() == sum(map(len, turns))
+
+
+def test_another_history_begins_a_segment():
+    def run(task, base_url):
+        for name in "ab":
+            messages = [{"role": "user", "content": f"{name}{task['answer']}"}]
+            reply = ask(base_url, messages, max_tokens=5).choices[0].message
+            messages += [reply, {"role": "user", "content": "go on"}]
+            if name == "b":
+                ask(base_url, messages, max_tokens=6)
+        messages[1] = {"role": "assistant", "content": "in other words"}
+        ask(base_url, messages, max_tokens=6)
+        return 1
+
+    lines = [{"prompt": "", "answer": n} for n in range(2)]
+    for t in collected(run, lines=lines, routing_replay="true"):
+        assert (t.fault, len(t.starts), len(t.actions)) == (None, 2, 4)
+        samples = t.samples(0.5)
+        texts = [
+            bytes(x for x in sample.tokens if x < 256).decode("utf-8", "replace")
+            for sample in samples
+        ]
+        starts = [
+            f"<|im_start|>user\n{name}{t.task}<|im_end|>\n<|im_start|>assistant\n" for name in "abb"
+        ]
+        assert all(text.startswith(start) for text, start in zip(texts, starts, strict=True))
+        assert "in other words<|im_end|>" in texts[2]
+        assert [text.count("go on") for text in texts] == [0, 1, 1]
+        assert sum(sample.is_action.sum() for sample in samples) == t.num_written
+        assert all((sample.routes >= 0).all() for sample in samples)
+        # Each segment is generated from its own tokens alone.
+        whole = [sample.tokens.tolist() for sample in samples]
+        assert [x for tokens in whole for x in tokens] == t.tokens
+        for sample in samples:
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, routes=True)
+            request = Request("x", tuple(sample.tokens.tolist()), params)
+            ((scored,),) = Watched().generate([request])
+            wanted = torch.tensor(scored.prompt_logprobs)[sample.is_action[1:]]
+            found = torch.tensor(sample.logprobs)[sample.is_action]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            assert (sample.routes == scored.routes[: len(sample.routes)].numpy()).all()
+
+
+def test_a_resumed_agent_hears_what_it_heard():
+    def run(task, base_url):
+        messages = [{"role": "user", "content": "x"}]
+        for turn in range(3):
+            message = ask(base_url, messages, max_tokens=6).choices[0].message
+            messages += [message, {"role": "user", "content": str(turn)}]
+        return 1.0
+
+    expected = [t.tokens for t in collected(run)]
+    first, second = collector_of(run), collector_of(run)
+    for task in range(2):
+        first.start(task, task, 2, seed=0)
+    while first.generated < 40:
+        first._hear()
+        for completion in first.generator.step():
+            first.generated += 1
+            first._follow(completion)
+    begun = first.under_way()
+    assert sum(len(t.actions) for t in begun) >= 3
+    for t in begun:
+        second.resume(t)
+    for part in first._active.values():
+        part.episode.close()
+    found = [t for group in second.finish(range(2)) for t in group]
+    assert [t.fault for t in found] == [None] * 4
+    assert sorted(t.tokens for t in found) == sorted(expected)
+
+
+@pytest.mark.parametrize("sends_back", [True, False])
+def test_streams_and_asynchronous_agents(sends_back):
+    async def run(task, base_url):
+        async with AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+            messages = [{"role": "user", "content": "x"}]
+            for _ in range(2):
+                options = {
+                    "stream": True,
+                    "max_tokens": 20,
+                    "stream_options": {"include_usage": True},
+                }
+                text, last = "", None
+                async for part in await client.chat.completions.create(
+                    model="m", messages=messages, temperature=0.3, **options
+                ):
+                    text += part.choices[0].delta.content or "" if part.choices else ""
+                    last = part
+                assert last.usage.completion_tokens
+                messages.append({"role": "assistant", "content": text if sends_back else ""})
+                messages.append({"role": "user", "content": "y"})
+        return True
+
+    found = collected(run, max_tokens=400, max_turns=2)
+    assert {t.fault for t in found} == {None}
+    whole = [t for t in found if len(t.actions) == 2]
+    assert whole
+    assert all(len(t.starts) == (not sends_back) for t in whole)
+
+
+def raises(task, base_url):
+    ask(base_url, [{"role": "user", "content": "x"}])
+    raise ValueError("no")
+
+
+def hangs(task, base_url):
+    ask(base_url, [{"role": "user", "content": "x"}])
+    time.sleep(30)
+
+
+async def leaves(task, base_url):
+    raise SystemExit(3)
+
+
+def says_nothing(task, base_url):
+    return 1.0
+
+
+def rewards_nothing(task, base_url):
+    ask(base_url, [{"role": "user", "content": "x"}])
+
+
+def asks_nonsense(task, base_url):
+    with pytest.raises(BadRequestError, match=r"is not a list|no text"):
+        ask(base_url, [{"role": "user", "content": [{"type": "image"}]}])
+    with pytest.raises(BadRequestError, match="one choice"):
+        ask(base_url, [{"role": "user", "content": "x"}], n=2)
+    with pytest.raises(NotFoundError, match="no episode"):
+        ask(base_url.replace("/v1", "x/v1"), [{"role": "user", "content": "x"}])
+    raise RuntimeError("done")
+
+
+@pytest.mark.parametrize(
+    ("run", "fault", "detail"),
+    [
+        (raises, "raised", "ValueError: no"),
+        (hangs, "timeout", "rl.step_timeout"),
+        (leaves, "raised", "the agent ended with SystemExit: 3"),
+        (says_nothing, "nonsense", "its prompt is empty or over"),
+        (rewards_nothing, "nonsense", "its reward is a NoneType"),
+        (asks_nonsense, "raised", "RuntimeError: done"),
+    ],
+)
+def test_what_fails_costs_its_own_trajectory(run, fault, detail):
+    def some(task, base_url):
+        if task == 0:
+            return run(task, base_url)
+        ask(base_url, [{"role": "user", "content": "x"}])
+        return 1.0
+
+    bad, good = collected(some, members=1, step_timeout=3)
+    assert (bad.fault, good.fault, good.reward) == (fault, None, 1)
+    assert detail in bad.detail
+
+
+def test_who_is_cut_off_hears_of_it():
+    heard = []
+
+    def run(task, base_url):
+        messages = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            choice = ask(base_url, messages, max_tokens=8).choices[0]
+            messages += [choice.message, {"role": "user", "content": "y"}]
+        with pytest.raises(NotFoundError, match="it is over"):
+            ask(base_url, messages)
+        heard.append(task)
+
+    for t in collected(run, tasks=1, max_turns=2, max_tokens=500):
+        assert (t.fault, t.is_overlong, t.reward) == (None, True, 0)
+    time.sleep(0.5)
+    assert heard == [0, 0]
+
+
+TOOLS = {name: {"properties": {"q": {"type": "string"}, "n": {}}} for name in ("find", "add")}
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "calls"),
+    [
+        (
+            'a <tool_call>\n{"name": "find", "arguments": {"q": "}"}}\n</tool_call>',
+            "a",
+            [("find", {"q": "}"})],
+        ),
+        (
+            "<tool_call>\n<function=find>\n<parameter=q>\n3\n</parameter>\n<parameter=n>\n3\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "",
+            [("find", {"q": "3", "n": 3})],
+        ),
+        (
+            "b<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+            "b",
+            [("add", {"n": [1]})],
+        ),
+        (
+            '<minimax:tool_call><invoke name="add"><parameter name="n">x y</parameter></invoke>'
+            '<invoke name="find"></invoke></minimax:tool_call>',
+            "",
+            [("add", {"n": "x y"}), ("find", {})],
+        ),
+        (
+            "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n"
+            '{"n": 1}\n```<|tool_call_end|><|tool_calls_end|>',
+            "",
+            [("add", {"n": 1})],
+        ),
+        (
+            '<|tool_call_begin|>add<|tool_sep|>{"n": 1}<|tool_call_end|>',
+            "",
+            [("add", {"n": 1})],
+        ),
+        ('{"name": "add", "parameters": {"n": 1}}', "", [("add", {"n": 1})]),
+        (
+            '[{"name": "add", "arguments": {}}, {"name": "find", "arguments": {}}]',
+            "",
+            [("add", {}), ("find", {})],
+        ),
+    ],
+)
+def test_tool_calls_of_every_format(text, left, calls):
+    if "<|" in text:  # DeepSeek's characters
+        text = text.replace("|", "\uff5c").replace("_", "\u2581")
+    found, said = parse_tools(text, TOOLS)
+    assert (found, [(name, json.loads(given)) for name, given in said]) == (left, calls)
+    assert parse_tools(text, {}) == (text, [])
+    other = text.replace("add", "rm").replace("find", "rm")
+    assert parse_tools(other, TOOLS) == (other, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{}</tool_call>",
+        '{"name": []}',
+        "[{",
+        "{" * 9999,
+        '{"name": "add", "arguments": {"n": NaN}}',
+    ],
+)
+def test_what_is_no_call_stays_text(text):
+    assert parse_tools(text, {"add": {"properties": 3}}) == (text, [])
+
+
+def test_tools_are_called_and_their_results_read():
+    """With a scripted policy, since the small model calls none."""
+    heard = []
+
+    def run(task, base_url):
+        messages = [{"role": "user", "content": "x"}]
+        message = ask(base_url, messages, tools=[SEARCH]).choices[0].message
+        heard.append(message)
+        (call,) = message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
+        heard.append(ask(base_url, [*messages, message, result], tools=[SEARCH]).choices[0])
+        return 1.0
+
+    async def play(episode):
+        turn = await episode.reset()
+        assert bytes(turn.tokens).decode().endswith("<|im_start|>assistant\n")
+        text = '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call>'
+        turn = await episode.step([*text.encode(), TOKENIZER.eos_id])
+        assert (turn.new_segment, turn.done) == (False, False)
+        assert bytes(turn.tokens).decode() == TOOL_TURN
+        return await episode.step([*b"ok", TOKENIZER.eos_id])
+
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = TEMPLATE
+    environment = AgentEnvironment(Prompts(tokenizer, True), run, None)
+    last = asyncio.run(play(environment.episode(0)))
+    assert (last.reward, last.done) == (1.0, True)
+    assert json.loads(heard[0].tool_calls[0].function.arguments) == {"q": 1}
+    assert (heard[1].finish_reason, heard[1].message.content) == ("stop", "ok")
+
+
+TEMPLATE = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+{%- for call in m.tool_calls or () %}
+{{- '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TOOL_TURN = '\n<|im_start|>tool\n{"q": 1}<|im_end|>\n<|im_start|>assistant\n'
