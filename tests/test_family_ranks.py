@@ -81,7 +81,7 @@ def drawn(number, world, case, degrees, policy):
         without_targets=(0,),
         is_packed=True,
         has_pads=bool(number % 2),
-        steps=2,  # the second is of updated weights; more would be the optimizer's
+        steps=1,  # whose gradients and update are all that is a family's
     )
 
 

@@ -36,7 +36,7 @@ def tuned(folder, near, name, **mesh):
 
 def alone(folder, near):
     """Train a model on rows of 64 tokens; the share that it finds in longer ones, and tuned."""
-    first = demo().SHORT[0]
+    first = demo().SHORT[0]._replace(steps=200)
     demo().train(first, near.parent, demo().GEOMETRY | {"max_positions": first.seq_len})
     before = demo().accuracy(demo().reaching(near, folder / "before", FAR), FAR, haystacks=2)
     return mean(before), tuned(folder, near, "alone", cp=1)

@@ -114,8 +114,9 @@ def check_eager() -> None:
 
 
 def check_kernels() -> None:
+    """On two ranks; on more every second routing, of which check_eager has them all."""
     pair = with_copies(2, "triton")
-    for seed, routing in enumerate(ROUTINGS):
+    for seed, routing in enumerate([*ROUTINGS][:: dist.get_world_size() // 2]):
         check_step(pair, FEW, routing, seed, recompute=seed % 2 == 0)
 
 
