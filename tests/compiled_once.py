@@ -1,6 +1,6 @@
 """Imported by the fork server of tests: what compiling anything brings in and looks up once.
 
-Else every process that compiles would take a second for it. What is there then is nothing that
+Else every process that compiles would take two seconds for it. What is there then is nothing that
 garbage is looked for in, process by process, nor is it looked for after every 700 objects: a
 compiler makes millions, and that was a sixth of its time.
 """
@@ -9,7 +9,12 @@ import gc
 
 import torch
 import tqdm
+from architectures import make_architecture
+from torch._dynamo import config
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+
+from moetrain.models.transformer import Transformer, compile_blocks
 
 # No process with threads may be forked.
 torch.set_num_threads(1)
@@ -22,7 +27,29 @@ def _recomputed(x: torch.Tensor) -> torch.Tensor:
 
 
 torch.compile(_recomputed, backend="aot_eager", fullgraph=True)(torch.ones(3, 2)).sum().backward()
+_MODEL = Transformer(
+    make_architecture(
+        family="qwen3_moe",
+        vocab_size=40,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        qk_norm=True,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=8,
+    )
+)
+_MODEL.init_weights(std=0.1, seed=0)
+with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):  # which are put back
+    compile_blocks(_MODEL, "aot_eager")
+    _MODEL.backbone(torch.zeros(2, 3, dtype=torch.long))[0].sum().backward()
+del _MODEL
 torch.compiler.reset()
+counters.clear()
 gc.collect()
 gc.freeze()
 gc.set_threshold(100_000, 50, 1000)

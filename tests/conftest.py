@@ -37,10 +37,11 @@ gc.disable()  # until all tests are imported and collected, of which nothing is 
 
 
 LONG = {
-    line
-    for line in (Path(__file__).parent / "long.txt").read_text().splitlines()
+    line: place
+    for place, line in enumerate((Path(__file__).parent / "long.txt").read_text().splitlines())
     if not line.startswith("#")
 }
+"""Long tests, and in which order they run: no worker begins with the longest as the others end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config, items):
     names = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in LONG & names.keys():
         names[name].add_marker("long")
+    place = {names[name].nodeid: LONG[name] for name in LONG.keys() & names.keys()}
+    items.sort(key=lambda item: place.get(item.nodeid, len(LONG) + 1))
     files = {name.partition("::")[0] for name in names}
     unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
     if unknown and not any("::" in argument for argument in config.args):

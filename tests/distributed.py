@@ -24,6 +24,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,6 +158,24 @@ def _collect(
                 pytest.fail(f"rank {rank} raised\n{value}", pytrace=False)
             results[rank] = value
     return [results[rank] for rank in sorted(results)]
+
+
+def compile_by_turns(words: list[str], turn: int = 1) -> None:
+    """Have the blocks of a run of these settings compiled by one rank, the ``turn``-th, alone.
+
+    It meets in every collective the others' plain blocks. To compile takes nearly all of the time
+    of a test of what is compiled. All ranks do it where a backward computes again: compiled, it
+    does so with other collectives.
+    """
+    from moetrain.models.transformer import compile_blocks
+    from moetrain.parallel import apply
+
+    policies = [word for word in words if word.startswith("activation.policy=")]
+    is_plain = dist.is_initialized() and dist.get_rank() != turn % dist.get_world_size()
+    if is_plain and policies[-1:] in ([], ["activation.policy=none"]):
+        apply.compile_blocks = Mock()
+    else:
+        apply.compile_blocks = functools.partial(compile_blocks, backend="aot_eager")
 
 
 def rank_main(

@@ -1,6 +1,5 @@
 """What lives between forward and backward: activations by policy and name, gathered parameters."""
 
-import functools
 import gc
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from distributed import spawn
+from distributed import compile_by_turns, spawn
 from test_compile import MOE, batch, compile_counting, fresh_model
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +22,6 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels import backend
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.transformer import Transformer, compile_blocks
-from moetrain.parallel import apply
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
 from moetrain.train.trainer import Trainer
@@ -213,7 +211,7 @@ def test_names_are_read_from_words():
 def train(words, steps=1):
     """A trainer after some steps on this rank."""
     if not torch.cuda.is_available():
-        apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
+        compile_by_turns(words, turn=0)
     trainer = Trainer(Config.load(None, words, environ={}))
     for _ in range(steps):
         trainer.train_step()

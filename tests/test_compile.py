@@ -99,12 +99,12 @@ def test_blocks_compile_once(attention, recompute):
     model.set_recomputation(ActivationSection(policy="full" if recompute else "none"))
     counter = compile_counting(model)
     patterns = set()
-    for step in range(50):
+    for step in range(15):
         _, counts_LE = train_step(model, step)
         update_router_bias(model, counts_LE, rate=0.01)
         patterns.add(tuple(counts_LE.flatten().tolist()))
         assert counter.frame_count == 1, f"compiled again in step {step}"
-    assert len(patterns) == 50  # the routing did vary
+    assert len(patterns) == 15  # the routing did vary
     assert not counters["graph_break"]
     assert not counters["recompiles"]
 
@@ -147,7 +147,8 @@ def test_a_process_may_build_many_models():
     for width in range(8, 80, 8):  # nine, one more than torch's own limit
         sizes = {"moe_intermediate_size": width, "num_layers": 1}
         model = fresh_model(MOE.model_copy(update=sizes))
-        counter = compile_counting(model)
+        counter = CompileCounterWithBackend("eager")
+        compile_blocks(model, backend=counter)
         with torch.no_grad():
             model(batch(0)[0])
         assert counter.frame_count == 1
@@ -168,11 +169,11 @@ def test_an_expert_may_run_empty():
 def test_one_graph_for_each_kind_of_block():
     model = fresh_model(MIXED)
     counter = compile_counting(model)
-    for step in range(10):
+    for step in range(4):
         train_step(model, step)
     assert counter.frame_count == 2  # MoE and dense; windows only change the mask's values
     with torch.no_grad():
-        for step in range(10):
+        for step in range(4):
             model.backbone(*batch(step))
     assert counter.frame_count == 4  # and both again without gradients
     assert not counters["graph_break"]

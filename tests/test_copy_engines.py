@@ -36,12 +36,10 @@ MICRO = 2  # rows of 8: several micro-batches a step
 RUNS = {
     2: {
         "dp": [],
-        "fp32": ["train.dtype=float32"],
-        "recompute": ["activation.policy=full"],
+        "fp32, recompute": ["train.dtype=float32", "activation.policy=full"],
         "last": ["parallel.reduce_at=last", "parallel.reshard_after_forward=yes"],
         "sums in fp32": ["parallel.reduce=fp32"],
-        "sums in bf16": ["parallel.reduce=bf16"],
-        "gradients in bf16": ["optim.gradient_dtype=bfloat16"],
+        "sums in bf16": ["parallel.reduce=bf16", "optim.gradient_dtype=bfloat16"],
         "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
         "tp": ["parallel.tp=2"],
         "on the host": ["optim.offload_fraction=0.5"],

@@ -326,16 +326,16 @@ def generation(case, tmp_path):
     theirs.save_pretrained(tmp_path)
     generator = Generator(load_hf(tmp_path), num_pages=20, page_size=4, max_tokens=7)
     requests, expected = [], []
-    for i, length in enumerate((1, 5, 12)):
+    for i, length in enumerate((1, 12)):
         prompt = tokens(1, length)
-        how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        how = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         # transformers' cache of linear layers alone has no length.
         types = getattr(theirs.config, "layer_types", None) or STATES
         how["use_cache"] = any(x.endswith("attention") and x != STATES[0] for x in types)
         how["use_cache"] &= "least steps" not in case  # which its step behind a cache leaves out
         made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         expected.append(made[0, length:].tolist())
-        params = SamplingParams(max_tokens=12, temperature=0)
+        params = SamplingParams(max_tokens=10, temperature=0)
         requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
     found = [completions[0].tokens for completions in generator.generate(requests)]
     assert found == expected

@@ -5,12 +5,15 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch.distributed as dist
 from distributed import spawn
 
 from moetrain.train.metrics import read_metrics
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 METHODS = ("ulysses", "all_gather")
+FAR = 512
+"""Tokens of a row that ranks share."""
 
 
 def demo():
@@ -21,19 +24,21 @@ def demo():
 
 
 def tuned(folder, near, name, **mesh):
-    """The losses of a fine-tuning on rows of 1,024 tokens, and the share of needles found then."""
-    far = demo().Stage(seq_len=1024, needles=24, rows=1, steps=24, lr=1e-3)
+    """The losses of a fine-tuning on longer rows, and the share of needles found then."""
+    far = demo().Stage(seq_len=FAR, needles=24, rows=1, steps=24, lr=1e-3)
     model = {"path": near, "max_positions": far.seq_len, "rope": "yarn"}
     demo().train(far, folder / name, model, **mesh)
+    if dist.get_rank():
+        return None
     losses = [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl") if "loss" in row]
-    return losses, mean(demo().accuracy(folder / name / "hf", far.seq_len, haystacks=3))
+    return losses, mean(demo().accuracy(folder / name / "hf", far.seq_len, haystacks=2))
 
 
 def alone(folder, near):
-    """Train a model on rows of 64 tokens; the share that it finds in rows of 1,024, and tuned."""
-    first = demo().SHORT[0]
+    """Train a model on rows of 64 tokens; the share that it finds in longer ones, and tuned."""
+    first = demo().SHORT[0]._replace(steps=200)
     demo().train(first, near.parent, demo().GEOMETRY | {"max_positions": first.seq_len})
-    before = demo().accuracy(demo().reaching(near, folder / "before", 1024), 1024, haystacks=3)
+    before = demo().accuracy(demo().reaching(near, folder / "before", FAR), FAR, haystacks=2)
     return mean(before), tuned(folder, near, "alone", cp=1)
 
 
@@ -46,8 +51,7 @@ def test_needles_of_rows_that_ranks_shared_are_found(tmp_path):
     ((before, (losses, found)),) = spawn(1, alone, tmp_path, near, timeout=200)
     assert before < 0.5
     assert found > 0.9
-    both, others = spawn(2, together, tmp_path, near, timeout=200)
-    assert both == others
+    both, _ = spawn(2, together, tmp_path, near, timeout=200)
     for name, (shared, found) in zip(METHODS, both, strict=True):
         assert found > 0.9, name
         # A model also learns around wrong attention: its losses tell.

@@ -95,13 +95,13 @@ def assert_two_ranks_train_as_one(how, words, folder):
     assert list((folder / "out").glob("checkpoints/step-00000002/*-00001-*.safetensors"))
 
 
-@pytest.mark.parametrize("how", [by_moetrain, by_slurm])
-def test_two_ranks_train_as_one_process_does_however_they_are_started(how, tiny_words, tmp_path):
-    assert_two_ranks_train_as_one(how, tiny_words, tmp_path)
+def test_two_ranks_train_as_one_process_does_however_they_are_started(tiny_words, tmp_path):
+    assert_two_ranks_train_as_one(by_moetrain, tiny_words, tmp_path)
 
 
 def test_two_nodes_train_as_one_process_does(tiny_words, tmp_path):
-    """Of torchrun; tests/test_checkpoint_runs.py has two ranks that it starts on one."""
+    """Of torchrun; tests/test_checkpoint_runs.py has two ranks that it starts on one, and
+    tests/test_machines.py two of Slurm, which train as torchrun's."""
     assert_two_ranks_train_as_one(by_torchrun_on_two_nodes, tiny_words, tmp_path)
 
 

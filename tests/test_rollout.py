@@ -136,7 +136,7 @@ def test_requests_do_not_notice_each_other(name):
 def test_hundreds_of_requests_with_arrivals_and_aborts():
     rng = random.Random(0)
     generator = make_generator(page_size=4, num_pages=200, max_sequences=40, max_tokens=64)
-    requests = {f"r{i}": draw_request(i, rng) for i in range(400)}
+    requests = {f"r{i}": draw_request(i, rng) for i in range(200)}
     coming, finished, aborted = list(requests.values()), {}, set()
     while coming or generator.is_busy:
         for _ in range(min(len(coming), rng.randrange(4))):
