@@ -387,6 +387,10 @@ def test_the_mismatch_is_of_generation_whatever_the_updates_move(even, tmp_path)
     assert max(row["kl"] for row in rows) > 1e-6
     assert [row["mismatch"] is None for row in rows] == [False, True]  # all are of older weights
     assert 0 <= rows[0]["mismatch"] < 1e-9
+    assert rows[0]["mismatch/age_0"] == rows[0]["mismatch"]
+    # Two updates of each step's rollouts have moved the weights since.
+    assert "mismatch/age_0" not in rows[1]
+    assert rows[1]["mismatch/age_1"] > 1e-9
 
 
 def test_help_and_dry_run(capsys):
