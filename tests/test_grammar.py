@@ -165,6 +165,8 @@ def test_drafts_change_nothing(draft):
         (("json_schema", "[1"), "expected"),
         (("choice", "[1"), "Expecting"),
         (("grammar", 'start: "a" foo'), 'unknown name: "foo"'),
+        (("regex", r"[^\s\S]"), "grammar: "),  # which no text follows
+        (("json_schema", '{"type": "integer", "multipleOf": 1000003}'), "multipleOf of more than"),
     ],
 )
 def test_bad_grammars_are_one_line(grammar, problem):

@@ -48,6 +48,8 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
+    "moetrain.kernels.loss.policy",
+    "moetrain.kernels.loss.preference",
     "moetrain.kernels.linear_attention.reads",
     "moetrain.kernels.linear_attention.step",
     "moetrain.kernels.loss.gumbel",

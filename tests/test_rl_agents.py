@@ -254,6 +254,33 @@ def test_what_fails_costs_its_own_trajectory(run, fault, detail):
     assert detail in bad.detail
 
 
+def test_the_same_question_has_another_answer():
+    def run(task, base_url):
+        for _ in range(4):
+            ask(base_url, [{"role": "user", "content": "x"}], max_tokens=6)
+        return 1
+
+    for t in collected(run):
+        said = {tuple(t.tokens[a:b]) for a, b in t.actions}
+        assert (len(t.starts), len(said)) == (3, 4)
+
+
+def test_what_an_episode_does_not_follow_is_refused():
+    refused = (
+        {"guided_regex": "a"},
+        {"response_format": {"type": "json_object"}},
+        {"max_tokens": 0},
+    )
+
+    def run(task, base_url):
+        for fields in refused:
+            with pytest.raises(BadRequestError, match=r"guided|max_tokens"):
+                ask(base_url, [{"role": "user", "content": "x"}], extra_body=fields)
+        return float(len(ask(base_url, [{"role": "user", "content": "x"}]).choices))
+
+    assert {(t.fault, t.reward) for t in collected(run)} == {(None, 1.0)}
+
+
 def test_who_is_cut_off_hears_of_it():
     heard = []
 
@@ -336,11 +363,16 @@ def test_tool_calls_of_every_format(text, left, calls):
         '{"name": []}',
         "[{",
         "{" * 9999,
+        "<tool_call>{" * 9999,
+        "<tool_call>" + " " * 99_999,
+        '<invoke name="add">' * 9999,
         '{"name": "add", "arguments": {"n": NaN}}',
     ],
 )
-def test_what_is_no_call_stays_text(text):
+def test_what_is_no_call_stays_text_and_takes_no_time(text):
+    began = time.process_time()
     assert parse_tools(text, {"add": {"properties": 3}}) == (text, [])
+    assert time.process_time() - began < 1
 
 
 def test_tools_are_called_and_their_results_read():

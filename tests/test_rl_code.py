@@ -19,6 +19,8 @@ GOOD = "def add(a, b):\n    return a + b\n"
         (GOOD, 1),
         (f"Like so:\n```python\nx\n```\nor\n```python\n{GOOD}```\nDone.", 1),
         (f"```\n{GOOD}```", 1),
+        (f"```bash\nls\n```\n```Python3\n{GOOD}```\n```text\nno\n```", 1),
+        ("import os\nos.kill(os.getppid(), 9)", 0),
         (GOOD.replace("+", "-"), 0),
         ("", 0),
         ("\0\ud800", 0),

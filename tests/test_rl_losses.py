@@ -14,7 +14,7 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.loss.policy import LOG_RATIO_LIMIT, kl_estimate
+from moetrain.kernels.loss.policy import LOG_RATIO_LIMIT, kl_estimate, kl_of_likeliest
 from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack
@@ -253,6 +253,18 @@ def teachers_of(hiddens, head):
         top = torch.log_softmax((hidden + 0.3) @ head.T, -1).topk(3)
         found.append((top.indices, top.values))
     return found
+
+
+def test_a_token_that_does_not_count_has_no_gradient_from_its_teacher():
+    logits = torch.tensor([[900.0, 1.0], [0.5, 0.0]]).requires_grad_()
+    counts = torch.tensor([False, True])
+    lse = torch.tensor([0.0, 1.5])  # as of a token without a target
+    kl = kl_of_likeliest(logits, lse, torch.tensor([[-1.0, -2.0]] * 2), counts)
+    kl.sum().backward()
+    assert kl[0] == 0
+    assert kl[1] > 0
+    assert logits.grad[0].tolist() == [0, 0]
+    assert logits.grad[1].isfinite().all()
 
 
 def taught(batches, teachers, settings):

@@ -448,7 +448,12 @@ def judged_by_itself(folder, layouts):
         config, batches = engine.config, pack(make_samples(5, 13, 9), 16, 2, least=2)
         likely = _Teacher(config, str(folder), engine)
         likeliest, likely.settings = likely.judged(batches), RlSection()
-        sampled = likely.judged(batches)
+        layers, experts = len(engine.arch.moe_layer_indices), engine.arch.num_experts_per_token
+        shape = (*batches[0].tokens_BS.shape, layers, experts)
+        routes = torch.arange(experts, dtype=torch.int32).expand(shape).contiguous()
+        # The policy's choices of experts say nothing to the teacher.
+        sampled = likely.judged([b._replace(routes_BSLK=routes) for b in batches])
+        assert sampled[0].routes_BSLK is routes
         scores = score(engine, batches)
         terms = engine.forward(likeliest, PolicyObjective(config.rl)).terms
         same = [torch.equal(b.teacher_BS, x) for b, x in zip(sampled, scores, strict=True)]

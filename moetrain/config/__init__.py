@@ -211,6 +211,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.advantage", {"rl.teacher": _SET}, {"none"}, "name a teacher"),
     _Need("rl.teacher_coef rl.teacher_top_k", {"rl.teacher": _SET}),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
+    _Need("rl.resample", {"rl.teacher": {None}}),  # from whom every group learns
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
     _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
@@ -348,6 +349,7 @@ class Config(Section):
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
+        self.data.sources()
         self.rl.check()
         self.checkpoint.check()
         if t.steps is not None:

@@ -42,7 +42,14 @@ from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.request import JsonBody, chat_ids
 from moetrain.rollout.server import Chat, CompletionServer, unless_gone
 
+_GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
+
+
+class _Own(Access):
+    """An agent's connections wait for its turn: all of them at once."""
+
+    connections = 1 << 16
 
 
 class _AgentChat(Chat):
@@ -58,6 +65,10 @@ class _AgentChat(Chat):
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
             raise ValueError("an episode has one choice, n 1, and logprobs false")
+        if self.most_tokens is not None and self.most_tokens < 1:
+            raise ValueError(f"max_tokens: {self.most_tokens} is less than 1")
+        if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
+            raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self
 
     @property
@@ -150,7 +161,7 @@ class AgentEnvironment(JsonServer, Environment):
     def episode(self, task: int) -> Episode:
         with self._starting:
             if self.address is None:
-                access = Access("127.0.0.1", 0, "auto", None, Path(os.devnull))
+                access = _Own("127.0.0.1", 0, "auto", None, Path(os.devnull))
                 server, listener = self.listen(access)
                 self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 serve = partial(self.loop.run_until_complete, server.serve([listener]))
@@ -251,15 +262,13 @@ class _AgentEpisode(Episode):
         self.history = [*self.asked.body.messages, answer.message]
         if not self.asked.reply.done():  # its client may have hung up
             self.asked.reply.set_result(answer)
-        return await self._turn(answer.reason != "length")
+        return await self._turn(action[-1])
 
     def _answer(self, asked: _Request, action: Sequence[int]) -> _Reply:
         tokenizer, body = self.environment.prompts.tokenizer, asked.body
         text = tokenizer.decode(action)
         stops = [text.index(stop) for stop in body.stop if stop in text]
-        is_ended = (
-            bool(stops) or action[-1] == tokenizer.eos_id or not tokenizer.decode(action[-1:])
-        )
+        is_ended = bool(stops) or self._is_end(action[-1])
         text, calls = parse_tools(text[: min(stops, default=None)], body.schemas())
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
@@ -271,7 +280,11 @@ class _AgentEpisode(Episode):
         reason = ("tool_calls" if calls else "stop") if is_ended else "length"
         return _Reply(message, reason, list(action), len(asked.prompt))
 
-    async def _turn(self, is_ended: bool = False) -> Turn:
+    def _is_end(self, token: int | None) -> bool:
+        tokenizer = self.environment.prompts.tokenizer
+        return token is not None and (token == tokenizer.eos_id or not tokenizer.decode([token]))
+
+    async def _turn(self, last: int | None = None) -> Turn:
         """Wait for the next request whose client waits too, or for the agent's result."""
         while True:
             event = await self.events.get()
@@ -281,13 +294,17 @@ class _AgentEpisode(Episode):
                 return Turn(reward=event, done=True)
             if not event.reply.done():
                 break
-        added = await asyncio.to_thread(self._added, event, is_ended)
+        added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added
         return Turn(tokens, 0.0, False, added is None, body.most_tokens, tuple(body.stop))
 
-    def _added(self, asked: _Request, is_ended: bool) -> tuple[int, ...] | None:
-        """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there."""
+    def _added(self, asked: _Request, last: int | None) -> tuple[int, ...] | None:
+        """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there.
+
+        ``last``: of these tokens. If it ends a turn, the template's mark does not come again; else
+        (a limit, a stop text) it comes here.
+        """
         before, said, now = self.asked, self.history, asked.body.messages
         if before is None or len(now) <= len(said) or before.body.record != asked.body.record:
             return None
@@ -300,12 +317,10 @@ class _AgentEpisode(Episode):
             text, _ = template.documents(turns[: len(said)], variables, "last")[-1]
             whole = template.prompt(turns, variables)
             if whole.startswith(text):
-                end, more = prompts.tokenizer.special_tokens.get("eos_token"), whole[len(text) :]
-                if end and is_ended:
-                    more = more.removeprefix(end)
-                elif end and text.endswith(end):
-                    more = end + more
-                return prompts.text(more)
+                more, mark = prompts.text(whole[len(text) :]), prompts.text(text)[-1]
+                if self._is_end(last):
+                    return more[more[:1] == (last,) :]
+                return (mark, *more) if self._is_end(mark) else more
         return None
 
 

@@ -15,13 +15,19 @@ from contextlib import suppress
 from typing import Any
 
 _SECONDS = 10
+_PYTHON = ("", "py", "python", "python3")
 _START = f"""
 import ctypes, os, resource, sys
+libc = ctypes.CDLL(None)
+# CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET of <linux/sched.h>: no network, no signals to others,
+# and no rights to raise limits.
+getattr(libc, "unshare", lambda flags: 0)(0x70000000)
+if child := os.fork():  # whose end is that of all processes it has started
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+getattr(libc, "prctl", lambda *args: 0)(1, 9)  # PR_SET_PDEATHSIG
 for name, most in (("CPU", {_SECONDS}), ("AS", 1 << 30), ("FSIZE", 1 << 20), ("NOFILE", 64),
                    ("NPROC", 64), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-# CLONE_NEWUSER | CLONE_NEWNET of <linux/sched.h>: no network, and no rights to raise limits.
-getattr(ctypes.CDLL(None), "unshare", lambda flags: 0)(0x50000000)
 os.execv(sys.executable, [sys.executable, "-I", "-"])
 """
 """What the process does first. 64 processes are this user's, but for root."""
@@ -33,7 +39,8 @@ def score_code(line: dict[str, Any], answer: str) -> float:
     The program is the last block between ``` marks, or else all of the text. Limits: 10 s, 1 GiB of
     memory, 1 MiB a file, 64 open files and processes; where Linux allows, no network.
     """
-    blocks = re.findall(r"```(?:python|py)?[ ]*\n(.*?)```", answer, re.DOTALL)
+    found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
+    blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
     ran = secrets.token_hex(8)  # a program that leaves before its tests does not write it
     parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as written:

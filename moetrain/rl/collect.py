@@ -27,6 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
+from itertools import zip_longest
 from numbers import Real
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -359,7 +360,11 @@ class Collector:
         answer = episode.reset()
         if not (actions or isinstance(answer, Awaitable)):
             return episode, answer
-        told = _told_again(episode, answer, actions)
+        ends, starts = [0, *(b for _, b in trajectory.actions)], [a for a, _ in trajectory.actions]
+        if trajectory.answers > len(actions):
+            starts.append(self._turn_start(trajectory))
+        heard = [tuple(trajectory.tokens[a:b]) for a, b in zip(ends, starts, strict=False)]
+        told = _told_again(episode, answer, actions, heard if actions else [])
         return asyncio.run(told) if actions else told
 
     def _hear(self) -> None:
@@ -439,7 +444,7 @@ class Collector:
             max_tokens=room,
             stop=part.turn.stop,
             temperature=trajectory.temperature,
-            seed=trajectory.seed,
+            seed=(trajectory.seed + len(trajectory.starts)) % (1 << 63),  # positions begin again
             stop_ids=self.stop_ids,
             routes=self.settings.routing_replay,
             tempered=True,
@@ -483,10 +488,13 @@ class Collector:
 
 
 async def _told_again(
-    episode: Episode, answer: Turn | Awaitable[Turn], actions: Iterable[Sequence[int]]
+    episode: Episode, answer: Any, actions: Iterable[Sequence[int]], heard: Sequence[Any]
 ) -> tuple[Episode, Turn]:
-    for action in actions:
-        if isinstance(answer, Awaitable):
-            await answer
-        answer = episode.step(action)
-    return episode, await answer if isinstance(answer, Awaitable) else answer
+    """Raises RuntimeError: it says something else than what was ``heard`` before."""
+    for action, said in zip_longest((None, *actions), heard):
+        if action is not None:
+            answer = episode.step(action)
+        answer = await answer if isinstance(answer, Awaitable) else answer
+        if said is not None and answer.tokens != said:
+            raise RuntimeError("resumed, it does not say what it said before")
+    return episode, answer

@@ -236,6 +236,7 @@ class _Teacher:
         # Frozen, matrices have neither gradients nor moments; each block keeps a norm to train.
         matrices = tuple(name for name, weight in weights if weight.ndim > 1)
         own = {"model": ModelSection(path=path), "lora": other.lora, "optim": other.optim}
+        own["parallel"] = config.parallel.model_copy(update={"reshard_after_forward": True})
         own["train"] = config.train.model_copy(update={"freeze": matrices, "mtp_weight": 0.0})
         self.engine = Engine(config.model_copy(update=own), arch, policy.world)
         self.tokens = min(arch.vocab_size, policy.arch.vocab_size)
@@ -244,9 +245,7 @@ class _Teacher:
         """Add what the teacher thinks of every target. Collective."""
         engine, temperature = self.engine, self.settings.temperature
         number = self.settings.teacher_top_k
-        if not number:
-            found = score(engine, batches, temperature)
-            return [b._replace(teacher_BS=x) for b, x in zip(batches, found, strict=True)]
+        own = [batch._replace(routes_BSLK=None) for batch in batches]  # they name policy's experts
 
         def finish(hidden_BSD: torch.Tensor, _: object, batch: RolloutBatch) -> torch.Tensor:
             lse_T = token_losses(engine.model, hidden_BSD, batch, temperature).lse_T
@@ -256,10 +255,15 @@ class _Teacher:
             both_T2K = torch.stack((top_TK.indices.float(), logprobs_TK), 1)  # ids are below 2^24
             return both_T2K.unflatten(0, batch.targets_BS.shape)
 
-        with torch.no_grad(), engine.work(), engine.exact_sizes():
-            shapes = [(*batch.targets_BS.shape, 2, number) for batch in batches]
-            found = engine.collect(batches, finish, shapes)
-        return [b._replace(teacher_BS2K=x.cpu()) for b, x in zip(batches, found, strict=True)]
+        if not number:
+            found = score(engine, own, temperature)
+        else:
+            with torch.no_grad(), engine.work(), engine.exact_sizes():
+                shapes = [(*batch.targets_BS.shape, 2, number) for batch in batches]
+                found = engine.collect(own, finish, shapes)
+        engine.fsdp.release()
+        name = "teacher_BS2K" if number else "teacher_BS"
+        return [b._replace(**{name: x.cpu()}) for b, x in zip(batches, found, strict=True)]
 
 
 def _copied(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -152,18 +152,11 @@ def corrected(
 ) -> list[RolloutBatch]:
     """Add the trainer's log-probabilities and importance weights to ``batches``, and mask tokens.
 
-        token      exp(d_t)              d = log of trainer's / generation's probability
-        sequence   exp(sum of d over the sample)
-        geometric  exp(mean of d over the sample)
-
     Where generation has not the trainer's bits, samples come from another policy than the one that
-    is trained. A weight, the ratio ``importance``, bounded from above, corrects for it (TIS: arXiv
-    1802.01561; Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training", 2025); over a sequence it is unbiased, and varies far more. A mask leaves out tokens
-    whose ratio ``mask`` lies outside ``mask_range`` (IcePop, over tokens: arXiv 2510.18855; MIS and
-    the geometric mask, over sequences: Liu et al., "When speed kills stability", 2025): they lose
-    their targets, and so leave every denominator, before any micro-batch runs. ``proximal`` are
-    each batch's of :func:`moetrain.train.preferences.score`.
+    is trained. A weight, the ratio ``importance`` of the trainer's to generation's probabilities,
+    bounded from above, corrects for it. A mask leaves out tokens whose ratio ``mask`` lies outside
+    ``mask_range``: they lose their targets, and so leave every denominator, before any micro-batch
+    runs. ``proximal`` are each batch's of :func:`moetrain.train.preferences.score`.
     """
     low, high = settings.mask_range
     found = []
@@ -263,8 +256,8 @@ class PolicyObjective:
             ids_TK, teacher_TK = batch.teacher_BS2K.flatten(0, 1).unbind(1)
             how = outputs.hidden_BSD.flatten(0, 1), model.head_weight, ids_TK.long()
             logits_TK = model.vocabulary.logits_of(*how) / settings.temperature
-            kl = kl_of_likeliest(logits_TK, losses.lse_T, teacher_TK).view_as(logprob)
-            value = torch.where(trained > 0, shares * kl, 0).sum()
+            kl = kl_of_likeliest(logits_TK, losses.lse_T, teacher_TK, trained.flatten() > 0)
+            value = (shares * kl.view_as(logprob)).sum()
             terms["teacher_kl"] = Term(value, settings.teacher_coef)
         now, trainer = logprob.detach(), batch.proximal_BS
         seen = {

@@ -119,8 +119,9 @@ class Generator:
             begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
             if (grammar := request.params.grammar) is not None:
                 try:
+                    matcher = self._grammars.begin(*grammar)
                     for sequence in begun[request.id]:
-                        sequence.matcher = self._grammars.begin(*grammar)
+                        sequence.matcher = matcher.deep_copy()
                 except ValueError as error:
                     raise RequestError(request.id, str(error)) from None
         self._live |= begun

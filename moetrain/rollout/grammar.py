@@ -4,6 +4,7 @@ A grammar is a kind and a text: ``json_schema``, ``regex``, ``choice`` (a JSON l
 ``grammar`` (Lark in llguidance's dialect, or GBNF). Legend: N chunks of a step, V tokens.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 from moetrain.config import ConfigError
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.pages import Chunk
+
+_LARGEST_FACTOR = 10_000
+_FACTORS = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]*)')
 
 
 class Grammars:
@@ -32,8 +36,11 @@ class Grammars:
 
     def begin(self, kind: str, text: str) -> Any:
         """Return a matcher at the start of a text; ValueError: it is no such grammar."""
+        if any(float(x) > _LARGEST_FACTOR for x in _FACTORS.findall(text)):
+            raise ValueError(f"grammar: a multipleOf of more than {_LARGEST_FACTOR} takes too long")
         grammar = self._library.grammar_from(kind, text)
         matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
+        matcher.compute_bitmask()  # before, it is not known whether any text follows it
         if matcher.is_error():
             problem = " ".join(matcher.get_error().split())[:300]
             raise ValueError(f"grammar: {problem}, in this {kind}")

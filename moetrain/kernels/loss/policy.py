@@ -26,6 +26,11 @@ is the unbiased one. Ratios of probabilities from differences d of a sample's lo
 
     token  exp(d)       sequence  exp(sum of d)       geometric  exp(mean of d)
 
+As a weight: TIS, arXiv 1802.01561; Yao et al., "Your efficient RL framework secretly brings you
+off-policy RL training", 2025; over a sequence it is unbiased, and varies far more. As a mask:
+IcePop, over tokens, arXiv 2510.18855; MIS and the geometric mask, over sequences, Liu et al., "When
+speed kills stability", 2025.
+
 Legend: any shape where none is named; T tokens, K of the likeliest tokens.
 """
 
@@ -129,17 +134,20 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
 
 
 def kl_of_likeliest(
-    logits_TK: torch.Tensor, lse_T: torch.Tensor, other_TK: torch.Tensor
+    logits_TK: torch.Tensor, lse_T: torch.Tensor, other_TK: torch.Tensor, counts_T: torch.Tensor
 ) -> torch.Tensor:
     """Return each token's KL(p || q) over K tokens and all others as one, [T].
 
     Args:
         logits_TK, lse_T: p's logits of the tokens, and the logarithm of the sum of all logits' exp.
         other_TK: q's log-probabilities of them.
+        counts_T: bool; other tokens, whose ``lse_T`` may be anything, have 0 and no gradient.
     """
+    # Before exp: a gradient of 0 times its infinity would be NaN.
+    logits_TK = torch.where(counts_T[:, None], logits_TK, lse_T[:, None])
     logprobs_TK = logits_TK - lse_T[:, None]
     p_TK = logprobs_TK.exp()
     least = torch.finfo(p_TK.dtype).eps
     rest_T, theirs_T = ((1 - x.sum(1)).clamp(min=least) for x in (p_TK, other_TK.exp()))
     apart_T = (p_TK * (logprobs_TK - other_TK)).sum(1)
-    return apart_T + rest_T * (rest_T / theirs_T).log()
+    return torch.where(counts_T, apart_T + rest_T * (rest_T / theirs_T).log(), 0)

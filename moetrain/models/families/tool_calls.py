@@ -11,22 +11,24 @@ from typing import Any
 
 _BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
 """Of DeepSeek, with U+FF5C and U+2581 between."""
+_IN = rf"(?:(?!<tool_call>|<invoke |{_BEGIN}).)*?"
+"""Of a call, not across the next: a text of marks alone would take time with its square."""
 _FORMATS = {
     # Hermes, Qwen
-    r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>": "",
+    rf"<tool_call>\s*(?P<json>\{{{_IN}\}})\s*</tool_call>": "",
     # Qwen3-Coder, Nemotron; GLM; MiniMax: the arguments one by one
-    r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<pairs>.*?)</function>\s*</tool_call>": (
+    rf"<tool_call>\s*<function=(?P<name>[^<>]+)>(?P<pairs>{_IN})</function>\s*</tool_call>": (
         r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
     ),
-    r"<tool_call>(?P<name>[^<{]+)(?P<pairs>.*?)</tool_call>": (
+    rf"<tool_call>\s*(?P<name>[^<{{\s]{{1,128}})(?P<pairs>{_IN})</tool_call>": (
         r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
     ),
-    r'<invoke name="(?P<name>[^"]+)">(?P<pairs>.*?)</invoke>': (
+    rf'<invoke name="(?P<name>[^"<]+)">(?P<pairs>{_IN})</invoke>': (
         r'<parameter name="([^"]+)">(.*?)</parameter>'
     ),
     # DeepSeek
-    rf"{_BEGIN}(?:function{_SEP})?(?P<name>[^<\n]+)(?:{_SEP}|\n)(?:```json)?"
-    rf"(?P<json>.*?)(?:```)?{_END}": "",
+    rf"{_BEGIN}(?:function{_SEP})?(?P<name>[^<\n]{{1,128}})(?:{_SEP}|\n)(?:```json)?"
+    rf"(?P<json>{_IN})(?:```)?{_END}": "",
     # Llama, Mistral: JSON and nothing else
     r"\A\s*(?P<json>\[?\{.*\}\]?)\s*\Z": "",
 }

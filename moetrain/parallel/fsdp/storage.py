@@ -8,9 +8,9 @@ a copy up and computing overlap.
 
 :class:`CodedShard` holds frozen weights in codes of 8 or 4 bits with scales
 (``lora.base_dtype``, :mod:`moetrain.kernels.quant.groups`). Codes and scales are what is gathered;
-they are widened into the memory where the parameters lie gathered. What is widened and written
-again has the same values. Groups are of neighbours in a rank's shard: the same on any layout that
-leaves every rank's part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
+they are widened where the parameters lie gathered; widened to fp32 and written again they are the
+same. Groups are of neighbours in a rank's shard: the same on any layout that leaves every rank's
+part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
 
 Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
