@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
@@ -263,6 +266,68 @@ def test_the_same_question_has_another_answer():
     for t in collected(run):
         said = {tuple(t.tokens[a:b]) for a, b in t.actions}
         assert (len(t.starts), len(said)) == (3, 4)
+
+
+class Marked(ByteTokenizer):
+    """Bytes, and marks that are one token each, of which the end of text is the first."""
+
+    MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
+
+    def __init__(self, template):
+        super().__init__()
+        self.chat_template = template
+        self.special_tokens = {"eos_token": self.MARKS[0]}
+
+    def encode_batch(self, texts):
+        parts = (re.split(f"({'|'.join(map(re.escape, self.MARKS))})", text) for text in texts)
+        ids = ([self.ids(part) for part in text] for text in parts)
+        return [SimpleNamespace(ids=np.concatenate(list(part)).astype(int)) for part in ids]
+
+    def ids(self, part):
+        return [256 + self.MARKS.index(part)] if part in self.MARKS else [*part.encode()]
+
+    def shown(self, tokens):
+        return "".join(chr(t) if t < 256 else self.MARKS[t - 256] for t in tokens)
+
+
+GLM = """{% for m in messages %}<|{{m.role}}|>
+{{m.content}}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+CHATML = """{% for m in messages %}<|user|>{{m.role}}
+{{m.content}}END
+{% endfor %}{% if add_generation_prompt %}<|user|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(GLM, "<|user|>"), *((CHATML.replace("END", m), m) for m in ("<|im_end|>", "<|endoftext|>"))],
+    ids=["the next turn's", "its own", "the end of text"],
+)
+@pytest.mark.parametrize("how", ["ended", "cut", "stopped"])
+def test_the_mark_of_a_turns_end_is_there_once(template, end, how):
+    after = f"hi{end}\n<|user|>user\ny{end}\n<|user|>assistant\n"
+    after = "hi<|user|>\ny<|assistant|>\n" if template == GLM else after
+
+    def run(task, base_url):
+        messages = [{"role": "user", "content": "x"}]
+        stop = "i" if how == "stopped" else None
+        reply = ask(base_url, messages, stop=stop).choices[0].message
+        ask(base_url, [*messages, reply, {"role": "user", "content": "y"}])
+        return 1.0
+
+    async def played():
+        episode = AgentEnvironment(Prompts(tokenizer, True), run, None).episode(0)
+        await episode.reset()
+        turn = await episode.step(action)
+        await episode.step([*b"o", tokenizer.eos_id])
+        return turn
+
+    tokenizer = Marked(template)
+    action = [*b"hi"] + tokenizer.ids(end) * (how == "ended")
+    turn = asyncio.run(played())
+    assert not turn.new_segment
+    assert tokenizer.shown([*action, *turn.tokens]) == after
 
 
 def test_what_an_episode_does_not_follow_is_refused():
