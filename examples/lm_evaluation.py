@@ -232,6 +232,8 @@ def main() -> None:
     parser.add_argument("tasks", help="names of tasks, with commas between")
     parser.add_argument("--interval", type=int, default=0, help="steps between; 0: at the end")
     parser.add_argument("--limit", type=int, help="the first so many questions of each task")
+    parser.add_argument("--num_fewshot", type=int, help="solved examples before each question")
+    parser.add_argument("--chat", action="store_true", help="ask by the chat template")
     parser.add_argument("--task_folder", help="folder of further tasks")
     given, words = parser.parse_known_args()
     own = vars(given) | {"tasks": given.tasks.split(",")}

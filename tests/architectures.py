@@ -10,6 +10,21 @@ def make_architecture(*, family, **fields):
     return FAMILIES[family].architecture(family=family, **fields)
 
 
+TINY_MOE = {
+    "family": "qwen3_moe",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "qk_norm": True,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 8,
+}
+
+
 def own_part(experts, weight, target):
     """What of a whole ``weight`` a rank has in ``target``: all of it, or its own experts."""
     if weight.shape == target.shape:

@@ -9,7 +9,7 @@ import gc
 
 import torch
 import tqdm
-from architectures import make_architecture
+from architectures import TINY_MOE, make_architecture
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -27,22 +27,7 @@ def _recomputed(x: torch.Tensor) -> torch.Tensor:
 
 
 torch.compile(_recomputed, backend="aot_eager", fullgraph=True)(torch.ones(3, 2)).sum().backward()
-_MODEL = Transformer(
-    make_architecture(
-        family="qwen3_moe",
-        vocab_size=40,
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=24,
-        qk_norm=True,
-        num_experts=4,
-        num_experts_per_token=2,
-        moe_intermediate_size=8,
-    )
-)
+_MODEL = Transformer(make_architecture(**TINY_MOE, num_layers=1))
 _MODEL.init_weights(std=0.1, seed=0)
 with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):  # which are put back
     compile_blocks(_MODEL, "aot_eager")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import make_architecture
+from architectures import TINY_MOE, make_architecture
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -22,20 +22,7 @@ from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.train.setup import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
-MOE = make_architecture(
-    family="qwen3_moe",
-    vocab_size=40,
-    hidden_size=16,
-    num_layers=4,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    intermediate_size=24,
-    qk_norm=True,
-    num_experts=4,
-    num_experts_per_token=2,
-    moe_intermediate_size=8,
-)
+MOE = make_architecture(**TINY_MOE, num_layers=4)
 MIXED = MOE.model_copy(
     update={
         "moe_layers": (True, False) * 2,

@@ -145,9 +145,13 @@ def test_another_history_begins_a_segment():
             assert (sample.routes == scored.routes[: len(sample.routes)].numpy()).all()
 
 
-def test_a_resumed_agent_hears_what_it_heard():
+@pytest.mark.parametrize("asks_again", ["x", "y"])
+def test_a_resumed_agent_hears_what_it_heard(asks_again):
+    """If it asks the same; else the recorded row would be of another prompt."""
+    asked = ["x"]
+
     def run(task, base_url):
-        messages = [{"role": "user", "content": "x"}]
+        messages = [{"role": "user", "content": asked[0]}]
         for turn in range(3):
             message = ask(base_url, messages, max_tokens=6).choices[0].message
             messages += [message, {"role": "user", "content": str(turn)}]
@@ -164,13 +168,19 @@ def test_a_resumed_agent_hears_what_it_heard():
             first._follow(completion)
     begun = first.under_way()
     assert sum(len(t.actions) for t in begun) >= 3
+    asked[0] = asks_again
     for t in begun:
         second.resume(t)
     for part in first._active.values():
         part.episode.close()
     found = [t for group in second.finish(range(2)) for t in group]
-    assert [t.fault for t in found] == [None] * 4
-    assert sorted(t.tokens for t in found) == sorted(expected)
+    if asks_again == "x":
+        assert [t.fault for t in found] == [None] * 4
+        assert sorted(t.tokens for t in found) == sorted(expected)
+        return
+    for t, was in zip(sorted(found, key=lambda t: (t.group, t.member)), begun, strict=True):
+        assert ((was.group, was.member), bool(was.actions)) == ((t.group, t.member), bool(t.fault))
+        assert not was.actions or "does not say what it said before" in t.detail
 
 
 @pytest.mark.parametrize("sends_back", [True, False])
@@ -468,6 +478,7 @@ def test_tools_are_called_and_their_results_read():
     last = asyncio.run(play(environment.episode(0)))
     assert (last.reward, last.done) == (1.0, True)
     assert json.loads(heard[0].tool_calls[0].function.arguments) == {"q": 1}
+    assert heard[0].tool_calls[0].id == "call_1_0"  # which templates may show, at every rerun
     assert (heard[1].finish_reason, heard[1].message.content) == ("stop", "ok")
 
 

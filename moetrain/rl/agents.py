@@ -74,8 +74,8 @@ class _AgentChat(Chat):
     @property
     def record(self) -> dict[str, Any]:
         tools = None if self.tool_choice == "none" else self.tools
-        given = self.documents, self.chat_template_kwargs
-        return {"tools": tools, "documents": given[0], "chat_template_kwargs": given[1]}
+        record = {"documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
+        return {"tools": tools, **record}
 
     @property
     def turns(self) -> list[Any]:
@@ -273,10 +273,10 @@ class _AgentEpisode(Episode):
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message |= {"content": text or None, "tool_calls": []}
-        for name, arguments in calls:
+        for i, (name, arguments) in enumerate(calls):
             function = {"name": name, "arguments": arguments}
-            call = {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
-            message["tool_calls"].append(call)
+            name = f"call_{len(body.messages)}_{i}"  # the same when a resumed agent is told again
+            message["tool_calls"].append({"id": name, "type": "function", "function": function})
         reason = ("tool_calls" if calls else "stop") if is_ended else "length"
         return _Reply(message, reason, list(action), len(asked.prompt))
 

@@ -41,7 +41,7 @@ def score_code(line: dict[str, Any], answer: str) -> float:
     """
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
-    ran = secrets.token_hex(8)  # a program that leaves before its tests does not write it
+    ran = secrets.token_hex(8)  # a program that leaves before its tests writes it only on purpose
     parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as written:
         process = subprocess.Popen(

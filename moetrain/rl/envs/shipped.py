@@ -159,7 +159,7 @@ class Jsonl(TextEnvironment):
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
-            if reward in ("exact", "math") and line.get("answer") is None:
+            if reward in {*_SHIPPED} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
                 raise ConfigError("rl.prompts", problem)
 
