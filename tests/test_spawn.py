@@ -8,17 +8,18 @@ import torch.distributed as dist
 from distributed import spawn
 
 
-def crash_in_a_thread_without_python():
-    nowhere, thread = ctypes.c_void_p(16), ctypes.c_ulong()
-    ctypes.CDLL(None).pthread_create(ctypes.byref(thread), None, nowhere, None)
+def crash_in_a_thread_without_python(aborts=False):
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    nowhere = libc.abort if aborts else ctypes.c_void_p(16)
+    libc.pthread_create(ctypes.byref(thread), None, nowhere, None)
     time.sleep(60)
 
 
-def crash_until(file):
+def crash_until(file, aborts):
     """Rank 1 dies where there is no ``file`` yet; then it answers."""
     if dist.get_rank() == 1 and not file.exists():
         file.touch()
-        crash_in_a_thread_without_python()
+        crash_in_a_thread_without_python(aborts)
     dist.barrier()
     return dist.get_rank()
 
@@ -31,7 +32,9 @@ def crash(in_python):
 
 def test_a_world_that_lost_a_rank_in_gloo_runs_once_more_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="run again: rank 1 died with exit code -11"):
-        assert spawn(2, crash_until, tmp_path / "once") == [0, 1]
+        assert spawn(2, crash_until, tmp_path / "fault", False) == [0, 1]
+    with pytest.warns(UserWarning, match="run again: rank 1 died with exit code -6"):
+        assert spawn(2, crash_until, tmp_path / "abort", True) == [0, 1]
     with (
         pytest.warns(UserWarning, match="run again"),
         pytest.raises(pytest.fail.Exception, match="rank 1 died with exit code -11"),
