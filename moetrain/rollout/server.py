@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import time
 import uuid
@@ -27,8 +26,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
-from moetrain.config.sources import shortened
+from moetrain.config import logger
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.families.tool_calls import call_grammar
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.request import (
@@ -41,8 +41,6 @@ from moetrain.rollout.request import (
     end_ids,
 )
 from moetrain.rollout.serving import Serving, Update
-
-_logger = logging.getLogger("moetrain")
 
 _MOST_COMPLETIONS = 128
 _MOST_LIKELIEST = 20
@@ -197,7 +195,7 @@ class Chat(_Asked):
         found = super().grammars(tokenizer)
         if self.tool_choice not in (None, "auto", "none"):
             template = tokenizer.tool_template or tokenizer.chat_template or ""
-            found.append(("grammar", _calls(self.tools, self.tool_choice, template)))
+            found.append(("grammar", call_grammar(self.tools, self.tool_choice, template)))
         return found
 
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -217,26 +215,6 @@ class Chat(_Asked):
             top = [entry(*pair) for pair in update.top_logprobs.items()]
             content.append(entry(update.token, update.logprob) | {"top_logprobs": top})
         return {"content": content}
-
-
-def _calls(tools: Any, choice: Any, template: str) -> str:
-    """Return the grammar of one call of the tool that ``choice`` names, or of any (required)."""
-    if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
-        problem = "this model's template writes no calls as JSON between <tool_call> tags"
-        raise ValueError(f"tool_choice: {problem}; send auto, and a guided_grammar")
-    try:
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        names = list(functions) if choice == "required" else [choice["function"]["name"]]
-        calls = [
-            {"name": {"const": name}, "arguments": functions[name].get("parameters", {})}
-            for name in names
-        ]
-    except (AttributeError, KeyError, TypeError):
-        problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
-        raise ValueError(f"tool_choice: {problem}") from None
-    closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-    call = json.dumps({"anyOf": [closed | {"properties": call} for call in calls]})
-    return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
 
 
 def _is_ids(value: object) -> bool:
@@ -375,7 +353,7 @@ class _Answer:
             async with aclosing(serving.stream(*self.requests)) as stream:
                 async for update in stream:
                     if not math.isfinite(update.logprob):
-                        _logger.error("%s", _NOT_FINITE)
+                        logger.error("%s", _NOT_FINITE)
                         raise HTTPException(500, _NOT_FINITE)
                     number = first[update.completion.request_id] + update.completion.index
                     is_last = update.finish_reason is not None
@@ -384,8 +362,8 @@ class _Answer:
             raise HTTPException(400, error.problem) from None
         except HTTPException:
             raise
-        except Exception as error:  # a failed step fails all requests that it served
-            _logger.error("generation failed", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - a failed step fails all that it served
+            logger.error("generation failed", exc_info=error)
             raise HTTPException(500, self.server.FAILED) from None
 
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:

@@ -1,13 +1,16 @@
 """Tool calls in what models write, by the formats of the families that are served.
 
-Text is read as tokenizers decode it, without special tokens: marks that are special tokens (those
-of GPT-OSS) cannot be found.
+:func:`parse_tools` finds them in a text, and :func:`call_grammar` makes a model write one. Text
+is read as tokenizers decode it, without special tokens: marks that are special tokens (those of
+GPT-OSS) cannot be found.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from moetrain.config.sources import shortened
 
 _BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
 """Of DeepSeek, with U+FF5C and U+2581 between."""
@@ -81,3 +84,27 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text if schema.get("type") == "string" else json.loads(text)
     except ValueError:
         return text
+
+
+def call_grammar(tools: Any, choice: Any, template: str) -> str:
+    """Return the grammar of one call of the tool that ``choice`` names, or of any (required).
+
+    It is Lark in llguidance's dialect. Raises ValueError: ``template``, the model's, writes no such
+    calls, or there is no such tool.
+    """
+    if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
+        problem = "this model's template writes no calls as JSON between <tool_call> tags"
+        raise ValueError(f"tool_choice: {problem}; send auto, and a guided_grammar")
+    try:
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        names = list(functions) if choice == "required" else [choice["function"]["name"]]
+        calls = [
+            {"name": {"const": name}, "arguments": functions[name].get("parameters", {})}
+            for name in names
+        ]
+    except (AttributeError, KeyError, TypeError):
+        problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
+        raise ValueError(f"tool_choice: {problem}") from None
+    closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+    call = json.dumps({"anyOf": [closed | {"properties": call} for call in calls]})
+    return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
