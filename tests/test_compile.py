@@ -13,11 +13,11 @@ from torch._inductor.utils import fresh_cache
 import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
 from moetrain.kernels import ahead, small_m
+from moetrain.kernels.loss.balancing import load_balancing_loss
 from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import update_router_bias
-from moetrain.models.routing import load_balancing_loss
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.train.setup import resolve_run
 

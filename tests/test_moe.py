@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.products import router_logits
+from moetrain.kernels.loss.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models import moe
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import Dispatcher, MoE, RoutedExperts, Router, update_router_bias
-from moetrain.models.routing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch
 

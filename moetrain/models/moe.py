@@ -32,13 +32,13 @@ from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, rerouted
 from moetrain.kernels.experts.router import router_topk
+from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
 from moetrain.models.lora import Adaptable
-from moetrain.models.routing import RouterStats
 from moetrain.models.rules import EXPERT, PartStyle, Rule
 
 _SHARED = Rule("replicate")

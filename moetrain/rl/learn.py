@@ -13,8 +13,8 @@ import torch
 from moetrain.config import Config
 from moetrain.config.sections import ModelSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.loss.policy import kl_estimate
-from moetrain.models.routing import RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.rl.losses import PolicyObjective, corrected

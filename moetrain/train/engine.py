@@ -23,12 +23,12 @@ from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
+from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
 from moetrain.models.moe import update_router_bias
-from moetrain.models.routing import RoutingStats
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moetrain.config import LogSection
 from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
+from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import DeviceBytes
-from moetrain.models.routing import RoutingStats
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 _UNHEALTHY_LOGS = 20

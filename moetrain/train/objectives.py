@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.loss.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
 from moetrain.models.families.multi_token import further_loss, further_sizes
-from moetrain.models.routing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
 
 
@@ -211,7 +211,7 @@ class Pretraining:
     load_balancing: float
     router_z: float
     is_pooled: bool
-    """Whether all layers are balanced together: see :func:`moetrain.models.load_balancing_loss`."""
+    """Whether all layers are balanced together: see :func:`load_balancing_loss`."""
     own: Objective[Any]
     mtp_weight: float = 0.0
     mtp_layers: int = 0

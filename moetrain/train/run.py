@@ -25,9 +25,9 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
-from moetrain.models.routing import RoutingStats
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine

@@ -17,8 +17,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.given import given_data
 from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
+from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
-from moetrain.models.routing import RoutingStats
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine

@@ -30,11 +30,11 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.models.architecture import Architecture, Part, Weight, linear
 from moetrain.models.family import Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
-from moetrain.models.routing import RouterStats
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
 
 _COUNT = "num_nextn_predict_layers"

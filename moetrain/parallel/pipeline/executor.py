@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels.annotate import annotate
-from moetrain.models.routing import RouterStats, RoutingStats
+from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.pipeline.schedules import Action, Schedule, Step
