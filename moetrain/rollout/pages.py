@@ -16,19 +16,17 @@ Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of
 H query heads, G key/value heads, d width of a query and a key, v of a value.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
-from moetrain.kernels.attention.sinks import dense_attention_with_sinks
+from moetrain.kernels.attention.paged import Cache, PagedRows, attend_over_pages
 from moetrain.kernels.norm.rotary import rotate_into_pages
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
@@ -358,26 +356,6 @@ class Scheduler:
         sequence.drafts = []
 
 
-_Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of all pages, [P, Z, G, d or v]."""
-
-
-class PagedRows(NamedTuple):
-    """The layout of a step for paged attention, in place of a mask."""
-
-    slots_T: torch.Tensor
-    """int32: the slot of each token's key and value, counted over all pages; -1: not stored."""
-    ends_N: torch.Tensor
-    """int32 [N + 1]: the sequences' ends among the T tokens, from 0."""
-    seen_N: torch.Tensor
-    """int32: tokens of each sequence that were read before."""
-    pages_NM: torch.Tensor
-    num_single: int
-    """Number of sequences that read a single token each; they come first."""
-    arrived: torch.Tensor | None = None
-    """int32 zeros, one a token and key head, if keys and values are in their slots already."""
-
-
 class PagedAttention:
     """The attention core of one layer over its pages.
 
@@ -412,23 +390,13 @@ class PagedAttention:
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = context.mask
+        rows, cache = context.mask, self._cache(k_BSGd[0], v_BSGv[0])
         assert isinstance(rows, PagedRows)
-        cache = self._cache(k_BSGd[0], v_BSGv[0])
-        if q_BSHd.is_cuda:
-            arrived = rows.arrived
-            if arrived is None:
-                arrived = store_in_pages(*cache, k_BSGd[0], v_BSGv[0], rows.slots_T)
-            args = rows.ends_N, rows.seen_N, rows.pages_NM, rows.num_single, arrived
-            how: dict[str, Any] = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
-            return step_attention(q_BSHd[0], *cache, *args, **how)[None]
-        keep_T = rows.slots_T >= 0
-        slots_T = rows.slots_T[keep_T].long()
-        for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGv), strict=True):
-            pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
-        return self._by_sequences(q_BSHd[0], cache, rows, scale, sinks_H)[None]
+        how = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
+        step: Any = q_BSHd[0], k_BSGd[0], v_BSGv[0], cache, rows
+        return attend_over_pages(*step, **how)[None]
 
-    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> _Cache:
+    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> Cache:
         if self.keys_PZGd is None or self.values_PZGv is None:
             # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
             size = self.num_pages, self.page_size
@@ -444,35 +412,3 @@ class PagedAttention:
         where: Any = self._cache(k, v), rows.slots_T, *(x.flatten(0, 2) for x in context.rotation)
         q_THd, arrived = rotate_into_pages(q, k, v, *where, *how)
         return q_THd[None], context._replace(mask=rows._replace(arrived=arrived))
-
-    def _by_sequences(
-        self,
-        q_THd: torch.Tensor,
-        cache: _Cache,
-        rows: PagedRows,
-        scale: float | None,
-        sinks_H: torch.Tensor | None,
-    ) -> torch.Tensor:
-        out_THv = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
-        members_of = defaultdict[tuple[int, int], list[int]](list)
-        sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
-        for i, size in enumerate(sizes):
-            members_of[size].append(i)
-        for (queries, seen), members in members_of.items():
-            at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
-            length = seen + queries
-            pages_NM = rows.pages_NM[members, : -(-length // self.page_size)].long()
-            past = (x[pages_NM].flatten(1, 2)[:, :length] for x in cache)
-            distance_QL = torch.arange(seen, length)[:, None] - torch.arange(length)
-            visible_QL = distance_QL >= 0
-            if self.window is not None:
-                visible_QL &= distance_QL < self.window
-            q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
-            if sinks_H is not None:
-                out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
-            else:
-                out_NHQv = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True
-                )
-            out_THv[at_NQ] = out_NHQv.transpose(1, 2)
-        return out_THv

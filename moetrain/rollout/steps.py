@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from moetrain.config import ConfigError
+from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.loss.gumbel import MASK, SALT, gumbel_argmax, kept_tokens, mix, noise_keys
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
@@ -36,7 +37,7 @@ from moetrain.models.families.drafting import Chunks, draft_tokens
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
-from moetrain.rollout.pages import Chunk, PagedAttention, PagedRows, Pages, Running
+from moetrain.rollout.pages import Chunk, PagedAttention, Pages, Running
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.rollout.request import Request, SamplingParams
 

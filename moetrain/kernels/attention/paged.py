@@ -1,0 +1,95 @@
+"""Attention of one step of generation over pages of keys and values.
+
+On CUDA the batch-invariant kernels run, elsewhere torch's own attention, of sequences that are
+equally long together.
+
+Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
+H query heads, G key/value heads, d width of a query and a key, v of a value.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
+from moetrain.kernels.attention.sinks import dense_attention_with_sinks
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of all pages, [P, Z, G, d or v]."""
+
+
+class PagedRows(NamedTuple):
+    """The layout of a step for paged attention, in place of a mask."""
+
+    slots_T: torch.Tensor
+    """int32: the slot of each token's key and value, counted over all pages; -1: not stored."""
+    ends_N: torch.Tensor
+    """int32 [N + 1]: the sequences' ends among the T tokens, from 0."""
+    seen_N: torch.Tensor
+    """int32: tokens of each sequence that were read before."""
+    pages_NM: torch.Tensor
+    num_single: int
+    """Number of sequences that read a single token each; they come first."""
+    arrived: torch.Tensor | None = None
+    """int32 zeros, one a token and key head, if keys and values are in their slots already."""
+
+
+def attend_over_pages(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    cache: Cache,
+    rows: PagedRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store the step's keys and values in ``cache``, then let each token see its own sequence as
+    far as that was read, itself included: ``o_THv``."""
+    if q_THd.is_cuda:
+        arrived = rows.arrived
+        if arrived is None:
+            arrived = store_in_pages(*cache, k_TGd, v_TGv, rows.slots_T)
+        args = rows.ends_N, rows.seen_N, rows.pages_NM, rows.num_single, arrived
+        return step_attention(q_THd, *cache, *args, window=window, scale=scale, sinks_H=sinks_H)
+    keep_T = rows.slots_T >= 0
+    slots_T = rows.slots_T[keep_T].long()
+    for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
+        pages.flatten(0, 1)[slots_T] = x_TGd[keep_T]
+    return _by_sequences(q_THd, cache, rows, window, scale, sinks_H)
+
+
+def _by_sequences(
+    q_THd: torch.Tensor,
+    cache: Cache,
+    rows: PagedRows,
+    window: int | None,
+    scale: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    out_THv = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
+    members_of = defaultdict[tuple[int, int], list[int]](list)
+    sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
+    for i, size in enumerate(sizes):
+        members_of[size].append(i)
+    for (queries, seen), members in members_of.items():
+        at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
+        length = seen + queries
+        pages_NM = rows.pages_NM[members, : -(-length // cache[0].shape[1])].long()
+        past = (x[pages_NM].flatten(1, 2)[:, :length] for x in cache)
+        distance_QL = torch.arange(seen, length)[:, None] - torch.arange(length)
+        visible_QL = distance_QL >= 0
+        if window is not None:
+            visible_QL &= distance_QL < window
+        q, k, v = (x.transpose(1, 2) for x in (q_THd[at_NQ], *past))
+        if sinks_H is not None:
+            out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
+        else:
+            out_NHQv = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True
+            )
+        out_THv[at_NQ] = out_NHQv.transpose(1, 2)
+    return out_THv
