@@ -13,11 +13,10 @@ from test_rollout import make_model
 
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.kernels.loss.gumbel import _gumbel, noise_keys
+from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.server import CompletionServer
-from moetrain.rollout.steps import _stream_of
 
 SCHEMA = {
     "type": "object",
@@ -123,7 +122,7 @@ def test_tokens_are_drawn_among_those_that_may_follow(temperature):
 def pick(generator, prompt, chosen, after, temperature, seed):
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=seed, logprobs=257)
     top = generator.generate([Request("p", (*prompt, *chosen), params)])[0][0].top_logprobs[0]
-    stream = torch.tensor([_stream_of(params, 0)])
+    stream = torch.tensor([stream_of(params.seed, 0)])
     keys = noise_keys(stream, torch.tensor([len(prompt) + len(chosen)]))
     noise = _gumbel(keys, 257)[0] if temperature else torch.zeros(257)
     return max(after, key=lambda t: top[t] + noise[t].item())

@@ -16,14 +16,14 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.gumbel import _gumbel, noise_keys
+from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.steps import _choose_filtered, _kept, _stream_of
+from moetrain.rollout.steps import _choose_filtered, _kept
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -475,7 +475,7 @@ def test_draws_follow_the_filtered_softmax():
     for top_k, top_p, min_p in [(0, 1, 0), (4, 1, 0), (0, 0.7, 0), (0, 1, 0.2), (6, 0.8, 0.05)]:
         logits = torch.randn(12, generator=generator) * 1.5
         params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
-        streams = torch.tensor([_stream_of(params, i) for i in range(3)]).repeat(7000)
+        streams = torch.tensor([stream_of(params.seed, i) for i in range(3)]).repeat(7000)
         keys = noise_keys(streams, torch.arange(len(streams)))
         rows = logits.expand(len(keys), -1)
         found = Counter(_choose_filtered(rows, [params] * len(keys), keys).tolist())
@@ -490,7 +490,7 @@ def test_draws_follow_the_filtered_softmax():
 
 def test_noise_depends_on_what_it_is_for_alone():
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
-    streams = torch.tensor([*(_stream_of(p, 0) for p in params), _stream_of(params[0], 1)])
+    streams = torch.tensor([*(stream_of(p.seed, 0) for p in params), stream_of(params[0].seed, 1)])
     keys = torch.cat([noise_keys(streams, torch.full((4,), position)) for position in (3, 4)])
     noise = _gumbel(keys, 1000)
     assert torch.equal(_gumbel(keys[:1], 100)[0], noise[0, :100])

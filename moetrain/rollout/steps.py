@@ -29,7 +29,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.gumbel import MASK, SALT, gumbel_argmax, kept_tokens, mix, noise_keys
+from moetrain.kernels.loss.gumbel import gumbel_argmax, kept_tokens, noise_keys, stream_of
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
@@ -133,7 +133,7 @@ class Steps:
         self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
 
     def begin(self, request: Request, index: int) -> Running:
-        stream = _stream_of(request.params, index)
+        stream = stream_of(request.params.seed, index)
         return Running(request, index, self._pages_per_sequence, stream)
 
     @property
@@ -389,14 +389,6 @@ class Steps:
             for p, *pair in zip(params, ids, values, strict=True)
         ]
         return list(zip(tokens, logprobs, likeliest, strict=True))
-
-
-def _stream_of(params: SamplingParams, completion: int) -> int:
-    """Hash what all noise of a completion depends on to a signed 32-bit number."""
-    stream = 0
-    for word in (params.seed & MASK, params.seed >> 32, completion):
-        stream = mix(stream ^ mix((word + SALT) & MASK))
-    return stream - (stream >> 31 << 32)
 
 
 def _choose_filtered(

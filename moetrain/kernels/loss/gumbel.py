@@ -52,6 +52,14 @@ def kept_tokens(
     return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
 
 
+def stream_of(seed: int, completion: int) -> int:
+    """Hash what all noise of a completion depends on to a signed 32-bit number."""
+    stream = 0
+    for word in (seed & MASK, seed >> 32, completion):
+        stream = mix(stream ^ mix((word + SALT) & MASK))
+    return stream - (stream >> 31 << 32)
+
+
 def noise_keys(
     streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
 ) -> torch.Tensor:
