@@ -27,7 +27,7 @@ from transports import (
     static_sizes,
 )
 
-from moetrain.models.transformer import prepare_compiler
+from moetrain.kernels.ahead import prepare_compiler
 from moetrain.parallel.expert.deepep import _INSTALL, DeepEP, StaticSizes, disconnect, why_not
 
 BF16 = torch.bfloat16

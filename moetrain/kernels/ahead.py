@@ -213,6 +213,19 @@ def cache_compiled_blocks() -> None:
         torch.compiler.config.cache_key_tag = f"{tag} {own}".strip()
 
 
+def prepare_compiler() -> None:
+    """Change the process's compiler settings as graphs that contain dispatch need them."""
+    from torch._dynamo import config as dynamo_config  # a second to import
+
+    # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
+    # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
+    # it: "Unsupported inductor graph input type".
+    dynamo_config.do_not_emit_runtime_asserts = True
+    # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
+    # With torch's own limit of 8 the ninth shape of a block ends the process's training.
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
+
+
 @cache
 def _source_hash() -> str:
     """Return the SHA-256 of all Python files of this package and their paths."""

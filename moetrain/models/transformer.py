@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.kernels.ahead import cache_compiled_blocks
+from moetrain.kernels.ahead import cache_compiled_blocks, prepare_compiler
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
@@ -434,16 +434,3 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = 
         how["options"] = {"emulate_precision_casts": True}
     for block in model.layers:
         block.compile(**how)
-
-
-def prepare_compiler() -> None:
-    """Change the process's compiler settings as graphs that contain dispatch need them."""
-    from torch._dynamo import config as dynamo_config  # a second to import
-
-    # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
-    # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
-    # it: "Unsupported inductor graph input type".
-    dynamo_config.do_not_emit_runtime_asserts = True
-    # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
-    # With torch's own limit of 8 the ninth shape of a block ends the process's training.
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
