@@ -411,11 +411,11 @@ def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
     is_near = on_machine is None or dims.sharding_ranks <= on_machine
     return FakeStep(
         config,
-        arch,
         world.device,
         compute_dtype(config, world.device),
         world.meshes.sharding,
         copies=is_near and wants_copies(config.parallel, world.device.type),
         takes_turns=resharded_blocks(config, world.size, arch.num_layers) > 0,
         micro_batches=config.train.micro_batches(dims.data_ranks),
+        arch=arch,
     )
