@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.attention.paged import Cache, PagedRows, attend_over_pages
+from moetrain.kernels.attention.paged import PagedRows, attend_over_pages
 from moetrain.kernels.norm.rotary import rotate_into_pages
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
@@ -357,12 +357,7 @@ class Scheduler:
 
 
 class PagedAttention:
-    """The attention core of one layer over its pages.
-
-    It stores the keys and values of the tokens that a step reads, then lets each of them see its
-    own sequence as far as that was read, itself included. Rows of a step are sequences laid end to
-    end, [1, T].
-    """
+    """The attention core of one layer over its pages; a step is one row of sequences, [1, T]."""
 
     def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
         self.num_pages = num_pages
@@ -396,7 +391,7 @@ class PagedAttention:
         step: Any = q_BSHd[0], k_BSGd[0], v_BSGv[0], cache, rows
         return attend_over_pages(*step, **how)[None]
 
-    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> Cache:
+    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys_PZGd is None or self.values_PZGv is None:
             # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
             size = self.num_pages, self.page_size

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from moetrain.kernels.attention.batch_invariant import step_attention, store_in_pages
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
 
-Cache = tuple[torch.Tensor, torch.Tensor]
+_Cache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of all pages, [P, Z, G, d or v]."""
 
 
@@ -40,7 +40,7 @@ def attend_over_pages(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    cache: Cache,
+    cache: _Cache,
     rows: PagedRows,
     *,
     window: int | None = None,
@@ -64,7 +64,7 @@ def attend_over_pages(
 
 def _by_sequences(
     q_THd: torch.Tensor,
-    cache: Cache,
+    cache: _Cache,
     rows: PagedRows,
     window: int | None,
     scale: float | None,

@@ -253,7 +253,7 @@ def swiglu_quantised(
     return y
 
 
-class SwiGLUGradients(NamedTuple):
+class _SwiGLUGradients(NamedTuple):
     """What SwiGLU's backward gives."""
 
     d_gate_up: Quantised
@@ -273,14 +273,14 @@ def swiglu_backward_quantised(
     tiled: bool = False,
     wide: bool = False,
     narrow: bool = False,
-) -> SwiGLUGradients:
+) -> _SwiGLUGradients:
     """Differentiate SwiGLU in e4m3, within an op; inputs are contiguous.
 
     ``wide`` asks for ``wide_R2F`` and ``y``, ``narrow`` for ``y`` in e4m3. With ``tiled`` the width
     F is in 128s.
     """
     rows, width = dy_RF.shape
-    made = SwiGLUGradients(
+    made = _SwiGLUGradients(
         Quantised.empty(dy_RF, rows, 2 * width, tiled),
         None,
         torch.empty_like(weights_R),

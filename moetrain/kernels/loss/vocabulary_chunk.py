@@ -200,7 +200,7 @@ def token_stats(
     return stats
 
 
-class Exponentials(NamedTuple):
+class _Exponentials(NamedTuple):
     """2^x of a chunk of tokens, and what they are made of."""
 
     tokens: slice
@@ -225,7 +225,7 @@ def exponentials(
     *,
     multiple: int = 1,
     softcap: float = 0.0,
-) -> Iterator[Exponentials]:
+) -> Iterator[_Exponentials]:
     """Walk the tokens in chunks, and fill ``stats``, which is ``ChunkStats.empty``.
 
     Rows of the exponentials begin at multiples of 16 bytes and of ``multiple`` numbers. The other
@@ -244,7 +244,7 @@ def exponentials(
         inputs = (h_TD[c], w_VD, tile, stats_C, scale, targets_T[c])
         largest_NC = _chunk_stats(*inputs, exps_CV=exps_CV, softcap=softcap)
         join(stats_C)
-        yield Exponentials(c, stats_C, exps_CV, largest_NC, tile.columns)
+        yield _Exponentials(c, stats_C, exps_CV, largest_NC, tile.columns)
 
 
 def loss_gradients(

@@ -130,7 +130,7 @@ def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantise
     return Quantised(values_EMN, scales_EM)
 
 
-class QuantisedRows(NamedTuple):
+class _QuantisedRows(NamedTuple):
     """Tokens permuted to rows in e4m3; what was not asked for is empty."""
 
     rows: Quantised
@@ -155,14 +155,14 @@ def quantise_to_rows(
     narrow: bool = True,
     wide: bool = False,
     own: bool = False,
-) -> QuantisedRows:
+) -> _QuantisedRows:
     """Permute tokens to rows in e4m3 (:mod:`moetrain.kernels.experts.permutation`).
 
     It is for the inside of an op, with contiguous inputs. ``narrow`` asks for ``rows``, ``wide``
     for ``wide_RD`` and ``own`` for ``tokens`` and ``token_R``.
     """
     tokens, width = x_TD.shape
-    made = QuantisedRows(
+    made = _QuantisedRows(
         Quantised.empty(x_TD, num_rows if narrow else 0, width, tiled),
         weights_TK.new_empty(num_rows),
         x_TD.new_empty(num_rows if wide else 0, width),

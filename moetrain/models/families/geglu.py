@@ -18,11 +18,11 @@ from moetrain.models.moe import Experts
 class GeGLU(SwiGLU):
     """Describes a dense layer."""
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "GeGLUMLP":
-        return GeGLUMLP(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_GeGLUMLP":
+        return _GeGLUMLP(self, kernels)
 
 
-class GeGLUMLP(DenseMLP):
+class _GeGLUMLP(DenseMLP):
     """The module of :class:`GeGLU`: ``w_down(gelu(w_gate x) * w_up x)``."""
 
     activation: ClassVar[Callable[..., torch.Tensor]] = partial(F.gelu, approximate="tanh")

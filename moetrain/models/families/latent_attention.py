@@ -67,8 +67,8 @@ class LatentAttention(AttentionPart):
             problem = f"qk_rope_head_dim {self.qk_rope_head_dim} is odd"
             raise ValueError(f"{problem}; rotary embeddings need pairs")
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "MultiHeadLatent":
-        return MultiHeadLatent(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_MultiHeadLatent":
+        return _MultiHeadLatent(self, kernels)
 
     @property
     def widest_head(self) -> int:
@@ -165,7 +165,7 @@ class LatentAttention(AttentionPart):
         }
 
 
-class MultiHeadLatent(nn.Module):
+class _MultiHeadLatent(nn.Module):
     """The module of :class:`LatentAttention`.
 
     ``core`` is a plain attribute; generation replaces it by attention over pages. So is

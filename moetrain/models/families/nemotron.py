@@ -31,7 +31,7 @@ _NEWER: Mapping[str, Mixer] = {"linear_attention": "mamba", "full_attention": "a
 _DEFAULT = ["mamba", "moe", "attention", "mlp"]
 
 
-class NemotronH(Architecture):
+class _NemotronH(Architecture):
     """One part in each block, as ``mixers`` says."""
 
     kinds = (GroupedQueryAttention, SquaredReLUExperts, SquaredReLU, Mamba2)
@@ -102,7 +102,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:
-    assert isinstance(arch, NemotronH)
+    assert isinstance(arch, _NemotronH)
     letters = {mixer: letter for letter, mixer in _LETTERS.items()}
     mixers = arch.mixers or ("attention",) * arch.num_layers
     return {
@@ -121,7 +121,7 @@ _MIXER = f"{_THEIRS}.mixer"
 _EXPERT = f"{_MIXER}.experts.{{expert}}"
 
 
-def _inputs(arch: NemotronH) -> tuple[int, ...]:
+def _inputs(arch: _NemotronH) -> tuple[int, ...]:
     """Return the rows of z, x, B, C and dt in the one matrix that makes them."""
     return tuple(Mamba2.of(arch, window=None).inputs.values())
 
@@ -176,7 +176,7 @@ _COMMON = {key: COMMON_DEFAULTS[key] for key in COMMON_DEFAULTS if key != "rms_n
 register(
     Family(
         name="nemotron_h",
-        architecture=NemotronH,
+        architecture=_NemotronH,
         hf_class="NemotronHForCausalLM",
         defaults={
             **_COMMON,
@@ -244,7 +244,7 @@ register(
         presets={
             # The sizes are from memory; the totals are the published 31.6 billion, 3.2 of them
             # active (3.6 with the embedding).
-            "nemotron-3-nano-30b-a3b": NemotronH(
+            "nemotron-3-nano-30b-a3b": _NemotronH(
                 family="nemotron_h",
                 vocab_size=131_072,
                 hidden_size=2688,

@@ -63,7 +63,7 @@ class _WatchedCore:
         return self.core(q_BSHd, k_BSGd, v_BSGv, context, scale, **how)
 
 
-class ScaledRows(NamedTuple):
+class _ScaledRows(NamedTuple):
     """What becomes of the rows of a weight, or of some of them."""
 
     layer: int
@@ -73,9 +73,9 @@ class ScaledRows(NamedTuple):
     power_R: torch.Tensor
     """fp32: the power of gamma that does; 0: the row stays as it is."""
 
-    def part(self, rows: slice, device: torch.device) -> "ScaledRows":
+    def part(self, rows: slice, device: torch.device) -> "_ScaledRows":
         """Return those of ``rows``, on ``device``."""
-        return ScaledRows(self.layer, self.head_R[rows].to(device), self.power_R[rows].to(device))
+        return _ScaledRows(self.layer, self.head_R[rows].to(device), self.power_R[rows].to(device))
 
     def factor(self, gamma_LH: torch.Tensor) -> torch.Tensor:
         """Return what each row is multiplied by."""
@@ -103,12 +103,12 @@ class QKClip:
         if any(getattr(part, "qk_norm", False) for part in self.parts.values()):
             problem = f"{arch.family} normalises queries and keys, whose scores no weight scales"
             raise _refusal(threshold, problem)
-        self.scaled: dict[str, ScaledRows] = {}
+        self.scaled: dict[str, _ScaledRows] = {}
         for layer, (path, part) in enumerate(self.parts.items()):
             for name, pattern in _patterns(part).items():
                 power_R = torch.cat([torch.full((n,), power) for n, power in pattern])
                 head_R = torch.arange(part.num_heads).repeat_interleave(len(power_R))
-                rows = ScaledRows(layer, head_R, power_R.repeat(part.num_heads))
+                rows = _ScaledRows(layer, head_R, power_R.repeat(part.num_heads))
                 self.scaled |= {f"{path}.{name}.{kind}": rows for kind in ("weight", "bias")}
         most = max(part.num_heads for part in self.parts.values())
         self.peaks_LH = torch.zeros(len(self.parts), most)

@@ -40,8 +40,8 @@ class SquaredReLU(Part):
 
     intermediate_size: int
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "SquaredReLUMLP":
-        return SquaredReLUMLP(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_SquaredReLUMLP":
+        return _SquaredReLUMLP(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -63,7 +63,7 @@ class SquaredReLU(Part):
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
-class SquaredReLUMLP(nn.Module):
+class _SquaredReLUMLP(nn.Module):
     """The module of :class:`SquaredReLU`."""
 
     def __init__(self, sizes: SquaredReLU, kernels: KernelsSection) -> None:
@@ -95,11 +95,11 @@ class SquaredReLUExperts(RoutedExperts):
         width = self.shared_intermediate_size
         return SquaredReLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "SquaredReLUMoE":
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_SquaredReLUMoE":
         if kernels.precision != "bf16":
             problem = f"{kernels.precision!r} has no experts with squared ReLU; use bf16"
             raise ConfigError("kernels.precision", problem)
-        return SquaredReLUMoE(self, moe, kernels)
+        return _SquaredReLUMoE(self, moe, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -159,7 +159,7 @@ class _UngatedExperts(Experts):
         self.w_down = nn.Parameter(torch.empty(experts, row, width))
 
 
-class SquaredReLUMoE(MoE):
+class _SquaredReLUMoE(MoE):
     """The module of :class:`SquaredReLUExperts`."""
 
     kinds = (Router, _UngatedExperts)
