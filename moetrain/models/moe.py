@@ -10,7 +10,6 @@ Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E 
 K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +29,7 @@ from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
-from moetrain.kernels.experts.routed import Routed, rerouted
+from moetrain.kernels.experts.routed import Routed, balanced_ids, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.kernels.norm.elementwise import sigmoid
@@ -235,9 +234,7 @@ class Router(Adaptable):
         super().__init__()
         self.sizes, self.top_k = sizes, sizes.num_experts_per_token
         self.backend: Backend = backend
-        self.balanced_stride = (
-            _balanced_stride(sizes.num_experts, self.top_k) if moe.force_balanced else None
-        )
+        self.is_balanced = moe.force_balanced
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size))
         has_bias = sizes.selection_bias or moe.bias_update_rate > 0
         zeros_E = torch.zeros(sizes.num_experts, dtype=torch.float32) if has_bias else None
@@ -278,12 +275,8 @@ class Router(Adaptable):
             backend=self.backend,
             **how,
         )
-        if self.balanced_stride is not None:
-            # A round-robin: counts of two experts differ by one at most. The router has run all the
-            # same, so that its cost is in what is measured.
-            slots_R = torch.arange(logits_TE.shape[0] * self.top_k, device=logits_TE.device)
-            ids_R = slots_R * self.balanced_stride % logits_TE.shape[1]
-            return rerouted(routed, logits_TE, ids_R.view(-1, self.top_k), **how)
+        if self.is_balanced:  # the router has run, so that its cost is in what is measured
+            return rerouted(routed, logits_TE, balanced_ids(logits_TE, self.top_k), **how)
         if ids_TK is None:
             return routed
         ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
@@ -294,19 +287,6 @@ class Router(Adaptable):
         adapter = self.adapter("weight", self.weight.dtype)
         weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
         return router_logits(x_TD, weight_ED, self.backend, wide=self.sizes.router_fp32)
-
-
-def _balanced_stride(num_experts: int, top_k: int) -> int:
-    """Return the distance between the experts of one token under forced balance.
-
-    Coprime to E, so that every expert comes up equally often. A token's K experts then span two
-    thirds of them: spread over expert-parallel ranks about as natural routing spreads them (K=8
-    over 8 ranks touches 5.3 on average), where neighbours would flatter communication.
-    """
-    stride = max(1, round(2 * num_experts / (3 * top_k)))
-    while math.gcd(stride, num_experts) != 1:
-        stride += 1
-    return stride
 
 
 class Experts(Adaptable):
