@@ -25,6 +25,7 @@ from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
+from moetrain.kernels.recompute import forward_keeping, recomputed
 from moetrain.models.architecture import Architecture, AttentionPart, LayerKind
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
@@ -38,7 +39,6 @@ from moetrain.models.layers import (
     Vocabulary,
 )
 from moetrain.models.lora import add_adapters
-from moetrain.models.recompute import forward_keeping, recomputed
 from moetrain.models.rules import ADAPTER, Rule
 
 _KERNELS = KernelsSection()

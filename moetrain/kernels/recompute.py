@@ -18,10 +18,9 @@ from torch.utils.checkpoint import (
 
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import saved_ops
-from moetrain.models.layers import Context
 
 
-def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
+def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Any, *, draws: bool) -> Any:
     """Run the block; the backward runs it again, with the parameters that it holds now."""
     run = _held(block, block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
