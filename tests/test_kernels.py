@@ -33,13 +33,15 @@ from moetrain.kernels.optim.reduction import sum_chunks
 # Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
 # torch's and cuDNN's operators, parts of other files' kernels, what generation alone uses, neither
 # differentiated nor compiled (tests/test_batch_invariant.py), frequencies of rotary embeddings
-# (tests/test_models.py), and what reads files
-# (tests/test_hf_weights.py, tests/test_dequantise.py).
+# (tests/test_models.py), formulas of losses (tests/test_moe.py), what calls others' kernels
+# (tests/test_activation.py, tests/test_ahead.py), and what reads files (tests/test_hf_weights.py,
+# tests/test_dequantise.py).
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
+    "moetrain.kernels.attention.paged",
     "moetrain.kernels.attention.split_keys",
     "moetrain.kernels.backend",
     "moetrain.kernels.experts.copied_mlp",
@@ -48,6 +50,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
+    "moetrain.kernels.loss.balancing",
     "moetrain.kernels.loss.policy",
     "moetrain.kernels.loss.preference",
     "moetrain.kernels.linear_attention.reads",
@@ -58,12 +61,14 @@ NOT_KERNELS = {
     "moetrain.kernels.loss.vocabulary_shard",
     "moetrain.kernels.memory",
     "moetrain.kernels.norm.rope_scaling",
+    "moetrain.kernels.optim.fake_update",
     "moetrain.kernels.optim.rounding",
     "moetrain.kernels.quant.blocks",
     "moetrain.kernels.quant.formats",
     "moetrain.kernels.quant.grouped_e4m3",
     "moetrain.kernels.quant.recipes",
     "moetrain.kernels.quant.transposed",
+    "moetrain.kernels.recompute",
 }
 
 
