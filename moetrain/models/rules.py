@@ -7,7 +7,7 @@ patterns: how they are cut follows from the weights that they adapt.
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ splits every parameter's first dim.
     rowwise    columns (input features) are split
     expert     experts are split
 """
-_Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian", "filter", "rates", "steps"]
+_Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 """What a part does where ranks share tokens.
 
@@ -47,11 +47,9 @@ class Rule:
     """How one parameter is cut, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
-    init: _Init = "normal"
+    init: _Init | Callable[[torch.Tensor, torch.Generator], torch.Tensor] = "normal"
     """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
-    [..., rank, in], by ``lora.init``. filter: U(-1, 1) over the root of a convolution's taps.
-    rates: the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752). steps: what
-    softplus makes log-uniform between 0.001 and 0.1, of the steps in which they do."""
+    [..., rank, in], by ``lora.init``. A function fills some rows, for one family's parameters."""
     decay: bool = True
     """Whether weight decay applies."""
     gather: torch.dtype | None = None
@@ -111,13 +109,10 @@ class Rule:
             block = f".{start // per_block}" if start else ""
             generator.manual_seed(zlib.crc32(f"{seed}.{name}{block}".encode()))
             values = torch.empty(size, *shape[1:], device=out.device)
-            if self.init in ("kaiming", "filter"):
+            if not isinstance(self.init, str):
+                values = self.init(values, generator)
+            elif self.init == "kaiming":
                 values.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
-            elif self.init == "rates":
-                values.uniform_(1e-3, 16.0, generator=generator).log_()
-            elif self.init == "steps":
-                steps = values.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
-                values = steps + (-torch.expm1(-steps)).log()
             else:
                 width = 1 / shape[-2] if self.init == "gaussian" else std
                 values.normal_(0.0, width, generator=generator)

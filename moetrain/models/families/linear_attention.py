@@ -26,14 +26,12 @@ from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
 from moetrain.kernels.linear_attention.step import gated_delta_step
 from moetrain.kernels.norm.elementwise import exp, sigmoid, softplus
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.families.linear_states import LinearMixer
+from moetrain.models.families.linear_states import FILTER, RATES, LinearMixer
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
 """Of gates, a number a head, which no product in fp8 takes."""
-_FILTER = Rule("colwise", init="filter", decay=False)
-_RATES = Rule("colwise", init="rates", decay=False, gather=torch.float32)
 _BIAS = Rule("colwise", init="ones", decay=False, gather=torch.float32)
 
 
@@ -82,8 +80,8 @@ class GatedDeltaNet(AttentionPart):
         found = {f"w{x}.weight": Weight((n, dim), COLWISE) for x, n in self._inputs()}
         found |= {f"w{x}.weight": Weight((heads, dim), _NARROW) for x in "ba"}
         for x, channels in {"q": k_dim, "k": k_dim, "v": v_dim}.items():
-            found[f"conv_{x}"] = Weight((channels, 1, self.linear_conv_kernel_dim), _FILTER)
-        found |= {"a_log": Weight((heads,), _RATES), "dt_bias": Weight((heads,), _BIAS)}
+            found[f"conv_{x}"] = Weight((channels, 1, self.linear_conv_kernel_dim), FILTER)
+        found |= {"a_log": Weight((heads,), RATES), "dt_bias": Weight((heads,), _BIAS)}
         found["norm.weight"] = Weight((self.linear_value_head_dim,), NORM)
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 

@@ -21,6 +21,22 @@ from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.step import StateCache
 from moetrain.models.layers import Context
+from moetrain.models.rules import Rule
+
+
+def _draw_filter(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw U(-1, 1) over the root of a convolution's taps."""
+    bound = rows.shape[-1] ** -0.5
+    return rows.uniform_(-bound, bound, generator=generator)
+
+
+def _draw_rates(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752)."""
+    return rows.uniform_(1e-3, 16.0, generator=generator).log_()
+
+
+FILTER = Rule("colwise", init=_draw_filter, decay=False)
+RATES = Rule("colwise", init=_draw_rates, decay=False, gather=torch.float32)
 
 
 class LinearStates:

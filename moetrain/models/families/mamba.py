@@ -12,6 +12,7 @@ Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups,
 K width of a state, J taps of a convolution.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -29,16 +30,22 @@ from moetrain.kernels.linear_attention.step import ssd_step
 from moetrain.kernels.norm.elementwise import exp, softplus
 from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.families.linear_states import LinearMixer
+from moetrain.models.families.linear_states import FILTER, RATES, LinearMixer
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
 """Of steps, a number a head, which no product in fp8 takes."""
-_FILTER = Rule("colwise", init="filter", decay=False)
-_RATES = Rule("colwise", init="rates", decay=False, gather=torch.float32)
-_STEPS = replace(_RATES, init="steps")
-_SKIP = replace(_RATES, init="ones")
+
+
+def _draw_steps(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw what softplus makes log-uniform between 0.001 and 0.1 (arXiv 2312.00752)."""
+    steps = rows.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+    return steps + (-torch.expm1(-steps)).log()
+
+
+_STEPS = replace(RATES, init=_draw_steps)
+_SKIP = replace(RATES, init="ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +101,11 @@ class Mamba2(AttentionPart):
         found = {f"w{x}.weight": Weight((n, dim), COLWISE) for x, n in self.inputs.items()}
         found["wdt.weight"] = Weight((heads, dim), _NARROW)
         taps = (1, self.mamba_conv_kernel_dim)
-        found |= {f"conv_{x}": Weight((self.inputs[x], *taps), _FILTER) for x in "xbc"}
+        found |= {f"conv_{x}": Weight((self.inputs[x], *taps), FILTER) for x in "xbc"}
         if self.mamba_conv_bias:
             zeros = Rule("colwise", init="zeros", decay=False)
             found |= {f"conv_{x}_bias": Weight((self.inputs[x],), zeros) for x in "xbc"}
-        found |= {"a_log": Weight((heads,), _RATES), "dt_bias": Weight((heads,), _STEPS)}
+        found |= {"a_log": Weight((heads,), RATES), "dt_bias": Weight((heads,), _STEPS)}
         found |= {"d": Weight((heads,), _SKIP), "norm": Weight((v_dim,), WIDE_NORM)}
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 
