@@ -333,7 +333,8 @@ class Scheduler:
         return sequence
 
     def _shares(self, sequence: Running) -> bool:
-        return self.shares and not sequence.params.reads_all
+        params = sequence.params  # either of the two takes reading every token for itself
+        return self.shares and not (params.routes or params.prompt_logprobs)
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Allocate pages for ``number`` more tokens than were read; False: there are too few."""

@@ -78,11 +78,6 @@ class SamplingParams:
             raise ValueError("tempered log-probabilities ignore filters, so there must be none")
 
     @property
-    def reads_all(self) -> bool:
-        """Whether every token of the prompt must be read for this request itself."""
-        return self.routes or self.prompt_logprobs
-
-    @property
     def has_filters(self) -> bool:
         """Whether filters or a grammar rule out tokens, which takes all logits."""
         return bool(self.top_k or self.top_p < 1 or self.min_p or self.grammar)
