@@ -172,7 +172,6 @@ VALUES = [
     ("--log.interval 0", "log.interval", "greater than 0"),
     ("--log.profile -1", "log.profile", "greater than or equal to 0"),
     ("--log.profile 5 --train.steps 3", "log.profile", "5, but the run has 3 steps, and 10 are"),
-    ("--log.profile_as nvtx", "log.profile_as", "'nvtx' contradicts log.profile 0"),
     ("--log.profile_after 0", "log.profile_after", "greater than 0"),
     ("--launch.nproc 0", "launch.nproc", "positive number of processes"),
     ("--launch.nproc all", "launch.nproc", "'all': give a valid integer or give 'auto'"),

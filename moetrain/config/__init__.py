@@ -190,8 +190,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
-    _Need("log.profile_after log.profile_as", {"log.profile": _SOME}),
-    _Need("log.profile_as", {Fact.CUDA: _HELD}, {"nvtx"}),
+    _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),

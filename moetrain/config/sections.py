@@ -412,12 +412,11 @@ class LogSection(Section):
     """Steps between logged lines."""
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
-    reporters: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Where logged values go besides, separated by commas: wandb (Weights & Biases, offline with
-    WANDB_MODE=offline), mlflow (MLFLOW_TRACKING_URI, else output_dir/mlflow.db), trackio."""
+    reporters: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where logged values go besides: wandb (Weights & Biases, offline with WANDB_MODE=offline)."""
     project: str = "moetrain"
-    """Name of the project (mlflow: the experiment) in which log.reporters have the run, whose own
-    name is that of the output folder."""
+    """Name of the project in which log.reporters have the run, whose own name is that of the output
+    folder."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0
@@ -426,9 +425,6 @@ class LogSection(Section):
     output_dir/profile."""
     profile_after: PositiveInt = 4
     """Steps of this process before the profiled ones; one more warms up the profiler."""
-    profile_as: Literal["trace", "nvtx"] = "trace"
-    """What to write. trace: a trace in Chrome's format; nvtx: NVTX ranges for nsys profile
-    --capture-range=cudaProfilerApi, which then records the profiled steps."""
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
