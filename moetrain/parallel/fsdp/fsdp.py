@@ -37,7 +37,7 @@ from moetrain.config import ParallelSection
 from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
-from moetrain.parallel.fsdp.transport import CopyStreams, Peers, ReduceMode, Wait, reachable
+from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -140,7 +140,6 @@ class FSDP(Sharding):
         self.device = device
         self.frees = frees
         self.reshards = reshard
-        self.mode: ReduceMode = setting.reduce
         self.reduce_last = setting.reduce_at == "last"
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
@@ -190,7 +189,7 @@ class FSDP(Sharding):
             name = str(bucket.group.group_name)
             if name in near:
                 peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
-                bucket.travel_by(peers, has_inbox=self.mode == "fp32_accum")
+                bucket.travel_by(peers)
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     @torch.no_grad()
@@ -223,7 +222,7 @@ class FSDP(Sharding):
             self._share()
             yield
             self._finish_reductions()
-            self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
+            self._reducing = [bucket.flush() for bucket in self.buckets]
             self._finish_reductions()
         finally:
             if self.peers:
@@ -292,7 +291,7 @@ class FSDP(Sharding):
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
                     now = self._is_last or not self.reduce_last
-                    started.append(bucket.start_reduce(mine, self.mode, now=now))
+                    started.append(bucket.start_reduce(mine, now=now))
             self._finish_reductions()
             self._reducing = started
         unit.graphs -= 1
