@@ -206,7 +206,8 @@ class Engine(ModelState):
         if routings and rate:
             counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
             # Rows one by one: the device would have to wait for a list of their numbers.
-            counts = [counts_LE[row] for row in self.stages.moe_rows]
+            layers = enumerate(self.arch.moe_layer_indices)
+            counts = [counts_LE[row] for row, i in layers if i in self.stages.blocks]
             update_router_bias(self.model, counts, rate * ~skipped)
         return _StepOutcome(norm, skipped)
 

@@ -72,11 +72,6 @@ class _Unit:
         for bucket in self.buckets:
             yield from bucket.members
 
-    @property
-    def awaits_update(self) -> bool:
-        """Whether the host was given an update of some of it since the last gather."""
-        return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
-
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
         """Give the region to this unit's buckets from now on."""
@@ -174,8 +169,8 @@ class FSDP(Sharding):
         for unit in self.units:
             yield from unit.buckets
 
-    def connect(self, everyone: dist.ProcessGroup) -> None:
-        """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
+    def connect(self) -> None:
+        """Let peers copy what ``parallel.fsdp_transport`` says. Collective.
 
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
         forward runs), those of codes, and all-reduces over replicas.
@@ -184,7 +179,7 @@ class FSDP(Sharding):
         """
         travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.coded)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
-        near = reachable(groups, self.setting, self.device, everyone)
+        near = reachable(groups, self.setting, self.device)
         for bucket in travelling:
             name = str(bucket.group.group_name)
             if name in near:
@@ -319,7 +314,8 @@ class FSDP(Sharding):
         ahead = self.units[unit.index + 1 : unit.index + 2]
         # The host's update is waited for: the device gets this block's work before. Not only where
         # it is not done yet: the block's own collectives must come in one order on all ranks.
-        late = [following for following in ahead if following.awaits_update]
+        hosts = [bucket.host for following in ahead for bucket in following.buckets]
+        late = ahead if any(host is not None and host.update for host in hosts) else []
         for following in ahead[len(late) :]:
             self.start_unshard(following, beside=unit)
         unit.swap_in(full)
@@ -446,10 +442,6 @@ class FSDP(Sharding):
     def marks(self, marks: Sequence[bool]) -> None:
         for bucket, mark in zip(self.buckets, marks, strict=True):
             bucket.has_gradient = mark
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         for bucket in self.buckets:

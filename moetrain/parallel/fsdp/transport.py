@@ -317,28 +317,20 @@ def reachable(
     groups: Mapping[str, dist.ProcessGroup],
     setting: ParallelSection,
     device: torch.device,
-    everyone: dist.ProcessGroup,
 ) -> list[str]:
-    """List the names of the groups whose ranks copy as ``parallel.fsdp_transport`` says.
-
-    Collective over ``everyone``.
+    """List the groups, by name, whose ranks copy as ``parallel.fsdp_transport`` says. Collective.
 
     Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
-    if not wants_copies(setting, device.type) or everyone.size() == 1:
-        return []
-    mine = machine(), device.index
-    devices = [mine] * everyone.size()
-    dist.all_gather_object(devices, mine, group=everyone)
     found = []
-    for name, group in groups.items():
-        ranks = dist.get_process_group_ranks(group)
-        reason = _why_not([devices[rank] for rank in ranks])
+    for name, group in groups.items() if wants_copies(setting, device.type) else ():
+        reason = why_apart(group, device)
         if reason is None:
             found.append(name)
         elif setting.fsdp_transport == "copy":
             raise ConfigError("parallel.fsdp_transport", f"'copy' cannot be: {reason}; use nccl")
         else:
+            ranks = dist.get_process_group_ranks(group)
             logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
     return found
 

@@ -252,11 +252,6 @@ class Stages:
                 )
 
     @property
-    def moe_rows(self) -> list[int]:
-        """The numbers, among the model's MoE layers, of those that are here."""
-        return [row for row, i in enumerate(self.arch.moe_layer_indices) if i in self.blocks]
-
-    @property
     def tied_rank(self) -> int | None:
         """The pipeline rank with the tied embedding's other copy, if there is one."""
         holders = self.table["embed.weight"].holders
