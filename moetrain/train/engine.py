@@ -281,11 +281,6 @@ class Engine(ModelState):
         mine = found or [None] * len(shapes)
         return [broadcast(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
 
-    @property
-    def batch_multiple(self) -> int:
-        """The number of micro-batches of a :meth:`forward_backward` is a multiple of this."""
-        return 1 if self.pipeline is None else self.stages.plan.batch_multiple
-
     def _expert_load(self, routing: RoutingStats) -> ExpertLoad:
         """Add up over all ranks what this rank counted in ``routing``."""
         counts_LE = self.world.sum(routing.counts_LE)

@@ -92,12 +92,15 @@ class _Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        works, self.works = self.works or [], None
+        if self.works is None:
+            return
+        works, self.works = self.works, None
         for work in works:
             if work is not None:
                 work()
         for bucket, part in self._staged():
             bucket.copy_out(part)
+        self.staging.owner = None
 
     def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
@@ -256,7 +259,7 @@ class FSDP(Sharding):
         if isinstance(unit.region.owner, _Unit):
             self.reshard(unit.region.owner)
         if isinstance(unit.staging.owner, _Unit):  # gathered ahead, and not used yet
-            self._finish_gather(unit.staging.owner)
+            unit.staging.owner.finish_gather()
         unit.region.owner = unit.staging.owner = unit
         with annotate(f"fsdp_gather {unit.label}"):
             unit.start_gather()
@@ -264,17 +267,12 @@ class FSDP(Sharding):
     def unshard(self, unit: _Unit) -> None:
         """Gather ``unit`` for the work that is queued next."""
         self.start_unshard(unit)
-        self._finish_gather(unit)
-
-    def _finish_gather(self, unit: _Unit) -> None:
-        if unit.works is not None:
-            unit.finish_gather()
-            unit.staging.owner = None
+        unit.finish_gather()
 
     def reshard(self, unit: _Unit) -> None:
         """Free the region of ``unit`` for another, or to be filled anew."""
         if unit.region.owner is unit:
-            self._finish_gather(unit)
+            unit.finish_gather()
             unit.region.owner = None
 
     def reduce(self, unit: _Unit, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -110,7 +110,7 @@ class StagePlan:
 
     @property
     def batch_multiple(self) -> int:
-        """The number of which the schedule takes a multiple as micro-batches."""
+        """The number of micro-batches of a step is a multiple of this."""
         parallel = self.config.parallel
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
