@@ -16,9 +16,9 @@ import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import PrivateAttr, field_validator
+from pydantic import PrivateAttr
 
 from moetrain.config.compute import (
     ActivationSection,
@@ -33,11 +33,13 @@ from moetrain.config.rl import JobsSection, RlSection
 from moetrain.config.sections import (
     CheckpointSection,
     DataSection,
+    GivenPath,
     LogSection,
     LoraSection,
     ModelSection,
     Section,
     TrainSection,
+    checked,
 )
 from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
@@ -236,19 +238,15 @@ class Config(Section):
     jobs: JobsSection = JobsSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
-    output_dir: str = "outputs/MODEL-DATA"
+    output_dir: Annotated[
+        GivenPath,
+        checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
+    ] = "outputs/MODEL-DATA"
     """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _recipe: str = PrivateAttr(default="")
-
-    @field_validator("output_dir")
-    @classmethod
-    def _names_a_folder(cls, value: str) -> str:
-        if value.lower() in ("none", "null"):
-            raise ValueError("a run needs a folder to write to")
-        return os.path.expanduser(value)
 
     @classmethod
     def load(
