@@ -20,7 +20,6 @@ takes. The update is torch's fused AdamW, vectorised and on all of torch's threa
 """
 
 import math
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -369,7 +368,6 @@ class _HostUpdates:
         host.await_gradient()
         if skipped:
             return
-        start = time.perf_counter()
         for decays in (False, True):
             pieces = [
                 [member.local, *(member.piece_of(x_N) for x_N in (host.gradient_N, *flat))]
@@ -380,4 +378,3 @@ class _HostUpdates:
             adamw_on_host(pieces, self.settings, step, clip, lr, weight_decay)
         host.send()
         bucket.mark_fresh()
-        host.link.busy_seconds += time.perf_counter() - start

@@ -44,7 +44,6 @@ from moetrain.checkpoint.save import FILE_BYTES, WRITERS
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.train.metrics import SilentLog
 from moetrain.train.setup import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
@@ -81,7 +80,6 @@ class Bench:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.trainer = Trainer(config)
-        self.trainer.log = SilentLog()
         self.world, self.device = self.trainer.world, self.trainer.device
 
     def run(self) -> dict[str, Any]:

@@ -25,15 +25,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from bench_train import commit, device_name
 
+from moetrain import optim
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
 from moetrain.kernels.memory import DeviceBytes, HostMemory
 from moetrain.optim import AdamW
+from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
@@ -162,25 +167,44 @@ def update(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def clocked(owner: Any, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a function inside."""
+    seconds: list[float] = []
+    call = getattr(owner, name)
+
+    def clocked_call(*given: Any) -> Any:
+        start = time.perf_counter()
+        found = call(*given)
+        seconds.append(time.perf_counter() - start)
+        return found
+
+    with patch.object(owner, name, clocked_call):
+        yield seconds
+
+
 def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> str:
     """One line about ``fraction``."""
     words = (f"optim.offload_fraction={fraction}", "activation.policy=selective")
     engine = make_engine(args, settings, *words)
     world = engine.world
-    links = {b.host.link for b in engine.fsdp.buckets if b.host is not None}
+    has_hosts = any(b.host is not None for b in engine.fsdp.buckets)
     DeviceBytes.forget_peak(world.device)  # an engine may have been here before
     for step in range(WARMUP_STEPS):
         learn(engine, step)
     engine.fsdp.settle()
-    for link in links:
-        link.busy_seconds = link.waited_seconds = 0.0
 
     def steps() -> None:
         for step in range(STEPS):
             learn(engine, step)
         engine.fsdp.settle()  # what the last one left to the host is part of it
 
-    seconds = timed(world, steps) / STEPS
+    with (
+        clocked(optim, "adamw_on_host") as updates,
+        clocked(HostShard, "send") as sends,
+        clocked(HostShard, "wait") as waits,
+    ):
+        seconds = timed(world, steps) / STEPS
     held = torch.cuda.mem_get_info()
     rate = batch_of(engine, 0).tokens_BS.numel() / seconds
     words = [
@@ -189,10 +213,9 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     ]
     words += [f"peak {peak_memory_gib(world.device):.1f} GiB"]
     words += [f"in use with caches {(held[1] - held[0]) / GIB:.1f} GiB"]
-    for link in links:
-        busy, waited = (
-            slowest(world, total / STEPS) for total in (link.busy_seconds, link.waited_seconds)
-        )
+    if has_hosts:
+        totals = sum(updates) + sum(sends), sum(waits)
+        busy, waited = (slowest(world, total / STEPS) for total in totals)
         words += [f"host busy {busy * 1e3:.0f} ms a step, waited for {waited * 1e3:.0f} ms"]
         words += [f"hidden {max(0.0, 1 - waited / max(busy, 1e-9)):.0%}"]
         words += [f"{torch.get_num_threads()} threads"]

@@ -31,10 +31,10 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from bench_train import (
 from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
+from moetrain.parallel.pipeline.executor import _Run
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Action
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
@@ -298,18 +299,22 @@ def marked_step(trainer: Trainer, actions: Sequence[Action]) -> dict[Action, tup
     """A step's marks before and after each of this rank's ``actions``, done."""
     found: dict[Action, tuple[Any, Any]] = {}
 
-    @contextmanager
-    def watch(action: Action) -> Iterator[None]:
-        begin = mark(trainer.device)
-        yield
-        found[action] = begin, mark(trainer.device)  # a pass that counts ahead comes before
+    begins: list[Any] = []
+    take, methods = _Run.take, {"F": _Run.forward, "B": _Run.backward}
 
-    pipeline = trainer.engine.pipeline
-    assert pipeline is not None  # the caller has looked
+    def take_first(run: _Run, *what: Any) -> Any:
+        taken = take(run, *what)
+        begins.append(mark(trainer.device))  # once what it needs is there
+        return taken
+
+    def watched(run: _Run, action: Action) -> None:
+        begins.append(mark(trainer.device))
+        methods[action.kind](run, action)
+        found[action] = begins[-1], mark(trainer.device)  # a pass that counts ahead comes before
+
     wait(trainer)
-    before, pipeline.watch = pipeline.watch, watch
-    trainer.train_step()
-    pipeline.watch = before
+    with patch.multiple(_Run, take=take_first, forward=watched, backward=watched):
+        trainer.train_step()
     wait(trainer)
     return {action: found[action] for action in actions}
 

@@ -14,13 +14,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from moetrain.parallel.fsdp.transport import _reduce_scatter, reduce_scatter_start
+from moetrain.parallel.fsdp.transport import reduce_scatter_start
 
 SIZES_MIB = (16, 64, 128, 256, 512)
 REPEATS = 20
 SPIN_CYCLES = 4_000_000  # about 2 ms, more than the longest call takes to launch
 
 Reduction = Callable[[], torch.Tensor]
+
+# torch 2.13 renamed it and warns on the old name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main() -> None:
@@ -73,8 +76,7 @@ def reductions(
     out = torch.empty_like(out_bf16, dtype=torch.float32)
 
     def ours() -> torch.Tensor:
-        how = {"accumulate": False, "mode": "fp32_accum"}
-        reduce_scatter_start(chunks, group, out_N=out, **how)()
+        reduce_scatter_start(chunks, group, out_N=out, accumulate=False)()
         return out
 
     def fp32() -> torch.Tensor:

@@ -12,11 +12,10 @@ all of these parameters. Where precisions differ the router may send a token els
 part of all errors.
 
 ``--reductions`` compares sums of the same bf16 gradients, one micro-batch's for each of up to 32
-ranks, which it computes one after another. They are added in several orders of the ranks: as
-``parallel.reduce fp32_accum`` does it (sent in bf16, added in fp32 in rank order, by the very
-kernel), and as a ring does it that rounds every partial sum to bf16. By the number of ranks, it
-shows how far the gradient norm spreads over the orders, and how far gradients are from the exact
-sum.
+ranks, which it computes one after another. They are added in several orders of the ranks: as FSDP
+does it (sent in bf16, added in fp32 in rank order, by the very kernel), and as a ring does it that
+rounds every partial sum to bf16. By the number of ranks, it shows how far the gradient norm spreads
+over the orders, and how far gradients are from the exact sum.
 
 ``--losses`` trains the recipe's ``train.steps`` once for each precision and seed from the same
 weights on the same rows, and sends every token to the experts that the fp32 run chose for it, so

@@ -203,7 +203,7 @@ def rank_main(
     The answer goes before the group ends: a world of four was seen to lose a rank by SIGSEGV
     between its last barrier and that end, with the peers' connections closing.
     """
-    trace = os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_APPEND)
+    trace = os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(trace, 2)  # where C++ says why it aborts
     faulthandler.enable()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve

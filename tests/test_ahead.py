@@ -121,11 +121,9 @@ def test_a_fake_step_launches_what_a_step_does(case, monkeypatch):
     assert launched_in(lambda: step(engine)) == found
 
 
-BF16 = ["train.dtype=bfloat16", "moe.z_loss_coef=0"]
 MESHES = {
     "copies": ["parallel.fsdp_transport=copy"],
     "tokens sent, gradients once": ["parallel.ep=2", "parallel.reduce_at=last"],
-    "summed by a library": ["parallel.reduce=fp32", *BF16],
 }
 
 

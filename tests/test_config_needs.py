@@ -26,7 +26,6 @@ PROBES += (
     "mask",
     "reinforce_pp",
     "local",
-    "nvtx",
     "cpu",
     "float32",
     "dpo",

@@ -44,7 +44,6 @@ from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, disconnect, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
-from moetrain.train import setup
 from moetrain.train.trainer import Trainer
 
 # Tokens of each rank.
@@ -327,7 +326,7 @@ def test_static_rows(capacity, top_k, rows):
 def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int]:
     """A run's numbers, gradients and final count of steps that were done again."""
     use_fake()
-    apply.why_not = setup.why_not_here = lambda *_: None
+    apply.why_not = lambda *_: None
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
@@ -350,7 +349,7 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
 def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     """Of one step whose micro-batches come in two calls, and how many of those were repeated."""
     use_fake()
-    apply.why_not = setup.why_not_here = lambda *_: None
+    apply.why_not = lambda *_: None
     trainer = Trainer(Config.load(None, words, environ={}))
     engine, batches = trainer.engine, trainer.loader.next_step()
     for part in (batches[:1], batches[1:]):

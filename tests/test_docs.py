@@ -43,7 +43,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = {f"moetrain.{name}": program for name, program in _PROGRAMS.items()}
-OTHERS = {"bash", "cd", "git", "nsys", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
+OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of others, of which nothing but the extras that pip installs is checked."""
 
 

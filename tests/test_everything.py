@@ -224,7 +224,6 @@ def draw_settings(d, degrees, layers, optimizer):
             ends = sorted(d.sample(range(1, layers), stages - 1))
             sizes = (b - a for a, b in zip([0, *ends], [*ends, layers], strict=True))
             p["parallel.pp_split"] = ",".join(map(str, sizes))
-    p["parallel.reduce"] = d.choice(["fp32_accum", "fp32_accum", "fp32", "bf16"])
     p["parallel.reduce_at"] = d.choice(["each", "last"])
     p["parallel.reshard_after_forward"] = d.choice(["no", "no", "yes", "2"])
     p["parallel.fsdp_transport"] = d.choice(["nccl", "copy"])

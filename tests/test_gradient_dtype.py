@@ -29,8 +29,6 @@ LAYOUTS = {
     2: {
         "dp": [],
         "dp bf16": [BF16],
-        "sums in fp32": [BF16, "parallel.reduce=fp32"],
-        "sums in bf16": [BF16, "parallel.reduce=bf16"],
         "ep": ["parallel.ep=2"],
         "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
         "copy": ["parallel.fsdp_transport=copy"],

@@ -16,7 +16,6 @@ from test_parallel import TOLERANCE, words_of
 from moetrain.config import Config
 from moetrain.optim import AdamW
 from moetrain.train import state as state_module
-from moetrain.train.metrics import SilentLog
 from moetrain.train.trainer import Trainer
 
 LAYOUTS = {
@@ -99,7 +98,6 @@ def save_all(jobs):
     """Train and save every (words, is_fused)."""
     for words, is_fused in jobs:
         trainer, _ = train(words, BEFORE, is_fused)
-        trainer.log = SilentLog()
         trainer.save()
 
 

@@ -309,7 +309,6 @@ NORMS = {
         "dp bf16": [BF16],
         "dp kept in bf16": [NARROW],
         "dp last": [BF16, "parallel.reduce_at=last"],
-        "dp fp32": [BF16, "parallel.reduce=fp32"],
         "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
         "replicas": ["parallel.dp_replicate=2"],
         "replicas kept in bf16": ["parallel.dp_replicate=2", NARROW],

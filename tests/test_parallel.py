@@ -18,7 +18,7 @@ import moetrain
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import mesh
-from moetrain.train.metrics import SilentLog, read_metrics
+from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import routing_losses
 from moetrain.train.trainer import Trainer
 
@@ -292,8 +292,7 @@ def held_out_losses(runs):
     for name, words in runs.items():
         trainer = Trainer(Config.load(None, words, environ={}))
         logged = {}
-        trainer.log = SilentLog()
-        trainer.log.log = lambda step, row, logged=logged: logged.update(row)
+        trainer.report = logged.update
         trainer.evaluate()
         answers[name] = [logged["eval_loss"], trainer.train_step().loss.item()]
     return answers

@@ -47,20 +47,16 @@ class _Layout(NamedTuple):
         *("train.micro_batch_size", "activation.policy", "parallel.reshard_after_forward"),
         *("optim.state_dtype", "kernels.precision"),
     )
+    HEADS = (
+        *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "cp", "tp", "ep", "pp"),
+        *("rows", "recompute", "reshard", "states", "precision"),
+    )
 
     def cells(self, gpus: int) -> list[str]:
-        settings = {name: attrgetter(name)(self.config) for name in self.COLUMNS}
-        others = math.prod(settings[f"parallel.{x}"] for x in ("dp_replicate", "cp", "tp", "pp"))
+        p = self.config.parallel
+        shard = gpus // (p.dp_replicate * p.cp * p.tp * p.pp)
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
-        shown = [_shown(value) for value in settings.values()]
-        return [*figures, str(gpus // others), *shown]
-
-
-_HEADS = (
-    *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "cp", "tp"),
-    *("ep", "pp", "rows"),
-    *("recompute", "reshard", "states", "precision"),
-)
+        return [*figures, str(shard), *(_shown(attrgetter(x)(self.config)) for x in self.COLUMNS)]
 
 
 @command
@@ -84,7 +80,7 @@ def main(argv: Sequence[str] | None) -> None:
     if not found:
         problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
         raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-    rows = [_HEADS, *(layout.cells(gpus) for layout in found[: given.top])]
+    rows = [_Layout.HEADS, *(layout.cells(gpus) for layout in found[: given.top])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
     for row in rows:

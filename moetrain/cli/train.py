@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -135,7 +134,6 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0
-        threading.Thread(target=_import_ahead, args=(config,), daemon=True).start()
         if place is not None:
             return _fit(config, program, place)
         return _launch(config, words, program)
@@ -152,15 +150,6 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
 
 run_rl = partial(main, command="rl")
 run_jobs = partial(main, command="jobs")
-
-
-def _import_ahead(config: Config) -> None:
-    """Import what torch will use a second later: reading files leaves the interpreter free.
-
-    Nothing of this uses torch, which another thread imports now.
-    """
-    for name in ("sympy", *["networkx"] * (config.compile.enabled is not False)):
-        import_module(name)
 
 
 def _help(program: _Program) -> str:

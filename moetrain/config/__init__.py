@@ -16,9 +16,9 @@ import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import PrivateAttr, field_validator
+from pydantic import PrivateAttr
 
 from moetrain.config.compute import (
     ActivationSection,
@@ -33,11 +33,13 @@ from moetrain.config.rl import JobsSection, RlSection
 from moetrain.config.sections import (
     CheckpointSection,
     DataSection,
+    GivenPath,
     LogSection,
     LoraSection,
     ModelSection,
     Section,
     TrainSection,
+    checked,
 )
 from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
@@ -159,9 +161,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
     _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
-    _Need("compile.cuda_graphs", {"parallel.pp": {1}}, {True}),
-    _Need("compile.cuda_graphs", {"parallel.tp": {1}}, {True}),
-    _Need("compile.cuda_graphs", {"parallel.cp": {1}}, {True}),
+    *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
     _Need("parallel.cp_method", {"parallel.cp": _SEVERAL}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
@@ -190,8 +190,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
-    _Need("log.profile_after log.profile_as", {"log.profile": _SOME}),
-    _Need("log.profile_as", {Fact.CUDA: _HELD}, {"nvtx"}),
+    _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
@@ -239,19 +238,15 @@ class Config(Section):
     jobs: JobsSection = JobsSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
-    output_dir: str = "outputs/MODEL-DATA"
+    output_dir: Annotated[
+        GivenPath,
+        checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
+    ] = "outputs/MODEL-DATA"
     """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _recipe: str = PrivateAttr(default="")
-
-    @field_validator("output_dir")
-    @classmethod
-    def _names_a_folder(cls, value: str) -> str:
-        if value.lower() in ("none", "null"):
-            raise ValueError("a run needs a folder to write to")
-        return os.path.expanduser(value)
 
     @classmethod
     def load(

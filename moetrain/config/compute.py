@@ -62,9 +62,6 @@ class ParallelSection(Section):
     of its backward: less memory for one more gather. A number N: only the first N blocks of a rank
     do so. The last blocks keep theirs, because their backward comes first. With activation.policy
     full: all do, or N."""
-    reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
-    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype and added in fp32;
-    fp32: sent in fp32, at twice the bytes; bf16: sent and added in the compute dtype."""
     reduce_at: Literal["each", "last"] = "each"
     """When accumulated gradients travel. each: those of every micro-batch, while its backward runs;
     last: once a step, after the rank that made them has added them up in fp32, at 4 bytes for every
@@ -74,8 +71,7 @@ class ParallelSection(Section):
     collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs
     to computation, for 2 more bytes a number that a rank holds, and a bucket of gradients;
     auto: copy between GPUs that reach one another's memory. Parameters that
-    optim.offload_fraction keeps on the host, and sums with a parallel.reduce other than
-    fp32_accum, always use collectives."""
+    optim.offload_fraction keeps on the host always use collectives."""
 
 
 class OptimSection(Section):

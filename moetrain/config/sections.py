@@ -72,7 +72,7 @@ class Section(BaseModel):
 
 
 _FROM_HOME = AfterValidator(lambda path: path and os.path.expanduser(path))
-_GivenPath = Annotated[str, _FROM_HOME]
+GivenPath = Annotated[str, _FROM_HOME]
 """A path in which ~ is expanded: no shell does that in a file or after =."""
 MaybePath = Annotated[str | None, _FROM_HOME]
 
@@ -136,7 +136,7 @@ class ModelSection(Section):
 class MixEntry(Section):
     """One source of a mixture, a table [[data.mix]]. What is unset is as in the section data."""
 
-    path: _GivenPath
+    path: GivenPath
     """File, folder, pattern or hub's name to read."""
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
@@ -195,7 +195,7 @@ class DataSection(Section):
     """Field of a record that holds its text, if it is no conversation."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
-    tokenizer: _GivenPath = "byte"
+    tokenizer: GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""
     seq_len: int = Field(default=256, gt=1)
@@ -383,7 +383,7 @@ class CheckpointSection(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
-    resume: _GivenPath = "auto"
+    resume: GivenPath = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir, if there is one; never:
     start anew; or the folder of a checkpoint."""
     save_hf: bool = False
@@ -412,12 +412,11 @@ class LogSection(Section):
     """Steps between logged lines."""
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
-    reporters: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Where logged values go besides, separated by commas: wandb (Weights & Biases, offline with
-    WANDB_MODE=offline), mlflow (MLFLOW_TRACKING_URI, else output_dir/mlflow.db), trackio."""
+    reporters: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where logged values go besides: wandb (Weights & Biases, offline with WANDB_MODE=offline)."""
     project: str = "moetrain"
-    """Name of the project (mlflow: the experiment) in which log.reporters have the run, whose own
-    name is that of the output folder."""
+    """Name of the project in which log.reporters have the run, whose own name is that of the output
+    folder."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0
@@ -426,9 +425,6 @@ class LogSection(Section):
     output_dir/profile."""
     profile_after: PositiveInt = 4
     """Steps of this process before the profiled ones; one more warms up the profiler."""
-    profile_as: Literal["trace", "nvtx"] = "trace"
-    """What to write. trace: a trace in Chrome's format; nvtx: NVTX ranges for nsys profile
-    --capture-range=cudaProfilerApi, which then records the profiled steps."""
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""

@@ -91,7 +91,7 @@ def _parallelize(
     reshard = resharded_blocks(config, world.size, len(units))
     fsdp = FSDP(parallel, device, frees=frees_memory(config, world.size), reshard=reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
-    fsdp.connect(meshes.everyone)
+    fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")

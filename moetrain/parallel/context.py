@@ -55,7 +55,7 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> N
     gathers = method == "all_gather"
     parts = _Zigzag(group) if gathers else _Parts(group)
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
-    model.cut_rows, model.cuts_queries = _Cut(parts), gathers
+    model.cut_rows, model.cuts_queries = parts.cut, gathers
     for module in model.modules():
         others: dict[str, Any] = {"over_heads": parts.over_heads, "gather_latents": parts.gather}
         if (core := getattr(module, "core", None)) is not None:
@@ -90,6 +90,33 @@ class _Parts(TokenParts):
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         return self.in_order(super().gather(x_ND)[0].unflatten(0, (self.ranks, -1)))[None]
+
+    def cut(self, rows: Rows) -> Rows:
+        """Cut what blocks need to know of each token; masks stay those of whole rows, and those of
+        the parts of queries are added where attention is so."""
+        shape = rows.batch, rows.seq_len
+        tokens = rows.batch * rows.seq_len // self.ranks
+        contexts = {kind: self._own(one, shape, kind.window) for kind, one in rows.contexts.items()}
+        routes = None if rows.routes_BSLK is None else self.part_of_rows(rows.routes_BSLK)
+        return Rows(1, tokens, contexts, routes, self.part_of_rows)
+
+    def _own(self, context: Context, shape: tuple[int, int], window: int | None) -> Context:
+        cos, sin = (self.part_of_rows(x.expand(shape[0], *x.shape[1:])) for x in context.rotation)
+        is_pad = None if context.is_pad_BS is None else self.part_of_rows(context.is_pad_BS)
+        masks, tokens = (), shape[0] * shape[1]
+        if (pieces := self.pieces) > 1:
+            n = tokens // (pieces * self.ranks)
+            # Of windows, the keys before a piece lie in the one before it. The bits of exact depend
+            # on where a document's keys begin.
+            is_near = window is not None and window <= n and context.mask.backend != "exact"
+            before = max(1, window - 1) if is_near and window else None
+            starts = self.starts(tokens)
+            masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
+        own = {"rotation": (cos, sin), "is_pad_BS": is_pad, "whole": shape, "parts": masks}
+        return context._replace(**own)
+
+    def part_of_rows(self, x_BS: torch.Tensor) -> torch.Tensor:
+        return self.part(x_BS.flatten(0, 1))[None]
 
     def spread(self, given_Nc: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Send heads to their ranks, in one message: all tokens of this rank's part of each."""
@@ -130,39 +157,6 @@ class _Zigzag(_Parts):
     def starts(self, tokens: int) -> list[int]:
         n = tokens // (2 * self.ranks)
         return [self.rank * n, (2 * self.ranks - 1 - self.rank) * n]
-
-
-class _Cut:
-    """Cuts what blocks need to know of each token; masks stay those of whole rows, and those of the
-    parts of queries are added where attention is so."""
-
-    def __init__(self, parts: _Parts) -> None:
-        self.parts = parts
-
-    def __call__(self, rows: Rows) -> Rows:
-        shape = rows.batch, rows.seq_len
-        tokens = rows.batch * rows.seq_len // self.parts.ranks
-        contexts = {kind: self._own(one, shape, kind.window) for kind, one in rows.contexts.items()}
-        routes = None if rows.routes_BSLK is None else self._part(rows.routes_BSLK)
-        return Rows(1, tokens, contexts, routes, self._part)
-
-    def _own(self, context: Context, shape: tuple[int, int], window: int | None) -> Context:
-        cos, sin = (self._part(x.expand(shape[0], *x.shape[1:])) for x in context.rotation)
-        is_pad = None if context.is_pad_BS is None else self._part(context.is_pad_BS)
-        masks, tokens = (), shape[0] * shape[1]
-        if (pieces := self.parts.pieces) > 1:
-            n = tokens // (pieces * self.parts.ranks)
-            # Of windows, the keys before a piece lie in the one before it. The bits of exact depend
-            # on where a document's keys begin.
-            is_near = window is not None and window <= n and context.mask.backend != "exact"
-            before = max(1, window - 1) if is_near and window else None
-            starts = self.parts.starts(tokens)
-            masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
-        own = {"rotation": (cos, sin), "is_pad_BS": is_pad, "whole": shape, "parts": masks}
-        return context._replace(**own)
-
-    def _part(self, x_BS: torch.Tensor) -> torch.Tensor:
-        return self.parts.part(x_BS.flatten(0, 1))[None]
 
 
 class _Ulysses:

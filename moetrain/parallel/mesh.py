@@ -62,8 +62,11 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         if self.pp * self.dp_replicate * self.sharding_ranks != self.world_size:
+            # The first that cannot divide the world is to blame, else dp_shard.
+            names = (name for name in _DENSE_AXES if name != "dp_shard")
+            odd = next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
             raise ConfigError(
-                f"parallel.{self._misfit()}",
+                f"parallel.{odd}",
                 f"{self.describe()} do not multiply to the world of {self.world_size} "
                 f"process{'es' * (self.world_size != 1)}; change them, launch.nproc, or leave "
                 "dp_shard at -1",
@@ -109,11 +112,6 @@ class ParallelDims:
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in _DENSE_AXES)
-
-    def _misfit(self) -> str:
-        """Give the degree to blame: the first that cannot divide the world, else dp_shard."""
-        names = (name for name in _DENSE_AXES if name != "dp_shard")
-        return next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
 
     def _check_model(self, arch: Architecture) -> None:
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"

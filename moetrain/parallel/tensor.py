@@ -35,7 +35,6 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS, ChunkStats
 from moetrain.kernels.loss.vocabulary_shard import VocabularyShard
 from moetrain.kernels.optim.reduction import sum_chunks
@@ -178,6 +177,8 @@ class ShardedVocabulary(Vocabulary):
         place = group.size(), self.rows.start, self.most_rows
         meet = self._join, partial(dist.all_reduce, group=group)
         self.shard = VocabularyShard(*place, *meet, backend, softcap, chunk_elements)
+        self.token_losses = self.shard.token_losses  # pyright: ignore
+        self.loss_sum = self.shard.loss_sum  # pyright: ignore
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's part of the tokens."""
@@ -201,27 +202,6 @@ class ShardedVocabulary(Vocabulary):
         is_here = (local >= 0) & (local < w_VD.shape[0])
         mine_TK = super().logits_of(h_TD, w_VD, torch.where(is_here, local, 0))
         return self.tokens.gather(self.tokens.scatter(torch.where(is_here, mine_TK, 0)))[0]
-
-    def token_losses(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        *,
-        temperature: float = 1.0,
-    ) -> TokenLosses:
-        """Give loss, lse and entropy of every token, the same on every rank."""
-        return self.shard.token_losses(h_TD, w_VD, targets_T, temperature)
-
-    def loss_sum(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        weights_T: torch.Tensor,
-    ) -> SummedLoss:
-        """Give this rank's share of the weighted sum of losses: 1/W of it."""
-        return self.shard.loss_sum(h_TD, w_VD, targets_T, weights_T)
 
     def _join(self, stats: ChunkStats) -> None:
         """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""

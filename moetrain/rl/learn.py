@@ -47,7 +47,7 @@ class Dealt:
         mine = [samples[i] for i in self._mine]
         self.batches = pack(mine, length, rows)
         most = max(self.world.gather(len(self.batches)))
-        most += -most % engine.batch_multiple
+        most += -most % engine.stages.plan.batch_multiple
         if len(self.batches) < most:
             self.batches = pack(mine, length, rows, least=most)
 

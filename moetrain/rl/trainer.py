@@ -369,7 +369,7 @@ class RlTrainer(Run):
         self.report(row)
         whole = max(sum(seconds.values()), 1e-9)
         parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
-        self.log.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
+        self.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
         """Evaluate, export the weights, and log where the time went."""
@@ -392,7 +392,7 @@ class RlTrainer(Run):
             f"rl mismatch: compared {compared:,} tokens with the trainer's own, "
             f"differing {differing:,}",
         ):
-            self.log.say(line)
+            self.say(line)
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:

@@ -11,15 +11,14 @@ Every hook is called on every rank, in the order of the callbacks, with the same
 that raises ends the run with that error. Callbacks of our own follow: :class:`Best` (early
 stopping, the best checkpoint), :class:`Profile` (traces of a few steps) and the reporters, which
 hand every logged line to another program's store. Reporters run on the main rank, import their
-library when they start, and read its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI,
-TRACKIO_DIR, ...); a resumed run goes on with the record that its checkpoint names.
+library when they start, and read its own environment variables (WANDB_MODE, ...); a resumed run
+goes on with the record that its checkpoint names. examples/mlflow_reporter.py is one more.
 
 Left out on purpose: metrics.jsonl and the terminal, which every run has
 (:mod:`moetrain.train.metrics`), and reading traces (scripts/bench_train.py adds one up by part).
 """
 
 import importlib
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,6 @@ import torch
 
 from moetrain.checkpoint.read import checkpoint_name
 from moetrain.config import Config, ConfigError, LogSection
-from moetrain.config.sources import leaves
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import Throughput
@@ -39,8 +37,6 @@ from moetrain.train.metrics import Throughput
 _MOST_ALLOCATIONS = 2_000_000
 """Allocations in a history of memory, enough for some steps of a large model; older ones are
 dropped."""
-_BATCH = 100
-"""Most parameters of a run that MLflow takes at once."""
 
 Row = Mapping[str, float | None]
 """A line of metrics.jsonl without its step; None: not known, or not finite."""
@@ -239,7 +235,7 @@ class Profile(Callback):
         self._first: int | None = None
         """The first step that is kept; None: none is yet, 0: they are written."""
         self._on = ExitStack()
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.profiler.profile
 
     @staticmethod
     def profiler(device: torch.device) -> torch.profiler.profile:
@@ -279,18 +275,13 @@ class Profile(Callback):
     def _trace(self, run: RunView, *, is_kept: bool) -> None:
         """Trace the steps that follow; what was traced before is thrown away."""
         self._on.close()
-        device, kind = run.world.device, run.config.log.profile_as
+        device = run.world.device
         if is_kept:
             self._first = run.step + 1
         if is_kept and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             self._on.callback(torch.cuda.memory._record_memory_history, None)
-        if is_kept and kind == "nvtx":
-            torch.cuda.profiler.start()
-            self._on.callback(torch.cuda.profiler.stop)
-            self._on.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-        if kind == "trace":
-            self._profiler = self._on.enter_context(self.profiler(device))
+        self._profiler = self._on.enter_context(self.profiler(device))
 
     def _write(self, run: RunView) -> None:
         folder, steps = run.folder / "profile", f"{self._first}-{run.step}"
@@ -299,23 +290,10 @@ class Profile(Callback):
         if run.world.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{name}.pickle")
         self._on.close()
-        if self._profiler is not None:
-            self._profiler.export_chrome_trace(f"{name}.json.gz")
-            self._profiler = None
+        self._profiler.export_chrome_trace(f"{name}.json.gz")
+        del self._profiler  # with its events
         run.say(f"steps {self._first} to {run.step} were traced; see {folder}")
         self._first = 0
-
-
-class _Recorder(Callback):
-    """A reporter whose record has an identifier, which checkpoints keep."""
-
-    identifier: str | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {} if self.identifier is None else {"identifier": self.identifier}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.identifier = state["identifier"]
 
 
 class _TensorBoard(Callback):
@@ -342,8 +320,16 @@ class _TensorBoard(Callback):
             self._board.close()
 
 
-class _WandB(_Recorder):
+class _WandB(Callback):
     """A run of Weights & Biases, whose files lie in ``output_dir/wandb``."""
+
+    identifier: str | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.identifier is None else {"identifier": self.identifier}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.identifier = state["identifier"]
 
     def on_start(self, run: RunView) -> None:
         wandb = importlib.import_module("wandb")
@@ -365,60 +351,7 @@ class _WandB(_Recorder):
         self._run.finish(exit_code=int(error is not None))
 
 
-class _MLflow(_Recorder):
-    """A run of MLflow, in ``output_dir/mlflow.db`` unless MLFLOW_TRACKING_URI names a server."""
-
-    def on_start(self, run: RunView) -> None:
-        mlflow = importlib.import_module("mlflow")
-        self._metric, log = mlflow.entities.Metric, run.config.log
-        is_named = mlflow.tracking.is_tracking_uri_set()
-        uri = None if is_named else f"sqlite:///{run.folder.absolute()}/mlflow.db"
-        self._client = client = mlflow.MlflowClient(uri)
-        if self.identifier is not None:
-            client.update_run(self.identifier, status="RUNNING")
-            return
-        found = client.get_experiment_by_name(log.project)
-        experiment = client.create_experiment(log.project) if found is None else found.experiment_id
-        self.identifier = client.create_run(experiment, run_name=run.folder.name).info.run_id
-        settings = [
-            mlflow.entities.Param(name, str(value)) for name, value in leaves(run.config.to_dict())
-        ]
-        for first in range(0, len(settings), _BATCH):
-            client.log_batch(self.identifier, params=settings[first : first + _BATCH])
-
-    def on_log(self, run: RunView, row: Row) -> None:
-        now = int(1000 * time.time())
-        values = {k: v for k, v in row.items() if v is not None}
-        metrics = [self._metric(k, v, now, run.step) for k, v in values.items()]
-        self._client.log_batch(self.identifier, metrics=metrics)
-
-    def on_end(self, run: RunView, error: BaseException | None) -> None:
-        stopped = "KILLED" if isinstance(error, SystemExit) else "FAILED"
-        self._client.set_terminated(self.identifier, "FINISHED" if error is None else stopped)
-
-
-class _Trackio(_WandB):
-    """A run of Trackio, in its own folder; a run of the same name is gone on with."""
-
-    def on_start(self, run: RunView) -> None:
-        trackio = importlib.import_module("trackio")
-        self._run = trackio.init(
-            project=run.config.log.project,
-            name=run.folder.name,
-            config=run.config.to_dict(),
-            resume="allow" if run.step else "never",
-        )
-
-    def on_end(self, run: RunView, error: BaseException | None) -> None:
-        self._run.finish()
-
-
-_REPORTERS: dict[str, type[Callback]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WandB,
-    "mlflow": _MLflow,
-    "trackio": _Trackio,
-}
+_REPORTERS: dict[str, type[Callback]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
 """By the name in ``log.reporters``, which is the library's."""
 
 

@@ -206,7 +206,8 @@ class Engine(ModelState):
         if routings and rate:
             counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
             # Rows one by one: the device would have to wait for a list of their numbers.
-            counts = [counts_LE[row] for row in self.stages.moe_rows]
+            layers = enumerate(self.arch.moe_layer_indices)
+            counts = [counts_LE[row] for row, i in layers if i in self.stages.blocks]
             update_router_bias(self.model, counts, rate * ~skipped)
         return _StepOutcome(norm, skipped)
 
@@ -279,11 +280,6 @@ class Engine(ModelState):
         last, broadcast = self.stages.plan.rank_of_stage[-1], self.stages.broadcast
         mine = found or [None] * len(shapes)
         return [broadcast(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
-
-    @property
-    def batch_multiple(self) -> int:
-        """The number of micro-batches of a :meth:`forward_backward` is a multiple of this."""
-        return 1 if self.pipeline is None else self.stages.plan.batch_multiple
 
     def _expert_load(self, routing: RoutingStats) -> ExpertLoad:
         """Add up over all ranks what this rank counted in ``routing``."""

@@ -19,7 +19,7 @@ parallelism were not shown to have the same bits.
 import gc
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,13 @@ from torch.utils import _pytree as pytree
 
 from moetrain.config import ConfigError
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.parallel.fsdp.fsdp import FSDP
 
 _T = TypeVar("_T")
 _B = TypeVar("_B")
 _Replay = Callable[[], Any]
 _MOST = 64
 """Keys that are kept; more come of objectives or shapes that are new in every step."""
-
-
-class _Marked(Protocol):
-    marks: Any
-    """What Python notes of a step. Set again it is as it was."""
 
 
 class _Captured(NamedTuple):
@@ -53,14 +49,14 @@ class Graphs:
     """Functions of tensors on ``device``, each by a key and its inputs' shapes.
 
     Args:
-        marked: what holds the marks.
+        marked: what holds the marks, which Python notes of a step. Set again it is as it was.
         capture: captures the kernels of a function without running them.
     """
 
     def __init__(
         self,
         device: torch.device,
-        marked: _Marked,
+        marked: FSDP,
         capture: Callable[[Callable[[], Any]], _Replay] | None = None,
     ) -> None:
         self.device, self.marked = device, marked

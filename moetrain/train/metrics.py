@@ -167,18 +167,6 @@ class MetricsLog:
         self._file.close()
 
 
-class SilentLog(MetricsLog):
-    """The log of ranks other than the main one, which writes nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _do_nothing(self, *args: Any, **settings: Any) -> None:
-        pass
-
-    log = say = end_progress = close = _do_nothing
-
-
 def _describe(row: Mapping[str, float | None]) -> str:
     forms = {
         "loss": ("loss", "{:.4f}"),

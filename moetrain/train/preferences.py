@@ -151,7 +151,7 @@ def _fill(dataset: PairDataset, run: RunView) -> None:
     Ranks with different rows share the work. Waits for the device.
     """
     engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
-    a_rank = size * engine.batch_multiple
+    a_rank = size * engine.stages.plan.batch_multiple
     with engine.work():
         for first in range(0, len(dataset), a_rank * world.dims.data_ranks):
             start = first + a_rank * world.data_rank

@@ -31,7 +31,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
-from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
+from moetrain.train.metrics import MetricsLog, RoutingWatch, Throughput
 from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
@@ -142,6 +142,7 @@ class Run(ABC):
         self.best = Best()
         shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
         self.callbacks = Callbacks([self.best, *shown, *callbacks, Profile()])
+        self.log: MetricsLog | None = None  # of the main rank, while the run is open
         self.loss: float | None = None
         self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
@@ -212,14 +213,10 @@ class Run(ABC):
         """
         config = self.config
         with self.claim():
-            if self.world.is_main:
-                self.run_folder.set_aside(self.continues, self.step)
-                log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
-            else:
-                log = SilentLog()
-            self.log = log
             try:
                 if self.world.is_main:
+                    self.run_folder.set_aside(self.continues, self.step)
+                    self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
                 with self.callbacks.running(self):
                     yield
@@ -228,7 +225,8 @@ class Run(ABC):
             except _BadSteps as failure:
                 raise RunFailed(f"{failure}; {self._save_failed()}") from None
             finally:
-                self.log.close()
+                if self.log is not None:
+                    self.log.close()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -243,7 +241,8 @@ class Run(ABC):
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
-        self.log.end_progress()
+        if self.log is not None:
+            self.log.end_progress()
 
     @property
     def goes_on(self) -> bool:
@@ -291,7 +290,7 @@ class Run(ABC):
         by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
         if self.due(config.checkpoint.interval) or by_time:
             if self.watch.in_row():  # a bad one would push out a good one
-                self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+                self.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
             else:
                 self.begin_save()
         self.report_saved(self.snapshots.finished())
@@ -309,7 +308,7 @@ class Run(ABC):
         if self.sum_requests().item() % _SAVE > 0:
             self.save()
             number = self.stop[0] if self.stop else signal.SIGTERM  # another rank's
-            self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
+            self.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
             self.world.leave()
             raise SystemExit(128 + number)
 
@@ -321,7 +320,8 @@ class Run(ABC):
         return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def say(self, text: str) -> None:
-        self.log.say(text)
+        if self.log is not None:
+            self.log.say(text)
 
     def routing_row(self, routing: RoutingStats) -> dict[str, float]:
         """Return the health of a step's routing, of all ranks, by name; says what is uneven."""
@@ -334,7 +334,8 @@ class Run(ABC):
         """Log the values of a step or an evaluation, which are the same on every rank."""
         clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
         self.loss = clean.get("loss", self.loss)
-        self.log.log(self.step, clean)
+        if self.log is not None:
+            self.log.log(self.step, clean)
         for callback in self.callbacks:
             callback.on_log(self, clean)
         if any(name.startswith("eval_") for name in clean):
@@ -353,7 +354,7 @@ class Run(ABC):
 
     def announce(self) -> None:
         """Say what is about to run, and write ``config.json``."""
-        config, arch, say = self.config, self.model.arch, self.log.say
+        config, arch, say = self.config, self.model.arch, self.say
         settings = json.dumps(config.to_dict(), indent=2)
         (self.folder / "config.json").write_text(settings, "utf-8")
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -417,7 +418,7 @@ class Run(ABC):
     def report_saved(self, saved: Saved | None) -> None:
         """Say that a checkpoint is complete, if one is."""
         if saved is not None:
-            self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
+            self.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
             for callback in self.callbacks:
                 callback.on_checkpoint(self, saved.path)
 

@@ -34,7 +34,6 @@ from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import reporters_of
@@ -269,15 +268,9 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         if problem is not None:
             raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
     _check_compilers(config, device)
-    facts: dict[str, str | None] = {
-        Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU",
-        Fact.DRY_RUN: "this is a run, which takes the machine as it is",
-    }
-    if config.parallel.ep > 1:  # said again, for the group, where it is put to use
-        how = config.kernels.precision, config.moe.redundant_experts
-        reason = why_not_here(arch, config.parallel.ep, device, dtype, *how)
-        facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
-    config.fitting(facts)
+    no_cuda = None if device.type == "cuda" else "this run is on a CPU"
+    dry_run = "this is a run, which takes the machine as it is"
+    config.fitting({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
 
 
 def _check_compilers(config: Config, device: torch.device) -> None:

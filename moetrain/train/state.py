@@ -258,7 +258,7 @@ class ModelState:
             self.fsdp.release()
         for name, arena in self._arenas.items():
             if name in what and not arena.is_offloaded:
-                keep = name != "gradients" or self.fsdp.has_gradients
+                keep = name != "gradients" or any(self.fsdp.marks)
                 arena.offload(self._link, keep=keep)
         if self._link is not None:
             torch.cuda.empty_cache()

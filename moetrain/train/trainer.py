@@ -74,7 +74,6 @@ class Trainer(Run):
 
     def build(self, arch: Architecture) -> None:
         config = self.config
-        self._pools = config.moe.pools_aux_loss(config.model.path)
         if self._given is None:
             if not self.world.is_first_on_machine:
                 self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
@@ -217,7 +216,7 @@ class Trainer(Run):
             row["retried_steps"] = self.engine.retried_steps
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)
-            row |= routing_losses(routing, pooled=self._pools)
+            row |= routing_losses(routing, pooled=self.objective.is_pooled)
             row |= self.routing_row(routing)
         self.report(row)
         self.clock.start()

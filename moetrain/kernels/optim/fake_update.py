@@ -77,12 +77,8 @@ class FakeUpdate:
     ) -> None:
         config = self.config
         size = len(gradient_N)
-        mode = self.config.parallel.reduce
         is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
         accumulates = self.micro_batches > 1 and not is_kept_back
-        if mode != "fp32_accum":
-            dtype = torch.float32 if mode == "fp32" and ranks > 1 else dtype
-            ranks = 1  # a library has added them up
         chunks_RN = torch.empty(ranks, size, dtype=dtype, device=self.device)
         ways: list[dict[str, Any]] = []
         if self.copies and ranks > 1:

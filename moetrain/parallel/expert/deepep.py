@@ -181,7 +181,8 @@ class DeepEP(ExpertParallelDispatcher):
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         how = self.group_name, self.num_sms, self.precision
-        return _combine(y_SD.contiguous(), list(ctx), *how)
+        (y_TD,) = _combine([y_SD.contiguous()], list(ctx), *how)
+        return y_TD
 
 
 def why_not(
@@ -393,35 +394,27 @@ def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, 
     )
 
 
-@torch.library.custom_op("moetrain::deepep_dispatch_backward", mutates_args=())
-def _dispatch_backward(
-    d_x_SD: torch.Tensor,
-    d_weights_SK: torch.Tensor,
+@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
+def _combine(
+    sent: Sequence[torch.Tensor],
     handle: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give ``d_x_TD`` and ``d_weights_TK``; slots of other ranks' experts must hold zeros."""
-    return _sum_at_source(d_x_SD, d_weights_SK, handle, group, num_sms)
-
-
-@_dispatch_backward.register_fake
-def _(d_x_SD, d_weights_SK, handle, group, num_sms):
-    tokens = handle[-1].shape[0]
-    return tuple(x.new_empty(tokens, x.shape[1]) for x in (d_x_SD, d_weights_SK))
-
-
-@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
-def _combine(
-    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, precision: str
-) -> torch.Tensor:
-    """Give ``y_TD``; ``precision`` is for its backward."""
-    return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
+    precision: str,
+) -> list[torch.Tensor]:
+    """Add up ``y_SD``, alone in ``sent``, where its tokens came from; ``precision`` is for its
+    backward. That of dispatch also sends ``d_weights_SK``, 0 in slots of other ranks' experts."""
+    *others, send_head_TW = handle
+    # The package rewrites send_head in place: autograd still has it.
+    handle, (x_SD, *weights) = (*others, send_head_TW.clone()), sent
+    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
+        how = {"topk_weights": weights[0] if weights else None, "config": found.combine_config}
+        return list(found.buffer.combine(x_SD, handle, **how)[: len(sent)])
 
 
 @_combine.register_fake
-def _(y_SD, handle, group, num_sms, precision):
-    return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
+def _(sent, handle, group, num_sms, precision):
+    return [x.new_empty(handle[-1].shape[0], x.shape[1]) for x in sent]
 
 
 @torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
@@ -439,21 +432,6 @@ def _(d_y_TD, handle, group, num_sms, precision):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
-def _sum_at_source(
-    x_SD: torch.Tensor,
-    weights_SK: torch.Tensor | None,
-    handle: Sequence[torch.Tensor],
-    group: str,
-    num_sms: int,
-) -> tuple[torch.Tensor, Any]:
-    *others, send_head_TW = handle
-    # The package rewrites send_head in place: autograd still has it.
-    handle = (*others, send_head_TW.clone())
-    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
-        config = found.combine_config
-        return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
-
-
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(*output[4:])
     _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
@@ -466,20 +444,20 @@ def _differentiate_dispatch(
 ):
     if d_weights_SK is None:
         d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
-    gradients, handle = (d_x_SD.contiguous(), d_weights_SK.contiguous()), list(ctx.saved_tensors)
-    d_x_TD, d_weights_TK = _dispatch_backward(*gradients, handle, ctx.group, ctx.num_sms)
+    gradients, handle = [d_x_SD.contiguous(), d_weights_SK.contiguous()], list(ctx.saved_tensors)
+    d_x_TD, d_weights_TK = _combine(gradients, handle, ctx.group, ctx.num_sms, "bf16")
     return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
 
 
-def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     _, handle, *ctx.how = inputs
     ctx.save_for_backward(*handle)
 
 
-def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
-    handle = list(ctx.saved_tensors)
+def _differentiate_combine(ctx: Any, gradients: list[torch.Tensor]):
+    (d_y_TD,), handle = gradients, list(ctx.saved_tensors)
     d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
-    return d_y_SD, [None] * len(handle), None, None, None
+    return [d_y_SD], [None] * len(handle), None, None, None
 
 
 _dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
@@ -488,7 +466,7 @@ _combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
 _OPS = [
     getattr(torch.ops.moetrain, f"deepep_{name}").default
-    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward")
+    for name in ("dispatch", "combine", "combine_backward")
 ]
 for _op in _OPS:
     torch.fx.has_side_effect(_op)

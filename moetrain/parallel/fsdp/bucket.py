@@ -17,7 +17,7 @@ from torch import nn
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.storage import CodedShard, HostShard
-from moetrain.parallel.fsdp.transport import Peers, ReduceMode, Wait, reduce_scatter_start
+from moetrain.parallel.fsdp.transport import Peers, Wait, reduce_scatter_start
 from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.offload.arena import Arena, aligned
 
@@ -214,11 +214,11 @@ class Bucket:
         is_there = self.peers is not None and self._cast_N.numel() > 0
         return self._cast_N if is_there and self.is_cast else None
 
-    def travel_by(self, peers: Peers, *, has_inbox: bool) -> None:
-        """Travel by copies from now on, and with ``has_inbox`` gradients too."""
+    def travel_by(self, peers: Peers) -> None:
+        """Travel by copies from now on."""
         self.peers = peers
         size = self.shard_N.numel() * self.dtype.itemsize
-        inbox = self.group.size() * size * (self.is_trained and has_inbox)
+        inbox = self.group.size() * size * self.is_trained
         self.peers_start = peers.reserve(size, inbox)
 
     def share(self) -> None:
@@ -358,9 +358,7 @@ class Bucket:
 
     # ---- reducing ------------------------------------------------------------------------------
 
-    def start_reduce(
-        self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
-    ) -> Wait | None:
+    def start_reduce(self, gradients: Sequence[torch.Tensor | None], *, now: bool) -> Wait | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
@@ -373,15 +371,14 @@ class Bucket:
             self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
             return None
         self.unreduced_WN = chunks_WN
-        return self.flush(mode)
+        return self.flush()
 
-    def flush(self, mode: ReduceMode) -> Wait | None:
+    def flush(self) -> Wait | None:
         """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
         chunks_WN, self.unreduced_WN = self.unreduced_WN, None
         if chunks_WN is None:
             return None
-        if mode != "fp32":
-            chunks_WN = chunks_WN.to(self.dtype)
+        chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
             self.gradient_N = self._new_gradient()
             if self.host is not None and self.host.has_gradient:
@@ -391,9 +388,9 @@ class Bucket:
             self.squares_B = self.gradient_N.new_empty(blocks, dtype=torch.float32)
         into: Any = {"out_N": self.gradient_N, "squares_B": self.squares_B}
         into["accumulate"], self.has_gradient = self.has_gradient, True
-        if self.peers is not None and mode == "fp32_accum":
+        if self.peers is not None:
             return self.peers.reduce(chunks_WN, **into)
-        wait = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
+        wait = reduce_scatter_start(chunks_WN, self.group, **into)
         if self.group.size() > 1:
             return wait
         wait()  # nothing is under way, and what it holds is large

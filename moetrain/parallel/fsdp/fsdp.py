@@ -37,7 +37,7 @@ from moetrain.config import ParallelSection
 from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
-from moetrain.parallel.fsdp.transport import CopyStreams, Peers, ReduceMode, Wait, reachable
+from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -72,11 +72,6 @@ class _Unit:
         for bucket in self.buckets:
             yield from bucket.members
 
-    @property
-    def awaits_update(self) -> bool:
-        """Whether the host was given an update of some of it since the last gather."""
-        return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
-
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
         """Give the region to this unit's buckets from now on."""
@@ -97,12 +92,15 @@ class _Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        works, self.works = self.works or [], None
+        if self.works is None:
+            return
+        works, self.works = self.works, None
         for work in works:
             if work is not None:
                 work()
         for bucket, part in self._staged():
             bucket.copy_out(part)
+        self.staging.owner = None
 
     def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
@@ -140,7 +138,6 @@ class FSDP(Sharding):
         self.device = device
         self.frees = frees
         self.reshards = reshard
-        self.mode: ReduceMode = setting.reduce
         self.reduce_last = setting.reduce_at == "last"
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
@@ -175,8 +172,8 @@ class FSDP(Sharding):
         for unit in self.units:
             yield from unit.buckets
 
-    def connect(self, everyone: dist.ProcessGroup) -> None:
-        """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
+    def connect(self) -> None:
+        """Let peers copy what ``parallel.fsdp_transport`` says. Collective.
 
         Collectives still carry buckets whose master lies on the host (its copy comes up while the
         forward runs), those of codes, and all-reduces over replicas.
@@ -185,12 +182,12 @@ class FSDP(Sharding):
         """
         travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.coded)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
-        near = reachable(groups, self.setting, self.device, everyone)
+        near = reachable(groups, self.setting, self.device)
         for bucket in travelling:
             name = str(bucket.group.group_name)
             if name in near:
                 peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
-                bucket.travel_by(peers, has_inbox=self.mode == "fp32_accum")
+                bucket.travel_by(peers)
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     @torch.no_grad()
@@ -223,7 +220,7 @@ class FSDP(Sharding):
             self._share()
             yield
             self._finish_reductions()
-            self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
+            self._reducing = [bucket.flush() for bucket in self.buckets]
             self._finish_reductions()
         finally:
             if self.peers:
@@ -262,7 +259,7 @@ class FSDP(Sharding):
         if isinstance(unit.region.owner, _Unit):
             self.reshard(unit.region.owner)
         if isinstance(unit.staging.owner, _Unit):  # gathered ahead, and not used yet
-            self._finish_gather(unit.staging.owner)
+            unit.staging.owner.finish_gather()
         unit.region.owner = unit.staging.owner = unit
         with annotate(f"fsdp_gather {unit.label}"):
             unit.start_gather()
@@ -270,17 +267,12 @@ class FSDP(Sharding):
     def unshard(self, unit: _Unit) -> None:
         """Gather ``unit`` for the work that is queued next."""
         self.start_unshard(unit)
-        self._finish_gather(unit)
-
-    def _finish_gather(self, unit: _Unit) -> None:
-        if unit.works is not None:
-            unit.finish_gather()
-            unit.staging.owner = None
+        unit.finish_gather()
 
     def reshard(self, unit: _Unit) -> None:
         """Free the region of ``unit`` for another, or to be filled anew."""
         if unit.region.owner is unit:
-            self._finish_gather(unit)
+            unit.finish_gather()
             unit.region.owner = None
 
     def reduce(self, unit: _Unit, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -292,7 +284,7 @@ class FSDP(Sharding):
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
                     now = self._is_last or not self.reduce_last
-                    started.append(bucket.start_reduce(mine, self.mode, now=now))
+                    started.append(bucket.start_reduce(mine, now=now))
             self._finish_reductions()
             self._reducing = started
         unit.graphs -= 1
@@ -320,7 +312,8 @@ class FSDP(Sharding):
         ahead = self.units[unit.index + 1 : unit.index + 2]
         # The host's update is waited for: the device gets this block's work before. Not only where
         # it is not done yet: the block's own collectives must come in one order on all ranks.
-        late = [following for following in ahead if following.awaits_update]
+        hosts = [bucket.host for following in ahead for bucket in following.buckets]
+        late = ahead if any(host is not None and host.update for host in hosts) else []
         for following in ahead[len(late) :]:
             self.start_unshard(following, beside=unit)
         unit.swap_in(full)
@@ -447,10 +440,6 @@ class FSDP(Sharding):
     def marks(self, marks: Sequence[bool]) -> None:
         for bucket, mark in zip(self.buckets, marks, strict=True):
             bucket.has_gradient = mark
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         for bucket in self.buckets:

@@ -15,7 +15,6 @@ part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
 Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
 
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,17 +27,13 @@ from moetrain.parallel.offload.arena import Arena
 
 
 class Link:
-    """Streams to and from the host, and how well updates there are hidden."""
+    """Streams to and from the host."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
         self.device = device
         self.down = torch.cuda.Stream(device) if on_cuda else None
         self.up = torch.cuda.Stream(device) if on_cuda else None
-        self.busy_seconds = 0.0
-        """The time for which updates ran on the host."""
-        self.waited_seconds = 0.0
-        """The time for which training waited for them; the rest was hidden."""
 
 
 class HostShard:
@@ -106,9 +101,7 @@ class HostShard:
         update, self.update = self.update, None
         if update is None:
             return
-        start = time.perf_counter()
         update.result()
-        self.link.waited_seconds += time.perf_counter() - start
         left, self._left = self._left, None
         if left is not None:
             torch.cuda.current_stream(self.link.device).wait_event(left)

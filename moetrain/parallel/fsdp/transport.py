@@ -1,8 +1,8 @@
 """How FSDP's shards and gradients travel: by collectives, or by copies within a machine.
 
-Gradients are reduced as ``parallel.reduce`` says. With fp32_accum one all-to-all brings rows, which
-the receiver adds in fp32, in rank order: no partial sum is rounded to bf16, as it is at each hop of
-a ring, and the result does not depend on timing. The other modes are reduce-scatters.
+Gradients are sent in the compute dtype. One all-to-all brings rows, which the receiver adds in
+fp32, in rank order: no partial sum is rounded to bf16, as it is at each hop of a ring, and the
+result does not depend on timing.
 
 Ranks of one machine can copy instead (``parallel.fsdp_transport``): copy engines move bytes between
 GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,8 @@ from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.offload.arena import aligned
 from moetrain.parallel.processes import machine
 
-ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
-
 Wait = Callable[[], object]
 """Work under way: calling it lets the current stream go on when that is done."""
-
-# torch 2.13 renamed it and warns on the old name.
-_reduce_scatter: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)
 
 _OPENED, _SHARED, WRITTEN, FREE = _BARRIERS = range(4)
 _TAKE = (("wait", 1), ("write", 0))
@@ -81,7 +74,6 @@ def reduce_scatter_start(
     *,
     out_N: torch.Tensor,
     accumulate: bool,
-    mode: ReduceMode,
     squares_B: torch.Tensor | None = None,
 ) -> Wait:
     """Begin to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
@@ -91,23 +83,17 @@ def reduce_scatter_start(
             change before the work is done.
         out_N: fp32 or bf16, contiguous; waiting writes the sum to it, made in fp32, rounded once.
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
-        mode: how, see the head of this file.
         squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
     """
-    if group.size() == 1:
-        work, arriving = None, chunks_WN
-    elif mode == "fp32_accum":
-        arriving = torch.empty_like(chunks_WN)
-        work = dist.all_to_all_single(arriving, chunks_WN, group=group, async_op=True)
-    else:
-        rows_WN = chunks_WN.float() if mode == "fp32" else chunks_WN
-        arriving = rows_WN.new_empty(1, rows_WN.shape[1])
-        work = _reduce_scatter(arriving, rows_WN, group=group, async_op=True)
+    work, arriving_WN = None, chunks_WN
+    if group.size() > 1:
+        arriving_WN = torch.empty_like(chunks_WN)
+        work = dist.all_to_all_single(arriving_WN, chunks_WN, group=group, async_op=True)
 
     def wait() -> None:
         if work is not None:
             work.wait()
-        sum_chunks(arriving, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
+        sum_chunks(arriving_WN, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
 
     return wait
 
@@ -299,8 +285,7 @@ class Peers:
         accumulate: bool,
         squares_B: torch.Tensor | None,
     ) -> Wait:
-        """Begin what :func:`reduce_scatter_start` does in the mode fp32_accum; all ranks begin
-        theirs in the same order."""
+        """Begin a :func:`reduce_scatter_start`; all ranks begin theirs in the same order."""
         memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
         (ranks, numel), (*others, me) = chunks_WN.shape, self._order
@@ -332,28 +317,20 @@ def reachable(
     groups: Mapping[str, dist.ProcessGroup],
     setting: ParallelSection,
     device: torch.device,
-    everyone: dist.ProcessGroup,
 ) -> list[str]:
-    """List the names of the groups whose ranks copy as ``parallel.fsdp_transport`` says.
-
-    Collective over ``everyone``.
+    """List the groups, by name, whose ranks copy as ``parallel.fsdp_transport`` says. Collective.
 
     Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
-    if not wants_copies(setting, device.type) or everyone.size() == 1:
-        return []
-    mine = machine(), device.index
-    devices = [mine] * everyone.size()
-    dist.all_gather_object(devices, mine, group=everyone)
     found = []
-    for name, group in groups.items():
-        ranks = dist.get_process_group_ranks(group)
-        reason = _why_not([devices[rank] for rank in ranks])
+    for name, group in groups.items() if wants_copies(setting, device.type) else ():
+        reason = why_apart(group, device)
         if reason is None:
             found.append(name)
         elif setting.fsdp_transport == "copy":
             raise ConfigError("parallel.fsdp_transport", f"'copy' cannot be: {reason}; use nccl")
         else:
+            ranks = dist.get_process_group_ranks(group)
             logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
     return found
 
@@ -409,6 +386,6 @@ def peer_bytes(
         size = numels[name] * (rule.gather or dtype).itemsize / cut
         on_device = 1 - config.optim.offload_fraction * rule.trainable
         shards += on_device * size * cut / dims.sharding_ranks
-        if rule.trainable and on_device and config.parallel.reduce == "fp32_accum":
+        if rule.trainable and on_device:
             inbox = max(inbox, size)
     return shards + inbox

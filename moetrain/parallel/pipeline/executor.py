@@ -17,7 +17,6 @@ Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stage
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -48,8 +47,6 @@ class Pipeline:
         self.fsdp = fsdp
         self.stages = stages
         self.plan = lru_cache(self._plan)
-        self.watch: Callable[[Action], AbstractContextManager[Any]] = lambda _: nullcontext()
-        """A context to enter around each of this rank's actions, once what it needs is there."""
         self._names: OrderedDict[object, list[str]] = OrderedDict()
         """The terms' names of objectives, the latest last. Held here, for all ranks must forget
         the same ones: a rank's garbage collector forgets them in its own time."""
@@ -131,7 +128,6 @@ class _Run:
         self.model = self.pipeline.model
         self.fsdp = self.pipeline.fsdp
         self.stages = self.pipeline.stages
-        self.watch = self.pipeline.watch
         self.backwards_left = sum(a.kind == "B" for a in self.schedule.actions[self.stages.rank])
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -151,25 +147,24 @@ class _Run:
         """Make a stage's outputs from its inputs; the last stage's output is what is minimised."""
         model, stage = self.model, action.stage
         inputs = self.take(action._replace(stage=stage - 1), stage) if stage > 0 else ()
-        with self.watch(action):
-            batch = self.batches[action.micro_batch].to(self.stages.device)
-            rows = model.prepare(batch.inputs)
-            x = inputs[0] if inputs else model.embed_tokens(batch.inputs.tokens_BS)
-            blocks = self.stages.plan.ranges[stage]
-            x, layers = model.run(x, rows, blocks.start, blocks.stop)
-            counts = [*inputs[1:], *map(_pack, layers)]
-            stats = (torch.cat(counts),) if counts else ()
-            outputs: _Tensors = (x, *stats)
-            if stage == self.schedule.num_stages - 1:
-                if model.lm_head is None and stage > 0:
-                    self.fsdp.open(model.embed)  # whose matrix is also the head's
-                hidden_BSD = model.head(x, rows)
-                layers = [_unpack(row_N) for stats_LN in stats for row_N in stats_LN]
-                outputs = (self.finish(hidden_BSD, model.routing(layers), batch),)
-            else:
-                self.made[action, stage + 1] = tuple(y.detach() for y in outputs)
-            if self.learns:
-                self.graphs[action[1:]] = inputs, outputs
+        batch = self.batches[action.micro_batch].to(self.stages.device)
+        rows = model.prepare(batch.inputs)
+        x = inputs[0] if inputs else model.embed_tokens(batch.inputs.tokens_BS)
+        blocks = self.stages.plan.ranges[stage]
+        x, layers = model.run(x, rows, blocks.start, blocks.stop)
+        counts = [*inputs[1:], *map(_pack, layers)]
+        stats = (torch.cat(counts),) if counts else ()
+        outputs: _Tensors = (x, *stats)
+        if stage == self.schedule.num_stages - 1:
+            if model.lm_head is None and stage > 0:
+                self.fsdp.open(model.embed)  # whose matrix is also the head's
+            hidden_BSD = model.head(x, rows)
+            layers = [_unpack(row_N) for stats_LN in stats for row_N in stats_LN]
+            outputs = (self.finish(hidden_BSD, model.routing(layers), batch),)
+        else:
+            self.made[action, stage + 1] = tuple(y.detach() for y in outputs)
+        if self.learns:
+            self.graphs[action[1:]] = inputs, outputs
 
     def backward(self, action: Action) -> None:
         """Make the gradients of a stage's parameters and of its inputs."""
@@ -177,14 +172,13 @@ class _Run:
         is_last_stage = action.stage == self.schedule.num_stages - 1
         after = action._replace(stage=action.stage + 1)
         gradients = None if is_last_stage else self.take(after, action.stage)
-        with self.watch(action):
-            self.backwards_left -= 1
-            self.fsdp.backward(outputs, gradients, is_last=self.backwards_left == 0)
-            if action.stage > 0:
-                # An input that nothing differentiable used has no gradient; its sender expects one.
-                self.made[action, action.stage - 1] = tuple(
-                    torch.zeros_like(x) if x.grad is None else x.grad for x in inputs
-                )
+        self.backwards_left -= 1
+        self.fsdp.backward(outputs, gradients, is_last=self.backwards_left == 0)
+        if action.stage > 0:
+            # An input that nothing differentiable used has no gradient; its sender expects one.
+            self.made[action, action.stage - 1] = tuple(
+                torch.zeros_like(x) if x.grad is None else x.grad for x in inputs
+            )
 
     def take(self, made: Action, stage: int) -> _Tensors:
         """Take what ``made`` has for ``stage``; a forward's outputs become leaves of a graph."""

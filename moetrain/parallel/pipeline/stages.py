@@ -110,7 +110,7 @@ class StagePlan:
 
     @property
     def batch_multiple(self) -> int:
-        """The number of which the schedule takes a multiple as micro-batches."""
+        """The number of micro-batches of a step is a multiple of this."""
         parallel = self.config.parallel
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
@@ -250,11 +250,6 @@ class Stages:
                     f"pipeline rank {rank} of {meshes.dims.pp} has nothing to train, which is not "
                     "supported; train something in each stage, or use parallel.pp 1",
                 )
-
-    @property
-    def moe_rows(self) -> list[int]:
-        """The numbers, among the model's MoE layers, of those that are here."""
-        return [row for row, i in enumerate(self.arch.moe_layer_indices) if i in self.blocks]
 
     @property
     def tied_rank(self) -> int | None:
