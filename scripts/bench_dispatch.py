@@ -23,7 +23,8 @@ import torch.distributed as dist
 from bench_train import commit
 
 from moetrain.config.compute import Precision
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, disconnect
+from moetrain.kernels.experts.deepep import disconnect
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 
 TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8

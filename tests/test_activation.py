@@ -190,7 +190,7 @@ import moetrain.models
 assert saved_ops(["dispatch"]) == saved_ops([])
 import moetrain.parallel.expert.dispatch
 assert "moetrain::exchange_rows" in saved_ops(["dispatch"])
-import moetrain.parallel.expert.deepep
+import moetrain.kernels.experts.deepep
 assert "moetrain::deepep_dispatch" in saved_ops(["dispatch"])
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=360)

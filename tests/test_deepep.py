@@ -38,11 +38,13 @@ from transports import (
 )
 
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.experts import deepep as package
+from moetrain.kernels.experts.deepep import disconnect
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel import apply
 from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.expert import deepep
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, disconnect, why_not
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.train.trainer import Trainer
 
@@ -240,7 +242,7 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
     ],
 )
 def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
-    monkeypatch.setattr(deepep.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
     arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
     assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
 
@@ -249,7 +251,7 @@ def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypat
     (tmp_path / "deep_ep.py").write_text("assert False, 'another NCCL is loaded'")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"another NCCL is loaded.*pip install tokenspeed-deepep"):
-        deepep._load_deep_ep()
+        package.load_deep_ep()
 
 
 def check_agreement() -> None:

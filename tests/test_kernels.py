@@ -45,6 +45,7 @@ NOT_KERNELS = {
     "moetrain.kernels.attention.split_keys",
     "moetrain.kernels.backend",
     "moetrain.kernels.experts.copied_mlp",
+    "moetrain.kernels.experts.deepep",
     "moetrain.kernels.experts.few_tokens",
     "moetrain.kernels.experts.grouped",
     "moetrain.kernels.experts.replicas",
@@ -278,9 +279,10 @@ def test_every_custom_op_is_in_a_spec():
     sources = "".join(path.read_text() for path in Path(folder).rglob("*.py"))
     defined = set(re.findall(r'custom_op\(\s*"(\w+::\w+)"', sources))
     wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
-    copied = ("expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
-    # These take several ranks: tests/test_redundant_experts.py.
-    wrapped |= {f"moetrain::{name}" for name in (*copied, "give_back_gradients")}
+    ranked = ("expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
+    ranked += ("deepep_dispatch", "deepep_combine", "deepep_combine_backward")
+    # These take several ranks: tests/test_redundant_experts.py, tests/test_deepep.py.
+    wrapped |= {f"moetrain::{name}" for name in (*ranked, "give_back_gradients")}
     assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
 
 

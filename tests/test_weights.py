@@ -16,10 +16,10 @@ from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
+from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply, mesh
 from moetrain.parallel.apply import dispatcher_of
-from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
+from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import (

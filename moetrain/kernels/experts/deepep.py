@@ -1,0 +1,272 @@
+"""DeepEP's kernels as ops, which the compiler sees: dispatch, combine, and their backwards.
+
+What shapes depend on is an argument of each op, since the compiler's caches do not see globals. A
+call's handle is six plain tensors, results of the dispatch that combining and the two backwards
+take; nothing else survives a call::
+
+    rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
+    source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
+
+Where ``precision`` is fp8 tokens are sent in e4m3 with their scales, and so are gradients in the
+backward of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits
+of it.
+
+Both generations of the package ``deep_ep`` have the interface used here, with the same results; 2.x
+insists on the NCCL that it was built with. Left out on purpose: several machines, and low-latency
+kernels. :mod:`moetrain.parallel.expert.deepep` decides what is sent.
+
+Legend: W expert parallel ranks, T tokens here, K experts a token, S tokens received, R rows of the
+local experts, D width, C = num_sms / 2 channels.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from moetrain.kernels.annotate import annotate
+from moetrain.kernels.backend import worth_saving
+from moetrain.kernels.quant.e4m3 import Quantised
+from moetrain.kernels.quant.recipes import RECIPES
+
+_INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+_LIBRARIES = ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*")
+
+
+def load_deep_ep() -> ModuleType:
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ImportError(f"the package deep_ep is not installed; {_INSTALL}")
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    try:
+        # The package links to libraries of other wheels without naming their place.
+        for folder, pattern in product(folders, _LIBRARIES):
+            for library in sorted(folder.glob(pattern)):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("deep_ep")
+    # 2.x asserts that torch loaded the NCCL it was built with.
+    except (ImportError, OSError, AssertionError) as error:
+        raise ImportError(f"the package deep_ep does not load ({error}); {_INSTALL}") from error
+
+
+_SEND_TOKENS = {2: (24, 16), 4: (16, 16)}
+_RECEIVE_TOKENS = 256
+"""Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
+that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
+slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
+
+
+class _Connection(NamedTuple):
+    """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
+
+    group: Any
+    buffer: Any
+    ids_dtype: torch.dtype
+    dispatch_config: Any
+    combine_config: Any
+
+
+_CONNECTIONS: dict[tuple[str, int, int], _Connection] = {}
+
+
+def connect(group: Any, hidden_size: int, num_sms: int) -> None:
+    """Make the connection of a process group for these sizes, if there is none. Collective."""
+    key = (group.group_name, hidden_size, num_sms)
+    if key in _CONNECTIONS and _CONNECTIONS[key].group is group:
+        return
+    package = load_deep_ep()
+    ranks = group.size()
+    if ranks in _SEND_TOKENS:
+        configs = [package.Config(num_sms, n, _RECEIVE_TOKENS) for n in _SEND_TOKENS[ranks]]
+    else:
+        # The package makes configurations for the number of SMs that is set on the class.
+        package.Buffer.set_num_sms(num_sms)
+        configs = [package.Buffer.get_dispatch_config(ranks)]
+        configs += [package.Buffer.get_combine_config(ranks)]
+    width = hidden_size * torch.bfloat16.itemsize
+    size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
+    # Destroyed by us or not at all: the destructor waits for ranks that may have died.
+    buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
+    _CONNECTIONS[key] = _Connection(group, buffer, package.topk_idx_t, *configs)
+
+
+def disconnect() -> None:
+    """Free every buffer. Collective; to be called before the process groups end."""
+    while _CONNECTIONS:
+        _CONNECTIONS.popitem()[1].buffer.destroy()
+
+
+@contextmanager
+def _connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
+    # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
+    # another stream: it allocates results after its stream has waited for ours.
+    torch_setting: Any = torch.utils.deterministic
+    fill, torch_setting.fill_uninitialized_memory = torch_setting.fill_uninitialized_memory, False
+    try:
+        yield _CONNECTIONS[group, hidden_size, num_sms]
+    finally:
+        torch_setting.fill_uninitialized_memory = fill
+
+
+_TenTensors: Any = tuple[(torch.Tensor,) * 10]
+
+
+@torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())
+def _dispatch(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    send: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+    worst_tokens: int,
+    worst_rows: int,
+    precision: str,
+) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
+    """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
+
+    ``send`` has the tokens for each rank, the slots that chose each expert (both int32), and
+    whether a token goes to a rank. ``worst_tokens`` of 0 is the counted mode; else it is S and
+    ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is how R comes out of an op.
+    """
+    tokens_W, slots_E, is_sent_TW = send
+    with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
+        x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
+            _narrowed(x_TD, precision),
+            topk_idx=ids_TK.to(found.ids_dtype),
+            topk_weights=weights_TK,
+            num_tokens_per_rank=tokens_W,
+            num_tokens_per_expert=slots_E,
+            is_token_in_rank=is_sent_TW,
+            num_worst_tokens=worst_tokens,
+            config=found.dispatch_config,
+        )
+    rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
+    *handle, is_sent_TW, send_head_TW = handle
+    handle += is_sent_TW.clone(), send_head_TW  # none of the results may be an argument
+    return _widened(x_SD, x_TD.dtype, precision), ids_SK.int(), weights_SK, rows_R0, *handle
+
+
+def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Give tokens as the package takes them: e4m3 with any number of scales a token."""
+    if precision not in RECIPES:
+        return x_TD
+    rows = RECIPES[precision].rows(x_TD)
+    return rows.values, rows.scales_by_row()
+
+
+def _widened(
+    x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype, precision: str
+) -> torch.Tensor:
+    if isinstance(x_SD, torch.Tensor):
+        return x_SD
+    values_SD, scales_SG = x_SD
+    return Quantised.received(values_SD, scales_SG, RECIPES[precision].tiled).to(dtype, "auto")
+
+
+@_dispatch.register_fake
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, precision):
+    (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
+    integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
+    received, rows = worst_tokens, worst_rows
+    if not worst_tokens:
+        received, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    return (
+        x_TD.new_empty(received, width),
+        x_TD.new_empty(received, top_k, dtype=torch.int32),
+        weights_TK.new_empty(received, top_k),
+        x_TD.new_empty(rows, 0),
+        integers(ranks, ranks),
+        integers(ranks, channels),
+        integers(ranks, channels),
+        integers(received),
+        x_TD.new_empty(tokens, ranks, dtype=torch.bool),
+        integers(tokens, ranks),
+    )
+
+
+@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
+def _combine(
+    sent: Sequence[torch.Tensor],
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+    precision: str,
+) -> list[torch.Tensor]:
+    """Add up ``y_SD``, alone in ``sent``, where its tokens came from; ``precision`` is for its
+    backward. That of dispatch also sends ``d_weights_SK``, 0 in slots of other ranks' experts."""
+    *others, send_head_TW = handle
+    # The package rewrites send_head in place: autograd still has it.
+    handle, (x_SD, *weights) = (*others, send_head_TW.clone()), sent
+    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
+        how = {"topk_weights": weights[0] if weights else None, "config": found.combine_config}
+        return list(found.buffer.combine(x_SD, handle, **how)[: len(sent)])
+
+
+@_combine.register_fake
+def _(sent, handle, group, num_sms, precision):
+    return [x.new_empty(handle[-1].shape[0], x.shape[1]) for x in sent]
+
+
+@torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
+def _combine_backward(
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, precision: str
+) -> torch.Tensor:
+    sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
+    with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
+        d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
+    return _widened(d_y_SD, d_y_TD.dtype, precision)
+
+
+@_combine_backward.register_fake
+def _(d_y_TD, handle, group, num_sms, precision):
+    return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[4:])
+    _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
+    ctx.top_k = ids_TK.shape[1]
+    ctx.set_materialize_grads(False)  # eight of the results are integers
+
+
+def _differentiate_dispatch(
+    ctx: Any, d_x_SD: torch.Tensor, d_ids: None, d_weights_SK: torch.Tensor | None, *_: None
+):
+    if d_weights_SK is None:
+        d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
+    gradients, handle = [d_x_SD.contiguous(), d_weights_SK.contiguous()], list(ctx.saved_tensors)
+    d_x_TD, d_weights_TK = _combine(gradients, handle, ctx.group, ctx.num_sms, "bf16")
+    return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    _, handle, *ctx.how = inputs
+    ctx.save_for_backward(*handle)
+
+
+def _differentiate_combine(ctx: Any, gradients: list[torch.Tensor]):
+    (d_y_TD,), handle = gradients, list(ctx.saved_tensors)
+    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
+    return [d_y_SD], [None] * len(handle), None, None, None
+
+
+_dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
+_combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
+
+# As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
+_OPS = [
+    getattr(torch.ops.moetrain, f"deepep_{name}").default
+    for name in ("dispatch", "combine", "combine_backward")
+]
+for _op in _OPS:
+    torch.fx.has_side_effect(_op)
+worth_saving("dispatch", *_OPS[:2])
