@@ -100,4 +100,4 @@ class JobRun:
         """Return the address of the server, and who may use it."""
         jobs = config.jobs
         own_file = Path(config.output_dir) / "token"
-        return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
+        return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.", "tml-")
