@@ -108,7 +108,7 @@ class Remote:
 
     def create(self, seed=0):
         session = self.call("POST", "create_session", {})["session_id"]
-        lora = {"rank": 4, "seed": seed}
+        lora = {"rank": 8, "seed": seed}
         new = {"session_id": session, "model_seq_id": 0, "lora_config": lora}
         return self.retrieve(self.call("POST", "create_model", new)["request_id"])["model_id"]
 
@@ -236,7 +236,6 @@ def served(tmp_path_factory):
         "jobs.auth=token",
         f"jobs.token_file={folder / 'key'}",
         "jobs.max_request_mib=1",
-        "lora.rank=4",
         token="tml-secret",
     )
     one.wait()
@@ -315,7 +314,7 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
 def test_bad_bodies_are_refused_in_one_line(served):
     name, kind = served.client.create(), "application/json"
     bits = "application/x-protobuf"
-    new = {"session_id": name[:32], "model_seq_id": 5, "lora_config": {"rank": 4}}
+    new = {"session_id": name[:32], "model_seq_id": 5, "lora_config": {"rank": 8}}
     for path, data, sent, wanted in (
         ("optim_step", b"{", kind, (400, "the body is not JSON")),
         ("optim_step", b"[" * 100_000, kind, (400, "the body is not JSON")),
@@ -325,7 +324,7 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("optim_step", b"[]", kind, (400, "the body is not an object")),
         ("optim_step", {"model_id": name}, kind, (400, "seq_id None is not a number from 1")),
         ("optim_step", {"model_id": name, "seq_id": 7}, kind, (400, "number 6 is ahead")),
-        ("optim_step", {"model_id": name, "seq_id": 0}, kind, (400, "number -1 is not")),
+        ("optim_step", {"model_id": name, "seq_id": 0}, kind, (400, "seq_id 0 is not a number from 1")),
         ("optim_step", {"model_id": name, "seq_id": True}, kind, (400, "seq_id True is")),
         ("optim_step", {"model_id": [name]}, kind, (404, "there is no such thing")),
         ("optim_stepx", b"{}", kind, (404, "Not Found")),
@@ -340,7 +339,7 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("create_model", {**new, "lora_config": None}, kind, (400, "lora_config.rank 0, but")),
         (
             "create_model",
-            {**new, "lora_config": {"rank": 4, "train_mlp": False}},
+            {**new, "lora_config": {"rank": 8, "train_mlp": False}},
             kind,
             (400, "train_mlp False, but lora.targets"),
         ),
@@ -388,7 +387,7 @@ def test_a_refused_request_takes_its_number(served):
 
 
 def test_the_service_stops_in_order(start):
-    service = start("jobs.save_interval=100", "lora.rank=4")
+    service = start("jobs.save_interval=100")
     name = service.client.create()
     service.client.ask(name, "forward_backward", texts([1, 2, 3]))
     service.client.ask(name, "optim_step", rate(1e-2))

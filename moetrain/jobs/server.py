@@ -247,9 +247,10 @@ class JobRoutes(JsonServer):
 
     def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> str:
         known = self.service.describe(str(name))
-        if type(seq) is not int or not 0 <= seq < 10**8:
-            raise Refused(f"seq_id {shortened(seq)} is not a number from 1")
-        number = seq - (known["source"] is None)  # the SDK counts from 1, behind a load
+        first = int(known["source"] is None)  # of a run that begins with a load, that is 0
+        if type(seq) is not int or not first <= seq < 10**8:
+            raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
+        number = seq - first
         try:
             self.service.submit(known["id"], kind, body(), number)
         except Refused as error:
