@@ -130,7 +130,9 @@ def target_of(name, kind, body):
     """The job and the body of a request; saves to load, and samplers, are the job's own."""
     session = name.partition(":")[0]
     if kind == "asample":
-        return f"{session}:sample:{body['sampler']}", {k: x for k, x in body.items() if k != "sampler"}
+        return f"{session}:sample:{body['sampler']}", {
+            k: x for k, x in body.items() if k != "sampler"
+        }
     if kind == "load_weights" and isinstance(body.get("path"), str) and "/" not in body["path"]:
         body = {"optimizer": True, **body, "path": f"tinker://{name}/weights/{body['path']}"}
     return name, body
@@ -488,7 +490,9 @@ def fail(service, name, how, monkeypatch):
             assert answer["error"] == "ZeroDivisionError: division by zero"
             patch.undo()
             # The gradients of its step are gone.
-            assert "no forward_backward" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            assert (
+                "no forward_backward" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            )
         elif how == "nan":
             huge = [text([1, 2, 3], weights=[3e38, 3e38])]
             answer_to(service, name, "forward_backward", {"data": huge * 9})
@@ -512,7 +516,9 @@ def fail(service, name, how, monkeypatch):
         else:
             assert "result" in answer_to(service, name, "forward_backward", {"data": data})
             patch.setattr(AdamW, "step", lambda *_: 1 / 0)
-            assert "ZeroDivisionError" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            assert (
+                "ZeroDivisionError" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            )
 
 
 def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):

@@ -130,7 +130,9 @@ AT_ONCE = {
     "flipped": (rewrite("job.json", lambda d: d.replace(b"4", b"5", 1)), r"job\.json .*checksum"),
     "later": (rewrite("job.json", later_version), r"job\.json .*this version of moetrain"),
     "status": (
-        rewrite("job.json", lambda _: b'{"seed": 4, "status": "paused", "error": null, "source": null}'),
+        rewrite(
+            "job.json", lambda _: b'{"seed": 4, "status": "paused", "error": null, "source": null}'
+        ),
         r"job\.json .*this version of moetrain",
     ),
     "none": (remove("job.json"), r"job\.json is damaged: it is not there"),

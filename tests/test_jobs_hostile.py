@@ -73,8 +73,10 @@ def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
         else:
             assert service.turn()
             assert service.jobs[name].done == 2  # as many as jobs.max_completions
-        numbers = [service.submit(name, "asample", target_of(name, "asample", bodies[k])[1], key=k)
-                   for k in bodies]
+        numbers = [
+            service.submit(name, "asample", target_of(name, "asample", bodies[k])[1], key=k)
+            for k in bodies
+        ]
         assert sorted(numbers) == [0, 1, 2, 3, 4]
         while service.turn():
             pass
@@ -91,7 +93,11 @@ def test_a_session_keeps_so_many_samplers(tmp_path):
             ask("save_weights_for_sampler", {"sampling_session_seq_id": number})
             ask("asample", prompting([1, 2], 2, sampler=number))
         service.turn()
-        assert sorted(path.name[33:] for path in root.iterdir()) == ["sample:2", "sample:3", "train:0"]
+        assert sorted(path.name[33:] for path in root.iterdir()) == [
+            "sample:2",
+            "sample:3",
+            "train:0",
+        ]
         assert sorted(path.name for path in (root / name / "samplers").iterdir()) == ["2", "3"]
         with pytest.raises(Refused, match="no such thing"):
             ask("asample", prompting([1, 2], 2, sampler=1))
@@ -153,7 +159,10 @@ def test_a_refusal_is_a_line(service, kind, body, says):
         ("forward_backward", {"data": [text([1, 2]) | {"advantages": ["a"] * 1000}]}),
         ("forward_backward", {"data": [text([1, 2]) | {"logprobs": ["a"] * 1000}]}),
         ("forward", {"data": [text([1, 2])] * 65_537}),
-        ("forward", {"data": [text([1, 2])], "loss_fn_config": dict.fromkeys(map(str, range(99)), 0)}),
+        (
+            "forward",
+            {"data": [text([1, 2])], "loss_fn_config": dict.fromkeys(map(str, range(99)), 0)},
+        ),
         ("asample", {"prompt": {"chunks": [{"tokens": ["a"] * 1000}]}, "sampling_params": {}}),
         ("asample", {"prompt": {"chunks": ["a"] * 1000}, "sampling_params": {}}),
         ("optim_step", dict.fromkeys(map(str, range(1000)))),

@@ -324,7 +324,12 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("optim_step", b"[]", kind, (400, "the body is not an object")),
         ("optim_step", {"model_id": name}, kind, (400, "seq_id None is not a number from 1")),
         ("optim_step", {"model_id": name, "seq_id": 7}, kind, (400, "number 6 is ahead")),
-        ("optim_step", {"model_id": name, "seq_id": 0}, kind, (400, "seq_id 0 is not a number from 1")),
+        (
+            "optim_step",
+            {"model_id": name, "seq_id": 0},
+            kind,
+            (400, "seq_id 0 is not a number from 1"),
+        ),
         ("optim_step", {"model_id": name, "seq_id": True}, kind, (400, "seq_id True is")),
         ("optim_step", {"model_id": [name]}, kind, (404, "there is no such thing")),
         ("optim_stepx", b"{}", kind, (404, "Not Found")),

@@ -183,9 +183,7 @@ def test_a_step_takes_what_it_is_told(served):
 def test_a_large_batch_comes_in_parts(served):
     """And its gradients add up to the whole one's, as the loss is a sum."""
     one, other = created(served), created(served)
-    many = [
-        datum(TOKENS[i % 5 : i % 5 + 3]) for i in range(1030)
-    ]  # more than the SDK sends at once
+    many = [datum(TOKENS[i % 5 : i % 5 + 3]) for i in range(1030)]  # more than is sent at once
     passed = one.forward_backward(many, "cross_entropy").result()
     assert len(passed.loss_fn_outputs) == 1030
     few = [datum(TOKENS[i : i + 3], weights=[206.0] * 2) for i in range(5)]

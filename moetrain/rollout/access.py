@@ -44,15 +44,17 @@ class Access:
     section: str = ""
     prefix: str = ""
     """What every token begins with, for clients that insist on it."""
+    packages: tuple[str, ...] = ("starlette", "uvicorn")
 
     def check(self) -> None:
         """Raise ConfigError for contradictory settings, or packages that are not installed."""
         if not 0 <= self.port <= 65535:
             raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
-        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
-            raise self._error("port", f"{problem}; pip install 'moetrain[serve]'")
+            extra = "jobs" if "tinker" in self.packages else "serve"
+            raise self._error("port", f"{problem}; pip install 'moetrain[{extra}]'")
         if self.is_open and self.token_file is not None:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
