@@ -170,8 +170,8 @@ class JobsSection(Section):
     """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
     who can connect; auto: none if jobs.host is a loopback address, else token."""
     token_file: MaybePath = None
-    """File with the token, the SDK's API key, which begins with tml-; unset: output_dir/token, which
-    is created if it is missing."""
+    """File with the token, the SDK's API key, which begins with tml-; unset: output_dir/token,
+    which is created if it is missing."""
     max_jobs: PositiveInt = 256
     """Training runs and samplers that may exist at once; further ones are refused until some are
     deleted."""

@@ -267,17 +267,22 @@ class Sampling(_JobBody):
             )
 
 
-class Save(_JobBody):
-    """A request to keep the job's state, adapter and moments, under a name."""
+class Saving(_JobBody):
+    """What requests for saves have in common."""
 
-    path: str = Field(pattern=f"^{_NAME}$")
     overwrite: bool = False
     ttl_seconds: int | None = Field(default=None, ge=3600, le=315_360_000)
     """Seconds after which the save is removed; None: it stays."""
     user_metadata: _Metadata | None = None
 
 
-class SaveForSampler(Save):
+class Save(Saving):
+    """A request to keep the job's state, adapter and moments, under a name."""
+
+    path: str = Field(pattern=f"^{_NAME}$")
+
+
+class SaveForSampler(Saving):
     """A request to keep the adapter, under a name or for one new sampler alone."""
 
     path: str | None = Field(default=None, pattern=f"^{_NAME}$")
@@ -327,10 +332,6 @@ def source_of(path: str) -> tuple[str, str, str]:
             f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service"
         )
     return found[1], found[5], found[6]
-
-
-def may_be_named(name: str) -> bool:
-    return re.fullmatch(_NAME, name) is not None
 
 
 KINDS: Mapping[str, type[_JobBody]] = {

@@ -42,10 +42,11 @@ from moetrain.jobs.api import (
     Save,
     SaveExternal,
     SaveForSampler,
+    Saving,
 )
 from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job, read_save, write_save
+from moetrain.jobs.store import Job, make_room, read_save, write_save
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
@@ -158,14 +159,14 @@ class JobSession:
 
     def run_here(self, method: Callable[..., _R], *args: Any) -> _R:
         """Run a method that every rank runs now; what fails on one rank fails on all."""
-        self.is_told = True
+        before, self.is_told = self.is_told, True
         result = error = None
         try:
             result = method(self, *args)
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
             error = failure
         finally:
-            self.is_told = False
+            self.is_told = before
         others = self.world.any("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -320,7 +321,8 @@ class JobSession:
         shows = engine.pipeline is None and engine.graphs is None
         scored = [] if shows else score(engine, dealt.batches)
         loss.seen.clear()
-        totals = (engine.forward_backward if learns else engine.forward)(dealt.batches, loss)
+        run = engine.forward_backward if learns else engine.forward
+        totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together
         if shows:  # the last ones: a pass may have been run again
             scored = [x_BS.float().cpu() for x_BS in loss.seen[-len(dealt.batches) :]]
         loss.seen.clear()
@@ -431,35 +433,18 @@ class JobSession:
         path = self._keep(request, "external_weights", request.path, self.engine.save_peft)
         return {"path": path, "type": "save_weights_external"}
 
-    def _keep(
-        self, request: Save, kind: str, name: str | None, write: Callable[[Path], None]
-    ) -> str:
+    def _keep(self, request: Saving, kind: str, name: str, write: Callable[[Path], None]) -> str:
         """Let ``write`` save the current job in a folder; returns the save's path."""
-        assert name is not None
         folder = self.now.folder / kind / name
-        problem = self._clear(request, folder) if self.world.is_main else ""
+        most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
+        how = self.now.seen, request.overwrite, most
+        problem = make_room(folder, *how) if self.world.is_main else ""
         if problem := self.world.broadcast(problem):
             raise Refused(problem)
         write(folder)
         if self.world.is_main:
             write_save(folder, self.now.seen, request.ttl_seconds, request.user_metadata)
         return f"tinker://{self.now.id}/{kind}/{name}"
-
-    def _clear(self, request: Save, folder: Path) -> str:
-        """Make room for a save in ``folder``, on the main rank; returns why there is none."""
-        there = [path for path in folder.parent.glob("*") if path != folder]
-        for path in there:
-            if read_save(path) is None:
-                shutil.rmtree(path)
-        left, most = sum(path.exists() for path in there), self.config.jobs.max_saves
-        known = read_save(folder)
-        # One of this very request: it was saved, and its answer was not.
-        if known is not None and known["seen"] != self.now.seen and not request.overwrite:
-            return f"there is a save {folder.name!r} already; choose another name, or overwrite it"
-        if left >= most and folder.parent.name != SAMPLERS:
-            return f"this job has {left} saves, as many as jobs.max_saves"
-        shutil.rmtree(folder, ignore_errors=True)
-        return ""
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
         job, kind, name = request.source

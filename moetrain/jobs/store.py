@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -115,6 +116,25 @@ def read_save(folder: Path) -> dict[str, Any] | None:
         return None
     known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
     return None if (known["expires"] or math.inf) < time.time() else known
+
+
+def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
+    """Clear ``folder`` for a save of a job that has seen so many requests; returns why not.
+
+    Saves beside it whose time is over are removed, and ``most`` may be left.
+    """
+    others = [path for path in folder.parent.glob("*") if path != folder]
+    for path in others:
+        if read_save(path) is None:
+            shutil.rmtree(path)
+    known, left = read_save(folder), sum(path.exists() for path in others)
+    # One of this very request: it was saved, and its answer was not.
+    if known is not None and known["seen"] != seen and not overwrite:
+        return f"there is a save {folder.name!r} already; choose another name, or overwrite it"
+    if left >= most:
+        return f"this job has {left} saves, as many as jobs.max_saves"
+    shutil.rmtree(folder, ignore_errors=True)
+    return ""
 
 
 def _file(kind: str, number: int) -> str:
