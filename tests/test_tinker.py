@@ -261,6 +261,10 @@ def test_states_are_gone_back_to(served, trained):
         one.optim_step(ADAM).result()
     assert torch.equal(logprobs_of(run), logprobs_of(with_moments))
     assert not torch.equal(logprobs_of(run), logprobs_of(without))
+    run.load_state(path).result()  # whose moments are forgotten
+    run.forward_backward([datum()], "cross_entropy")
+    run.optim_step(ADAM).result()
+    assert torch.equal(logprobs_of(run), logprobs_of(without))
     run.load_state_with_optimizer(path).result()
     assert torch.equal(logprobs_of(run), old)
     rest = served._rest_client()
