@@ -3,18 +3,18 @@
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread: a request at a time
 
-Jobs with something to do take turns, one request each. A request is on the disk before its sender
-is told so, and its answer before the next one runs: after a crash the next process goes on from
-the newest checkpoint of each job and computes again what that has not seen. An error within a
+Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
+or all that wait at a sampler, which are generated together. A request is on the disk before its
+sender is told so, and its answer before the next one runs: after a crash the next process goes on
+from the newest checkpoint of each job and computes again what that has not seen. An error within a
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
-import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from moetrain.config import Config, logger
-from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import KINDS, Refused
-from moetrain.jobs.session import JobSession
-from moetrain.jobs.store import DamagedJob, Job, check_base
+from moetrain.config.sources import RunFailed, shortened
+from moetrain.jobs.api import JOB_ID, KINDS, SAVES, Refused
+from moetrain.jobs.session import SAMPLERS, JobSession
+from moetrain.jobs.store import DamagedJob, Job, check_base, read_save
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
-_ID = re.compile(r"[0-9a-f]{32}")
 _REMOVED = ".removed"
 
 
@@ -88,7 +87,7 @@ class Service(AbstractContextManager["Service"]):
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif _ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
+            elif JOB_ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
                 found.append(Job(folder))
                 try:
                     found[-1].look()
@@ -107,33 +106,83 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(self, name: str | None = None, seed: int = 0) -> dict[str, Any]:
-        """Make a new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
+    def create(
+        self, name: str | None = None, seed: int = 0, source: str | None = None
+    ) -> dict[str, Any]:
+        """Make a new job; to ask again for ``name``, an id, is safe. None: the service draws one.
+
+        ``source``: the save that a sampler has, or that the first request of a run is to load, as
+        a path under the folder of jobs; None: the weights that all jobs begin with.
 
         Raises:
-            Refused: ``name`` or ``seed`` is not valid, the job has another seed or is being
+            Refused: ``name``, ``seed`` or ``source`` is not valid, the job has another or is being
                 deleted, or there are ``jobs.max_jobs`` already.
             OSError: it cannot be written, and there is no such job.
         """
-        name = secrets.token_hex(16) if name is None else name
-        if not _ID.fullmatch(name):
-            raise Refused("id is not 32 hexadecimal digits (of a random number that is secret)")
+        name = f"{secrets.token_hex(16)}:train:0" if name is None else name
+        if not JOB_ID.fullmatch(name):
+            raise Refused(f"{shortened(name)} is not the id of a job")
         if not 0 <= seed < 2**63:
             raise Refused(f"seed {seed!r:.40} is out of range")
+        root = self.folder / "jobs"
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                if len(self.jobs) >= most:
+                if source is not None and read_save(root / source) is None:
+                    raise Refused("there is no save of this path", 404)
+                job = Job(root / name, seed, source=source)
+                if job.is_sampler:
+                    self._make_room(job.session)
+                if sum(job.status != "finished" for job in self.jobs.values()) >= most:
                     problem = f"there are {most} jobs, as many as jobs.max_jobs; delete some"
                     raise Refused(problem, 429)
                 if any(job.id == name for job, _ in self._removals):  # whose folder is still there
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
-                job = Job(self.folder / "jobs" / name, seed)
                 job.begin()
                 self.jobs[name] = job
-            elif job.seed not in (None, seed):
-                raise Refused(f"this job has seed {job.seed}")
+            elif job.seed not in (None, seed) or job.source != (source or job.source):
+                raise Refused(f"this job has seed {job.seed}, or another source")
             return job.describe()
+
+    def _make_room(self, session: str) -> None:
+        """Remove the sampler of ``session`` that was idle for longest, if it has many."""
+        mine = [job for job in self.of_session(session) if job.is_sampler]
+        if len(mine) >= self.config.jobs.max_saves:
+            if not (idle := [job for job in mine if not job.has_work]):
+                raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
+            self.delete(idle[0].id)
+
+    def of_session(self, session: str) -> Iterator[Job]:
+        with self._lock:
+            return iter([job for job in self.jobs.values() if job.session == session])
+
+    def finish(self, session: str) -> None:
+        """End the jobs of a session; runs that have saves keep them."""
+        for job in self.of_session(session):
+            if job.is_sampler or not self.saves(job.id):
+                self.delete(job.id)
+            elif job.status == "open":
+                with self._lock:
+                    job.note("finished")
+                    job.tell_waiting("finished")
+
+    def saves(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
+        folder = self._of(name).folder
+        paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
+        found = {f"{path.parent.name}/{path.name}": read_save(path) for path in paths}
+        known = {path: save for path, save in found.items() if save is not None}
+        return dict(sorted(known.items(), key=lambda item: item[1]["time"]))
+
+    def remove_save(self, name: str, save: str) -> None:
+        """Remove a save, and with the last one a run that is finished; Refused: there is none."""
+        if save not in self.saves(name):
+            raise Refused("there is no such thing", 404)
+        with self._lock:
+            job = self._of(name)
+            shutil.rmtree(job.folder / save)
+        if job.status == "finished" and not self.saves(name):
+            self.delete(name)
 
     def _of(self, name: str) -> Job:
         if name not in self.jobs:
@@ -145,20 +194,26 @@ class Service(AbstractContextManager["Service"]):
         with self._lock:
             return self._of(name).describe()
 
-    def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
+    def submit(
+        self, name: str, kind: str, body: object, number: int | None = None, key: str | None = None
+    ) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
 
         ``number``: the place in the job's order that the client gives it, so that it can be sent
-        again; None: the next.
+        again; None: the next. ``key``: what a request to a sampler has instead; None: a new one.
 
         Raises Refused: it is not taken up.
         """
-        self.describe(name)  # raises Refused before the body is parsed
+        job = self._of(name)  # raises Refused before the body is parsed
+        if job.is_sampler is not (kind == "asample"):
+            raise Refused(f"{shortened(kind)} is no request to this kind of job")
         text = self.session.limits.parse(kind, body).model_dump_json()
         with self._lock:
             job = self._of(name)
             job.check_open()
-            taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
+            if job.is_sampler and key is None:
+                key = str(job.accepted)
+            taken = job.add(kind, text, number, most=self.config.jobs.max_queued, key=key)
             self._lock.notify()
             return taken
 
@@ -211,18 +266,11 @@ class Service(AbstractContextManager["Service"]):
             self._lock.notify()
             return future
 
-    def saved_file(self, name: str, save: str, file: str) -> Path:
-        """Return the path of a file of a save's adapter, in PEFT's format."""
-        with self._lock:
-            path = self._of(name).folder / "saves" / save / "adapter" / file
-            # The routes let no name through that leads out of the folder.
-            if not path.is_file():
-                raise Refused("there is no such thing", 404)
-            return path
-
-    def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
+    def ask(
+        self, name: str, kind: str, body: object, number: int | None = None, key: str | None = None
+    ) -> dict[str, Any]:
         """Submit a request and take turns until its answer is there, all from one thread."""
-        future = self.answer(name, self.submit(name, kind, body, number))
+        future = self.answer(name, self.submit(name, kind, body, number, key))
         while not future.done():
             self.turn()
         return future.result()
@@ -239,8 +287,8 @@ class Service(AbstractContextManager["Service"]):
             self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
         assert job.seed is not None  # else it was set aside
         try:
-            self.session.sit(job.id, job.seed, str(job.folder))
-            while self.session.now.seen < job.done:  # what is in no checkpoint
+            self.session.sit(job.id, job.seed, str(job.folder), job.source)
+            while not job.is_sampler and self.session.now.seen < job.done:  # in no checkpoint
                 if self._is_given_up(job):
                     return True
                 self._serve_again(job, self.session.now.seen)
@@ -268,30 +316,48 @@ class Service(AbstractContextManager["Service"]):
         number, session = job.done, self.session
         session.is_given_up = partial(self._is_given_up, job)
         try:
-            result = session.serve(number)
-            if result is None:  # it was given up
+            if job.is_sampler:
+                results = session.sample(number, job.accepted - number)
+            else:
+                results = [session.serve(number)]
+                if (new := results[0].pop("sampler", None)) is not None:
+                    self.create(**new)
+            if results is None:  # they were given up
                 session.forget(job.id)
                 return
-            answer: dict[str, Any] = {"result": result}
+            answers: list[dict[str, Any]] = [{"result": result} for result in results]
         except (RunFailed, OSError, DamagedJob):
             raise
         except Refused as error:
-            answer = {"error": str(error), "refused": True}
+            answers = [{"error": str(error), "refused": True}]
             session.pass_over(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            answer = {"error": _line_of(error), "refused": False}
+            failed = {"error": _line_of(error), "refused": False}
+            answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
-            logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
+            logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
+        waiting = []
         with self._lock:
-            try:
-                job.answer(number, answer)
-            except OSError:  # a checkpoint at the end must not have seen what has no answer
-                session.forget(job.id)
-                raise
-            future = job.waiting.pop(number, None)
-        if "error" in answer:
+            for i, answer in enumerate(answers, number):
+                try:
+                    job.answer(i, answer)
+                except OSError:  # a checkpoint at the end must not have seen what has no answer
+                    session.forget(job.id)
+                    raise
+                waiting.append((job.waiting.pop(i, None), answer))
+            if job.is_sampler:
+                job.prune(job.done)
+        if "error" in answers[0]:
             session.probe()
-        new, seconds = session.now.seen - session.now.saved, 60 * self.config.checkpoint.minutes
+        if not job.is_sampler:
+            self._save_if_due(job)
+        for future, answer in waiting:
+            if future is not None:
+                future.set_result(answer)
+
+    def _save_if_due(self, job: Job) -> None:
+        session, minutes = self.session, self.config.checkpoint.minutes
+        new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         is_due = new > 0 and (by_time or new >= self.config.jobs.save_interval)
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
@@ -299,8 +365,6 @@ class Service(AbstractContextManager["Service"]):
             job.saved_time = time.monotonic()
             with self._lock:
                 job.prune(session.oldest_saved)
-        if future is not None:
-            future.set_result(answer)
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()
@@ -318,6 +382,8 @@ class Service(AbstractContextManager["Service"]):
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
+            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
+                shutil.rmtree(self.folder / "jobs" / str(job.source), ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

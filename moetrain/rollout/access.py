@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -41,15 +42,19 @@ class Access:
     """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
     own_file: Path
     section: str = ""
+    prefix: str = ""
+    """What every token begins with, for clients that insist on it."""
+    packages: tuple[str, ...] = ("starlette", "uvicorn")
 
     def check(self) -> None:
         """Raise ConfigError for contradictory settings, or packages that are not installed."""
         if not 0 <= self.port <= 65535:
             raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
-        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
-            raise self._error("port", f"{problem}; pip install 'moetrain[serve]'")
+            extra = "jobs" if "tinker" in self.packages else "serve"
+            raise self._error("port", f"{problem}; pip install 'moetrain[{extra}]'")
         if self.is_open and self.token_file is not None:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
@@ -70,13 +75,14 @@ class Access:
         try:
             if self.token_file is None and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, _write_secret)
+                write_atomically(path, partial(_write_secret, self.prefix))
             token = path.read_text("utf-8").strip()
         except (OSError, ValueError) as error:
             problem = f"{shortened(str(path))} cannot be read: {error}"
             raise self._error("token_file", problem) from None
-        if not token:
-            raise self._error("token_file", f"{shortened(str(path))} holds no token")
+        if not token.startswith(self.prefix or token[:1] or " "):
+            begins = self.prefix and f" that begins with {self.prefix!r}"
+            raise self._error("token_file", f"{shortened(str(path))} holds no token{begins}")
         print(f"the bearer token is in {path}", flush=True)
         return token
 
@@ -84,7 +90,8 @@ class Access:
         """Return status and problem of a request by :meth:`token`'s result; None: it is served."""
         if token is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode()):
+            given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            if hmac.compare_digest(given.strip(), token.encode()):
                 return None
             return 401, "no bearer token, or another than the server's"
         host = headers.get(b"host", b"").decode("latin-1")
@@ -123,6 +130,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _write_secret(path: Path) -> None:
+def _write_secret(prefix: str, path: Path) -> None:
     path.touch(0o600, exist_ok=False)  # before there is anything in it
-    path.write_text(secrets.token_urlsafe(32) + "\n", "utf-8")
+    path.write_text(f"{prefix}{secrets.token_urlsafe(32)}\n", "utf-8")
