@@ -167,7 +167,7 @@ def adapter_of(folder, name, save="final"):
 def run_alone(folder, seed, *words):
     """The results and the adapter of a job that has a service for itself."""
     with Service(config_of(folder, *words)) as service:
-        name = service.create(seed=seed)["id"]
+        name = service.create(seed=seed).id
         course = Course(seed, asker(service, name))
         while course.go_on():
             pass
@@ -189,7 +189,7 @@ def alone(tmp_path_factory):
 
 def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed)["id"] for seed in range(5)]
+        names = [service.create(seed=seed).id for seed in range(5)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(5)]
         live = list(courses)
         while live:
@@ -218,7 +218,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
             return [(id(x.untyped_storage()), x.data_ptr()) for x in tensors]
 
         before = addresses()
-        courses = [Course(s, asker(service, service.create(seed=s)["id"])) for s in range(6)]
+        courses = [Course(s, asker(service, service.create(seed=s).id)) for s in range(6)]
         while courses:
             courses = [course for course in courses if course.go_on()]
         assert [pointer for _, pointer in addresses()] == [pointer for _, pointer in before]
@@ -245,7 +245,7 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
     with Service(config_of(tmp_path, *words)) as service:
         names, courses, counts = {}, {}, []
         for seed in (0, 1, 2, 5):
-            names[seed] = service.create(seed=seed)["id"]
+            names[seed] = service.create(seed=seed).id
             courses[seed] = Course(seed, asker(service, names[seed]))
         for pair in ((0, 1), (2, 5)):  # of both kinds each
             live = [courses[seed] for seed in pair]
@@ -267,7 +267,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
     """The same steps by an engine that knows no jobs."""
     config = config_of(tmp_path, "train.seed=3")
     with Service(config) as service:
-        name = service.create(seed=3)["id"]
+        name = service.create(seed=3).id
         course = Course(3, asker(service, name))
         course.requests = supervised(3)
         course.next = next(course.requests)
@@ -285,7 +285,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
             continue
         request = session_module.Pass.model_validate(body)
         batches = pack([datum.sample(0) for datum in request.data], 64, 1)
-        totals = engine.forward_backward(batches, ClientLoss("cross_entropy"))
+        totals = engine.forward_backward(batches, ClientLoss.of("cross_entropy", {}))
         losses.append(totals.total.item())
     assert losses == [r["loss"] for r in course.results if "loss" in r][:-1]
     engine.save_peft(tmp_path / "by hand")
@@ -301,7 +301,7 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
     while live:
         service = Service(config_of(tmp_path / "all", *words))
         for seed in live:
-            names[seed] = service.create(names.get(seed), seed=seed)["id"]
+            names[seed] = service.create(names.get(seed), seed=seed).id
             ask = asker(service, names[seed])
             courses.setdefault(seed, Course(seed, ask)).ask = ask
         live = [seed for seed in live if courses[seed].go_on()]
@@ -344,7 +344,7 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
 
 def test_jobs_take_turns(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed)["id"] for seed in range(3)]
+        names = [service.create(seed=seed).id for seed in range(3)]
         for name, number in zip(names, (6, 2, 4), strict=True):
             for step in range(number):
                 service.submit(name, "forward_backward", texts(text_of(step)))
@@ -375,11 +375,11 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
     words.append(f"optim.gradient_dtype={dtype}")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
-            ask = asker(service, service.create(seed=number)["id"])
+            ask = asker(service, service.create(seed=number).id)
             alone.append([ask(*request) for request in of(number)])
     monkeypatch.setattr(Engine, "forward_backward", count)
     with Service(config_of(tmp_path / "all", *words)) as service:
-        names = [service.create(seed=number)["id"] for number in range(4)]
+        names = [service.create(seed=number).id for number in range(4)]
         aside = tmp_path / "all" / "aside"
         for requests in zip(*map(of, range(4)), strict=True):
             asked = zip(names, requests, strict=True)
@@ -397,7 +397,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
 def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
     words, data = ["jobs.max_loaded=1"], [text([1, 2, 3])]
     service = Service(config_of(tmp_path, *words))
-    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    names = [service.create(seed=seed).id for seed in range(3)]
     for name in names:
         asker(service, name)("forward_backward", {"data": data})
     assert len(list((tmp_path / "aside").iterdir())) == 1
@@ -411,7 +411,7 @@ def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
 def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
     service = Service(config_of(tmp_path, "jobs.max_loaded=1"))
     (tmp_path / "aside").mkdir()
-    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    names = [service.create(seed=seed).id for seed in range(3)]
     for name in names[:2]:
         asker(service, name)("forward_backward", texts([1, 2, 3]))
     (tmp_path / "aside" / f"{names[0]}-0.safetensors").mkdir()
@@ -423,10 +423,10 @@ def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
 def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
     body = texts([1, 2, 3])
     with Service(config_of(tmp_path)) as service:
-        name = service.create(f"{'ab' * 16}:train:0")["id"]
+        name = service.create(f"{'ab' * 16}:train:0").id
         first = answer_to(service, name, "forward_backward", body, 0)
         assert answer_to(service, name, "forward_backward", body, 0)["result"] == first["result"]
-        assert service.create(f"{'ab' * 16}:train:0")["next_number"] == 1
+        assert service.create(f"{'ab' * 16}:train:0").accepted == 1
         with pytest.raises(Refused, match="number 0 was another request; the next is 1"):
             service.submit(name, "optim_step", rate(1e-3), 0)
         with pytest.raises(Refused, match="number 2 is ahead of the next, 1"):
@@ -440,7 +440,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
-        name = service.create()["id"]
+        name = service.create().id
         ask = asker(service, name)
         for step in range(12):
             ask("forward_backward", texts(text_of(step)))
@@ -465,16 +465,16 @@ def rules_of(service):
 def test_a_failing_job_reports_and_leaves_the_others_alone(tmp_path, alone, monkeypatch, fails):
     with Service(config_of(tmp_path)) as service:
         before = rules_of(service)
-        good = [service.create(seed=seed)["id"] for seed in (0, 1)]
+        good = [service.create(seed=seed).id for seed in (0, 1)]
         courses = [Course(seed, asker(service, good[seed])) for seed in (0, 1)]
-        bad, turns = service.create(seed=7)["id"], 0
+        bad, turns = service.create(seed=7).id, 0
         live = list(courses)
         while live:
             live = [course for course in live if course.go_on()]
             fail(service, bad, fails, monkeypatch)
             turns += 1
         assert rules_of(service) == before
-        assert service.describe(bad)["status"] == "open"
+        assert service.find(bad).status == "open"
     for seed, course in enumerate(courses):
         assert (course.results, adapter_of(tmp_path, good[seed])) == alone(seed)
     assert turns > 5
@@ -527,12 +527,12 @@ def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch)
     step = ("optim_step", rate(1e-2))
     look = ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create()["id"])
+        ask = asker(service, service.create().id)
         for request in (learn, step, learn, step):
             ask(*request)
         expected = ask(*look)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create()["id"]
+    name = service.create().id
     ask = asker(service, name)
     for request in (learn, step, learn):
         ask(*request)
@@ -552,12 +552,12 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
     learn = ("forward_backward", texts(text_of(5)))
     step, look = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
-        name = service.create()["id"]
+        name = service.create().id
         ask = asker(service, name)
         for request in (learn, step):
             ask(*request)
         path = "tinker://SESSION:train:0/weights/one"
-        assert ask("save_weights", {"path": "one"}) == {"path": path, "type": "save_weights"}
+        assert ask("save_weights", {"path": "one"}) == {"path": path}
         found = []
         for _ in range(2):
             for request in (learn, step):
@@ -592,16 +592,16 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
             service.remove_save(name, "weights/one")
 
 
-def test_cancelled_and_deleted_jobs(tmp_path):
+def test_ended_and_deleted_jobs(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_jobs=2")) as service:
-        one, two = (service.create()["id"] for _ in range(2))
+        one, two = (service.create().id for _ in range(2))
         with pytest.raises(Refused, match="there are 2 jobs, as many"):
             service.create()
         waiting = service.answer(one, service.submit(one, "optim_step", rate(1.0)))
-        assert service.cancel(one)["status"] == "cancelled"
-        assert waiting.result(0) == {"error": "cancelled"}
+        service.end(one)
+        assert waiting.result(0) == {"error": "finished"}
         assert not service.turn()
-        with pytest.raises(Refused, match="this job is cancelled"):
+        with pytest.raises(Refused, match="this job is finished"):
             service.submit(one, "optim_step", rate(1.0))
         asker(service, two)("forward_backward", texts([1, 2]))
         gone = service.delete(two)
@@ -609,10 +609,10 @@ def test_cancelled_and_deleted_jobs(tmp_path):
         gone.result(0)
         assert not (tmp_path / "jobs" / two).exists()
         with pytest.raises(Refused, match="there is no such thing"):
-            service.describe(two)
+            service.find(two)
         service.create()
     with Service(config_of(tmp_path)) as service:
-        assert service.describe(one)["status"] == "cancelled"
+        assert service.find(one).status == "finished"
 
 
 def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
@@ -620,17 +620,17 @@ def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
         name, step, calls = f"{'ab' * 16}:sample:0", Generator.step, []
         service.create(name)
 
-        def cancel(self):
+        def end(self):
             calls.append(1)
             if len(calls) == 3:
-                service.cancel(name)
+                service.end(name)
             return step(self)
 
-        monkeypatch.setattr(Generator, "step", cancel)
+        monkeypatch.setattr(Generator, "step", end)
         _, body = target_of(name, "asample", prompting([1], 50))
         waiting = service.answer(name, service.submit(name, "asample", body))
         service.turn()
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         assert len(calls) == 3
         assert not service.session.generator.is_busy
 
@@ -698,9 +698,9 @@ SAMPLES = [
     (prompting([1], 0), "max_tokens: Input should be"),
     (prompting([1], 1, num_samples=10**6), "jobs.max_completions 1024"),
     (prompting([1], 1, topk_sample_logprobs=51), "more than there are tokens"),
-    (prompting([1], 1, topk_prompt_logprobs=1), "topk_prompt_logprobs is not supported"),
-    (prompting([1], 1, prompt_alt_tokens_k=1), "prompt_alt_tokens_k is not supported"),
-    (prompting([1], 1, target_prompt_logprobs={}, record_stability_info=True), "not supported"),
+    (prompting([1], 1, topk_prompt_logprobs=1), "topk_prompt_logprobs: Input should be 0"),
+    (prompting([1], 1, prompt_alt_tokens_k=1), "prompt_alt_tokens_k: Input should be 0"),
+    (prompting([1], 1, target_prompt_logprobs={}), "is not supported"),
     (prompting([1], 1, prompt_logprobs_last_n=1), "is for prompt_logprobs"),
     (prompting([1]) | {"sampling_params": {"stop": "a"}}, "there is no tokenizer"),
     (prompting([1]) | {"sampling_params": {"temperature": -1}}, "temperature: Input should be"),
@@ -717,11 +717,11 @@ def quiet(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "body", "says"), BAD)
 def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body, says):
-    name = quiet.create(f"{'ef' * 16}:train:0")["id"]
+    name = quiet.create(f"{'ef' * 16}:train:0").id
     with pytest.raises(Refused, match=says) as found:
         quiet.submit(name, kind, body)
     assert "\n" not in str(found.value)
-    assert quiet.describe(name)["next_number"] == 0
+    assert quiet.find(name).accepted == 0
 
 
 @pytest.mark.parametrize(("body", "says"), SAMPLES)
@@ -731,16 +731,16 @@ def test_what_can_never_be_sampled_is_refused(quiet, body, says):
     with pytest.raises(Refused, match=says) as found:
         quiet.submit(name, "asample", target_of(name, "asample", body)[1])
     assert "\n" not in str(found.value)
-    assert quiet.describe(name)["next_number"] == 0
+    assert quiet.find(name).accepted == 0
 
 
 def test_a_queue_has_an_end(quiet):
-    name = quiet.create()["id"]
+    name = quiet.create().id
     for _ in range(2):
         quiet.submit(name, "optim_step", rate(1.0))
     with pytest.raises(Refused, match="2 requests of this job wait already"):
         quiet.submit(name, "optim_step", rate(1.0))
-    quiet.cancel(name)
+    quiet.end(name)
 
 
 def test_the_folder_has_one_base(tmp_path):
@@ -757,7 +757,7 @@ def test_the_folder_has_one_base(tmp_path):
 
 def test_a_damaged_job_fails_alone(tmp_path, alone):
     service = Service(config_of(tmp_path, "jobs.save_interval=1"))
-    bad, good = service.create(seed=4)["id"], service.create(seed=0)["id"]
+    bad, good = service.create(seed=4).id, service.create(seed=0).id
     for _ in range(3):
         asker(service, bad)("forward_backward", texts([1, 2]))
         asker(service, bad)("optim_step", rate(1e-3))
@@ -770,7 +770,7 @@ def test_a_damaged_job_fails_alone(tmp_path, alone):
         while course.go_on():
             pass
         assert "could not be brought back" in future.result(0)["error"]
-        assert service.describe(bad)["status"] == "failed"
+        assert service.find(bad).status == "failed"
     assert (course.results, adapter_of(tmp_path, good)) == alone(0)
 
 
@@ -780,13 +780,13 @@ def test_on_a_gpu_too(tmp_path):
     words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
     expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]
     with Service(config_of(tmp_path / "all", *words)) as service:
-        bad = service.create(seed=9)["id"]  # its weights, and so what it leaves in pages, are NaN
+        bad = service.create(seed=9).id  # its weights, and so what it leaves in pages, are NaN
         wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
         for _ in range(5):
             answer_to(service, bad, "forward_backward", texts(text_of(9)))
             answer_to(service, bad, "optim_step", wild)
         answer_to(service, bad, "save_weights_for_sampler", {"sampling_session_seq_id": 0})
-        names = [service.create(seed=seed)["id"] for seed in range(4)]
+        names = [service.create(seed=seed).id for seed in range(4)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(4)]
         live = list(courses)
         while live:

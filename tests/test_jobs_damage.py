@@ -131,7 +131,7 @@ AT_ONCE = {
     "later": (rewrite("job.json", later_version), r"job\.json .*this version of moetrain"),
     "status": (
         rewrite(
-            "job.json", lambda _: b'{"seed": 4, "status": "paused", "error": null, "source": null}'
+            "job.json", lambda _: b'{"seed": 4, "status": "paused", "source": null}'
         ),
         r"job\.json .*this version of moetrain",
     ),
@@ -215,15 +215,16 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
     port = free_port()
     with Service(config_of(folder, f"jobs.port={port}")) as service:
         for key, (_, says) in AT_ONCE.items():
-            known = service.describe(names[key])
-            assert known["status"] == "failed", key
+            known = service.find(names[key])
+            assert known.status == "failed", key
             with pytest.raises(Refused, match=says):
                 service.submit(names[key], *STEP)
             with pytest.raises(Refused, match=says):
                 service.answer(names[key], 99)
-            assert service.create(names[key], known["seed"] or 0) == known
-            assert service.cancel(names[key]) == known
-        assert {service.describe(names[key])["status"] for key in LATER} == {"open"}
+            assert service.create(names[key], known.seed or 0) is known
+            service.end(names[key])
+            assert known.status == "failed"
+        assert {service.find(names[key]).status for key in LATER} == {"open"}
         waiting = {key: service.answer(names[key], 9) for key in LATER}
         for seed in SEEDS:
             assert finish(service, NAMES[seed]) == left[1][seed]
@@ -304,7 +305,7 @@ def test_whatever_is_damaged_is_a_jobs_own_and_never_a_wrong_result(left, tmp_pa
         for name, fate in fates.items():
             # That its newest request is gone, a job cannot know; its client does.
             is_whole = not fate or fate == "number 10 is ahead of the next, 9"
-            assert service.describe(name)["status"] == ("open" if is_whole else "failed")
+            assert service.find(name).status == ("open" if is_whole else "failed")
             assert is_whole or re.search("is damaged: |cannot read ", fate), fate
     assert 0 < sum(map(bool, fates.values())) < number
 
@@ -343,12 +344,12 @@ def test_a_job_of_which_nobody_was_told_is_none(tmp_path, monkeypatch):
     (tmp_path / "jobs" / NAMES[BAD] / "job.json").unlink(missing_ok=True)
     with Service(config_of(tmp_path)) as service:
         assert service.jobs == {}
-        assert service.create(NAMES[BAD], BAD + 1)["next_number"] == 0
+        assert service.create(NAMES[BAD], BAD + 1).accepted == 0
 
 
 def test_a_job_is_saved_by_time(tmp_path, monkeypatch):
     with Service(config_of(tmp_path, "jobs.save_interval=99", "checkpoint.minutes=1")) as service:
-        name = service.create()["id"]
+        name = service.create().id
         root = tmp_path / "jobs" / name / "checkpoints"
         asker(service, name)(*learn(1))
         service.jobs[name].saved_time -= 61

@@ -29,7 +29,7 @@ def service(tmp_path):
 
 def blown_up(service):
     """A job whose weights are not finite any more, with a sampler."""
-    name = service.create(seed=2)["id"]
+    name = service.create(seed=2).id
     wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
     for seed in range(5):
         answer_to(service, name, "forward_backward", texts(text_of(seed)))
@@ -53,7 +53,7 @@ def test_an_answer_is_the_same_when_it_is_read_again(service):
     service.create(name)
     first = answer_to(service, name, "asample", TOPS, 7)["result"]
     assert answer_to(service, name, "asample", TOPS, 7)["result"] == first
-    assert service.describe(name)["next_number"] == 1
+    assert service.find(name).accepted == 1
     with pytest.raises(Refused, match="number 0 was another request"):
         answer_to(service, name, "asample", prompting([1], 2), 7)
 
@@ -87,7 +87,7 @@ def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
 
 def test_a_session_keeps_so_many_samplers(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
-        name = service.create()["id"]
+        name = service.create().id
         ask, root = asker(service, name), tmp_path / "jobs"
         for number in range(4):
             ask("save_weights_for_sampler", {"sampling_session_seq_id": number})
@@ -176,9 +176,9 @@ def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
     assert found.value.error_count() <= 2
 
 
-def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
+def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     service = Service(config_of(tmp_path))
-    name = service.create()["id"]
+    name = service.create().id
     for _ in range(10):
         asker(service, name)(*LEARN)
     service._stack.close()  # as the kernel ends a claim
@@ -186,15 +186,15 @@ def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = Service._serve_again, []
 
-        def cancel(self, job, number):
+        def end(self, job, number):
             served.append(number)
             if number == 3:
-                service.cancel(name)
+                service.end(name)
             again(self, job, number)
 
-        monkeypatch.setattr(Service, "_serve_again", cancel)
+        monkeypatch.setattr(Service, "_serve_again", end)
         assert service.turn()
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         assert served == [0, 1, 2, 3]
         assert not service.turn()
 
@@ -208,20 +208,20 @@ def test_an_id_is_taken_until_its_job_is_gone(service):
         service.create(name)
     service.turn()
     gone.result(0)
-    assert service.create(name, seed=1)["next_number"] == 0
+    assert service.create(name, seed=1).accepted == 0
     asker(service, name)(*LEARN)
 
 
 def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        name = service.create()["id"]
+        name = service.create().id
         gone = service.delete(name)
         gone.cancel()  # as who waits for it does, when it goes
     assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch):
-    name, other = service.create()["id"], f"{'cd' * 16}:train:0"
+    name, other = service.create().id, f"{'cd' * 16}:train:0"
     waiting = service.answer(name, service.submit(name, *LEARN))
 
     def full(*args, **kwargs):
@@ -232,17 +232,17 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
-            service.cancel(name)
-        assert service.describe(name)["status"] == "open"
+            service.end(name)
+        assert service.find(name).status == "open"
         with pytest.raises(Refused, match="there is no such thing"):
-            service.describe(other)
+            service.find(other)
     service.turn()
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
         patch.setattr(store, "_write_durably", full)
         gone = service.delete(name)
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         service.turn()
         gone.result(0)
     assert not (tmp_path / "jobs" / name).exists()
@@ -252,21 +252,21 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
     """Its requests since its last checkpoint have no room there, and have again after it."""
     long = ("forward_backward", texts(text_of(5, 60)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create()["id"])
+        ask = asker(service, service.create().id)
         ask(*long)
         ask(*STEP)
         expected = ask(*LOOK)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create()["id"]
+    name = service.create().id
     asker(service, name)(*long)
     service._stack.close()  # as the kernel ends a claim
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         service.turn()
         assert "could not be brought back" in waiting.result(0)["error"]
-        assert service.describe(name)["status"] == "failed"
+        assert service.find(name).status == "failed"
     with Service(config_of(tmp_path / "b")) as service:
-        assert service.describe(name)["status"] == "open"
+        assert service.find(name).status == "open"
         while service.turn():
             pass
         assert asker(service, name)(*LOOK) == expected
@@ -308,7 +308,7 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
     alone = {}
     for one in seeds:
         with Service(config_of(tmp_path / f"alone-{one}")) as service:
-            name = service.create(seed=one)["id"]
+            name = service.create(seed=one).id
             alone[one] = [answer_to(service, name, *request) for request in program(one)]
     assert any("error" in answer for answers in alone.values() for answer in answers)
     names, found = {one: f"{one:032x}:train:0" for one in seeds}, {one: [] for one in seeds}

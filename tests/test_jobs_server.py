@@ -1,4 +1,4 @@
-"""The job service as a process, behind HTTP: killed, cancelled, asked by many, and by strangers."""
+"""The job service as a process, behind HTTP: killed, left, asked by many, and by strangers."""
 
 import hashlib
 import http.client
@@ -109,7 +109,8 @@ class Remote:
     def create(self, seed=0):
         session = self.call("POST", "create_session", {})["session_id"]
         lora = {"rank": 8, "seed": seed}
-        new = {"session_id": session, "model_seq_id": 0, "lora_config": lora}
+        new = {"session_id": session, "model_seq_id": 0, "base_model": "debug"}
+        new["lora_config"] = lora
         return self.retrieve(self.call("POST", "create_model", new)["request_id"])["model_id"]
 
     def retrieve(self, name, kind=""):

@@ -9,7 +9,7 @@ its token ids, its rows fit, its numbers are finite. Otherwise one line says wha
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -33,7 +33,6 @@ _MOST_TEXTS = 65_536
 _Ints = Annotated[list[int], Field(fail_fast=True)]
 _Floats = Annotated[list[float], Field(fail_fast=True)]
 _Count = Annotated[int, Field(ge=0, lt=10**8)]
-_Metadata = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
 
 
 class Refused(ValueError):
@@ -82,9 +81,6 @@ class Limits:
 
 
 class _JobBody(JsonBody):
-    changes: ClassVar[bool] = False
-    """Whether it changes the job's state, and so is served again where that was lost."""
-
     def check(self, limits: Limits) -> None:
         """Raise ValueError if the request can never be served."""
 
@@ -151,12 +147,6 @@ class Pass(_JobBody):
             datum.check(f"data[{i}]", limits, self.loss_fn)
 
 
-class _ForwardBackward(Pass):
-    """The same, and its gradients are added to those of the step."""
-
-    changes = True
-
-
 class _AdamParams(JsonBody):
     learning_rate: float = Field(default=1e-4, ge=0, le=1e6)
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -169,8 +159,6 @@ class _AdamParams(JsonBody):
 
 class OptimStep(_JobBody):
     """A request to update the adapter with the step's gradients."""
-
-    changes = True
 
     adam_params: _AdamParams
 
@@ -203,11 +191,10 @@ class Sampling(_JobBody):
     num_samples: int = Field(default=1, ge=1)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
-    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_prompt_logprobs: Literal[0] = 0
     topk_sample_logprobs: int = Field(default=0, ge=0)
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-    record_stability_info: bool | None = None
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -235,11 +222,6 @@ class Sampling(_JobBody):
 
     def check(self, limits: Limits) -> None:
         tokens, asked = self.tokens, self.sampling_params
-        for key in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if getattr(self, key):
-                raise ValueError(f"{key} is not supported; leave it out")
-        if self.topk_prompt_logprobs:
-            raise ValueError("topk_prompt_logprobs is not supported; leave it 0")
         limits.check_tokens("prompt", tokens)
         if len(tokens) + (asked.max_tokens or 1) > limits.longest_text:
             raise ValueError(
@@ -267,25 +249,22 @@ class Sampling(_JobBody):
             )
 
 
-class Saving(_JobBody):
-    """What requests for saves have in common."""
+class Save(_JobBody):
+    """A request to keep the job's state, or its adapter in PEFT's format, under a name."""
 
+    path: str | None = Field(default=None, pattern=f"^{_NAME}$")
     overwrite: bool = False
     ttl_seconds: int | None = Field(default=None, ge=3600, le=315_360_000)
     """Seconds after which the save is removed; None: it stays."""
-    user_metadata: _Metadata | None = None
+
+    def check(self, limits: Limits) -> None:
+        if self.path is None:
+            raise ValueError("path is missing; give the save a name")
 
 
-class Save(Saving):
-    """A request to keep the job's state, adapter and moments, under a name."""
-
-    path: str = Field(pattern=f"^{_NAME}$")
-
-
-class SaveForSampler(Saving):
+class SaveForSampler(Save):
     """A request to keep the adapter, under a name or for one new sampler alone."""
 
-    path: str | None = Field(default=None, pattern=f"^{_NAME}$")
     kind: Literal["snapshot"] = "snapshot"
     sampling_session_seq_id: _Count | None = None
 
@@ -294,29 +273,16 @@ class SaveForSampler(Saving):
             raise ValueError("it takes path or sampling_session_seq_id, and not both")
 
 
-class SaveExternal(Save):
-    """A request to export the adapter in PEFT's format."""
-
-    age_encryption_recipients: None = None
-
-
 class Load(_JobBody):
     """A request to go on from a save, of any job whose path the client knows."""
-
-    changes = True
 
     path: str
     optimizer: bool
     """Whether the moments are loaded too; otherwise they are zero."""
-    weights_access_token: None = None
 
     def check(self, limits: Limits) -> None:
-        if self.source[1] != "weights" and self.optimizer:
+        if "/weights/" not in source_of(self.path) and self.optimizer:
             raise ValueError("path: sampler_weights have no optimizer state; load weights")
-
-    @property
-    def source(self) -> tuple[str, str, str]:
-        return source_of(self.path)
 
 
 class _Unserved(_JobBody):
@@ -325,23 +291,23 @@ class _Unserved(_JobBody):
     problem: str
 
 
-def source_of(path: str) -> tuple[str, str, str]:
-    """Return job, kind of save and name of a save's ``path``; ValueError: it is none."""
-    if (found := _SOURCE.fullmatch(path)) is None:
-        raise ValueError(
-            f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service"
-        )
-    return found[1], found[5], found[6]
+def source_of(path: str) -> str:
+    """Return where a save's ``path`` leads under the folder of jobs; Refused: it is none."""
+    if _SOURCE.fullmatch(path) is None:
+        raise Refused(f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service")
+    return path.removeprefix("tinker://")
 
 
 KINDS: Mapping[str, type[_JobBody]] = {
-    "forward_backward": _ForwardBackward,
+    "forward_backward": Pass,
     "forward": Pass,
     "optim_step": OptimStep,
     "asample": Sampling,
     "save_weights": Save,
     "save_weights_for_sampler": SaveForSampler,
-    "save_weights_external": SaveExternal,
+    "save_weights_external": Save,
     "load_weights": Load,
     "unserved": _Unserved,
 }
+CHANGES = ("forward_backward", "optim_step", "load_weights")
+"""Kinds that change the job's state, and so are served again where that was lost."""

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import JOB_ID, KINDS, SAVES, Refused
+from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Refused
 from moetrain.jobs.session import SAMPLERS, JobSession
 from moetrain.jobs.store import DamagedJob, Job, check_base, read_save
 from moetrain.train.run_folder import RunFolder
@@ -56,7 +56,7 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
-            self.jobs = {job.id: job for job in self._find()}
+            self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -80,7 +80,7 @@ class Service(AbstractContextManager["Service"]):
             for job in self.jobs.values():
                 job.tell_waiting(self.STOPPED)
 
-    def _find(self) -> list[Job]:
+    def _read_jobs(self) -> list[Job]:
         root = self.folder / "jobs"
         root.mkdir(mode=0o700, exist_ok=True)
         found = []
@@ -106,9 +106,7 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(
-        self, name: str | None = None, seed: int = 0, source: str | None = None
-    ) -> dict[str, Any]:
+    def create(self, name: str | None = None, seed: int = 0, source: str | None = None) -> Job:
         """Make a new job; to ask again for ``name``, an id, is safe. None: the service draws one.
 
         ``source``: the save that a sampler has, or that the first request of a run is to load, as
@@ -142,57 +140,60 @@ class Service(AbstractContextManager["Service"]):
                 self.jobs[name] = job
             elif job.seed not in (None, seed) or job.source != (source or job.source):
                 raise Refused(f"this job has seed {job.seed}, or another source")
-            return job.describe()
+            return job
 
     def _make_room(self, session: str) -> None:
         """Remove the sampler of ``session`` that was idle for longest, if it has many."""
-        mine = [job for job in self.of_session(session) if job.is_sampler]
+        mine = [x for x in self.jobs.values() if x.session == session and x.is_sampler]
         if len(mine) >= self.config.jobs.max_saves:
             if not (idle := [job for job in mine if not job.has_work]):
                 raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
             self.delete(idle[0].id)
 
-    def of_session(self, session: str) -> Iterator[Job]:
-        with self._lock:
-            return iter([job for job in self.jobs.values() if job.session == session])
-
     def finish(self, session: str) -> None:
         """End the jobs of a session; runs that have saves keep them."""
-        for job in self.of_session(session):
-            if job.is_sampler or not self.saves(job.id):
-                self.delete(job.id)
-            elif job.status == "open":
-                with self._lock:
-                    job.note("finished")
-                    job.tell_waiting("finished")
+        with self._lock:
+            for job in [job for job in self.jobs.values() if job.session == session]:
+                if job.is_sampler or not self.saves(job.id):
+                    self.delete(job.id)
+                else:
+                    self.end(job.id)
+
+    def end(self, name: str) -> None:
+        """Drop a job's waiting requests, and take up no more. OSError: it goes on."""
+        with self._lock:
+            job = self.find(name)
+            if job.status == "open":
+                job.note("finished")
+                job.tell_waiting("finished")
 
     def saves(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
-        folder = self._of(name).folder
+        folder = self.find(name).folder
         paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
         found = {f"{path.parent.name}/{path.name}": read_save(path) for path in paths}
         known = {path: save for path, save in found.items() if save is not None}
         return dict(sorted(known.items(), key=lambda item: item[1]["time"]))
 
-    def remove_save(self, name: str, save: str) -> None:
-        """Remove a save, and with the last one a run that is finished; Refused: there is none."""
+    def folder_of(self, name: str, save: str) -> Path:
+        """Return the folder of a save; Refused: there is none."""
         if save not in self.saves(name):
             raise Refused("there is no such thing", 404)
+        return self.find(name).folder / save
+
+    def remove_save(self, name: str, save: str) -> None:
+        """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            job = self._of(name)
-            shutil.rmtree(job.folder / save)
-        if job.status == "finished" and not self.saves(name):
+            shutil.rmtree(self.folder_of(name, save))
+        if self.find(name).status == "finished" and not self.saves(name):
             self.delete(name)
 
-    def _of(self, name: str) -> Job:
-        if name not in self.jobs:
-            raise Refused("there is no such thing", 404)
-        return self.jobs[name]
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """Describe a job to its client. This and all below raise Refused where there is none."""
+    def find(self, name: str) -> Job:
+        """Return a job. This and all below raise Refused where there is none."""
         with self._lock:
-            return self._of(name).describe()
+            if name not in self.jobs:
+                raise Refused("there is no such thing", 404)
+            return self.jobs[name]
 
     def submit(
         self, name: str, kind: str, body: object, number: int | None = None, key: str | None = None
@@ -204,12 +205,12 @@ class Service(AbstractContextManager["Service"]):
 
         Raises Refused: it is not taken up.
         """
-        job = self._of(name)  # raises Refused before the body is parsed
+        job = self.find(name)  # raises Refused before the body is parsed
         if job.is_sampler is not (kind == "asample"):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
         text = self.session.limits.parse(kind, body).model_dump_json()
         with self._lock:
-            job = self._of(name)
+            job = self.find(name)
             job.check_open()
             if job.is_sampler and key is None:
                 key = str(job.accepted)
@@ -223,7 +224,7 @@ class Service(AbstractContextManager["Service"]):
         Refused: there was no such request, or it was too long ago.
         """
         with self._lock:
-            job = self._of(name)
+            job = self.find(name)
             if not 0 <= number < job.accepted:
                 job.check_open()
                 raise Refused(f"there was no request {number}; the next is {job.accepted}")
@@ -240,25 +241,15 @@ class Service(AbstractContextManager["Service"]):
             future.set_result(answer)
             return future
 
-    def cancel(self, name: str) -> dict[str, Any]:
-        """Cancel a job's waiting requests, and take up no more."""
-        with self._lock:
-            job = self._of(name)
-            if job.status == "open":
-                job.note("cancelled")
-                job.tell_waiting("cancelled")
-            return job.describe()
-
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone."""
         with self._lock:
-            job = self._of(name)
-            if job.status == "open":
-                try:
-                    job.note("cancelled")
-                except OSError:  # a full disk must not keep anybody from making room
-                    job.status = "cancelled"
-                job.tell_waiting("cancelled")
+            job = self.find(name)
+            try:
+                self.end(name)
+            except OSError:  # a full disk must not keep anybody from making room
+                job.status = "finished"
+                job.tell_waiting("finished")
             del self.jobs[name]
             future: Future[None] = Future()
             future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
@@ -307,7 +298,7 @@ class Service(AbstractContextManager["Service"]):
     def _serve_again(self, job: Job, number: int) -> None:
         """Bring ``job`` to where it was after request ``number``, which has an answer."""
         answer = job.answer_of(number)
-        if "result" in answer and KINDS[answer["kind"]].changes:
+        if "result" in answer and answer["kind"] in CHANGES:
             self.session.serve(number)
         else:
             self.session.pass_over(number, "error" in answer and not answer["refused"])

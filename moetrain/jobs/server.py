@@ -15,25 +15,25 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from pydantic import Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
+from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import JOB_ID, Refused, source_of
 from moetrain.jobs.scheduler import Service
 from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.request import JsonBody
 
 _NOT_KEPT = "it was not taken up: it cannot be kept"
 _PROTOBUF = "application/x-protobuf"
@@ -46,52 +46,12 @@ _NO_LOGPROB = -99999.0
 """What the SDK takes for an empty place among likeliest tokens."""
 _FUTURE = re.compile(rf"({JOB_ID.pattern}):(new|[0-9]{{1,8}})")
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
-_UNLISTED = {
-    "training_runs": {"training_runs": [], "cursor": {"offset": 0, "limit": 0, "total_count": 0}},
-    "checkpoints": {"checkpoints": []},
-    "sessions": {"sessions": []},
-}
-"""Answers of the routes that would list ids."""
-
-
-class _LoraConfig(JsonBody):
-    rank: int
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class _Optimizer(JsonBody):
-    type: str
-
-
-class _New(JsonBody):
-    """A request for a new job of a session."""
-
-    session_id: str = Field(pattern="^[0-9a-f]{32}$")
-    model_seq_id: int = Field(default=0, ge=0, lt=10**9)
-    sampling_session_seq_id: int = Field(default=0, ge=0, lt=10**9)
-    base_model: str | None = None
-    model_path: str | None = None
-    path: str | None = None
-    optimizer: bool = False
-    user_metadata: dict[str, Any] | None = Field(default=None, max_length=64)
-    lora_config: _LoraConfig | None = None
-    optimizer_config: _Optimizer = _Optimizer(type="adamw")
-    weights_access_token: None = None
-    type: str = ""
-
-
-class _Retrieve(JsonBody):
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class _About(JsonBody):
-    model_id: str = ""
-    tinker_path: str = ""
-    type: str = ""
+_MOST_KEYS = 64
+"""Keys of an object in a request that the SDK's own types parse, which complain of each."""
+_OF_JOBS = ("base_model", "model_id", "model_seq_id", "optimizer_config", "sampling_session_id")
+_OF_JOBS += ("seq_id", "session_id", "type", "user_metadata")
+"""Keys of a request that say whose it is; the others are what is asked."""
+_T = TypeVar("_T", bound=BaseModel)
 
 
 class JobRoutes(JsonServer):
@@ -107,7 +67,8 @@ class JobRoutes(JsonServer):
         """The base model's name for clients."""
         lora = self.config.lora
         self.about = {"base_model": self.model, "is_lora": True, "lora_rank": lora.rank}
-        self.trains = service.session.trains
+        longest = min(service.session.limits.longest_text, self.config.data.seq_len)
+        known = {"model_name": self.model, "max_context_length": longest}
         most = min(_CHUNK_BYTES, self.config.jobs.max_request_mib << 19)
         table: dict[str, Any] = {
             "POST client/config": {
@@ -130,18 +91,15 @@ class JobRoutes(JsonServer):
             "POST asample": self.sample,
             "POST retrieve_future": self.retrieve,
             "POST get_info": self.info,
-            "POST weights_info": self.weights_info,
             "GET healthz": {"status": "ok"},
-            "GET get_server_capabilities": {"supported_models": [self._capabilities()]},
-            "GET sessions/{session}": self.session,
+            "GET get_server_capabilities": {"supported_models": [known]},
             "GET samplers/{job}": self.sampler,
             "GET training_runs/{job}": self.run,
             "DELETE training_runs/{job}": self.delete,
             "GET training_runs/{job}/checkpoints": self.saves,
             "GET training_runs/{job}/checkpoints/{save:path}/external_weights_urls": self.urls,
             "DELETE training_runs/{job}/checkpoints/{save:path}": self.remove_save,
-            "GET training_runs/{job}/files/{name}/{file}": self.file,
-            **{f"GET {name}": answer for name, answer in _UNLISTED.items()},
+            "GET training_runs/{job}/files/{save:path}/{file}": self.file,
         }
         routes = []
         for place, answer in table.items():
@@ -157,11 +115,6 @@ class JobRoutes(JsonServer):
                 OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
             },
         )
-
-    def _capabilities(self) -> dict[str, Any]:
-        longest = min(self.service.session.limits.longest_text, self.config.data.seq_len)
-        known = {"model_name": self.model, "max_context_length": longest}
-        return {**known, "trainable": True, "sampleable": True}
 
     async def _say(self, answer: object, request: HTTPRequest) -> Response:
         """Give the same answer to whatever JSON."""
@@ -180,57 +133,45 @@ class JobRoutes(JsonServer):
         await asyncio.to_thread(self.service.finish, request.path_params["session"])
         return self.reply({})
 
-    async def session(self, request: HTTPRequest) -> Response:
-        jobs = [*self.service.of_session(request.path_params["session"])]
-        samplers = [job.id for job in jobs if job.is_sampler]
-        return self.reply(
-            {
-                "training_run_ids": [job.id for job in jobs if not job.is_sampler],
-                "sampler_ids": samplers,
-            }
-        )
-
     async def create_model(self, request: HTTPRequest) -> Response:
-        new = await self.read(request, _New.model_validate)
-        self._check_base(new)
-        rank, lora = self.config.lora.rank, new.lora_config or _LoraConfig(rank=0)
+        new = await self.read(request, partial(_parsed, types.CreateModelRequest))
+        self._check_base(new.base_model, new.optimizer_config)
+        rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
         if lora.rank != rank:
             raise Refused(f"lora_config.rank {lora.rank}, but lora.rank of this service is {rank}")
-        for part in ("unembed", "mlp", "attn"):
-            if self.trains[part] and not getattr(lora, f"train_{part}"):
+        for part, is_trained in self.service.session.trains.items():
+            if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(f"train_{part} False, but lora.targets of this service has such")
         name = f"{new.session_id}:train:{new.model_seq_id}"
         seed = zlib.crc32(name.encode()) if lora.seed is None else lora.seed
         await asyncio.to_thread(self.service.create, name, seed)
         return self.reply({"request_id": f"{name}:new"})
 
-    def _check_base(self, new: _New) -> None:
-        if new.base_model not in (None, self.model):
-            raise Refused(f"base_model {shortened(new.base_model)} is not {self.model!r}")
-        if new.optimizer_config.type != "adamw":
-            raise Refused(f"optimizer {shortened(new.optimizer_config.type)} is not 'adamw'")
+    def _check_base(self, base: str | None, optimizer: Any = None) -> None:
+        if base not in (None, self.model):
+            raise Refused(f"base_model {shortened(base)} is not {self.model!r}")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise Refused(f"optimizer {shortened(optimizer.type)} is not 'adamw'")
 
     async def load_weights(self, request: HTTPRequest) -> Response:
         def take(body: Any) -> str:
             if not isinstance(body, dict) or "session_id" not in body:
                 return self._taken("load_weights", body)
-            new = _New.model_validate(body)
-            self._check_base(new)
+            new = _parsed(types.LoadWeightsRequest, body)
+            self._check_base(new.base_model, new.optimizer_config)
             name = f"{new.session_id}:train:{new.model_seq_id}"
-            source = "/".join(source_of(str(new.path)))
-            self.service.create(name, zlib.crc32(name.encode()), source)
-            load = {"path": new.path, "optimizer": new.optimizer}
-            return f"{name}:{self.service.submit(name, 'load_weights', load, 0)}"
+            self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
+            return f"{name}:{self.service.submit(name, 'load_weights', _asked(body), 0)}"
 
         return self.reply({"request_id": await self.read(request, take)})
 
     async def create_sampler(self, request: HTTPRequest) -> Response:
-        new = await self.read(request, _New.model_validate)
-        self._check_base(new)
+        new = await self.read(request, partial(_parsed, types.CreateSamplingSessionRequest))
+        self._check_base(new.base_model)
         if new.base_model is None and new.model_path is None:
             raise Refused("a sampling session needs base_model or model_path")
         name = f"{new.session_id}:sample:{new.sampling_session_seq_id}"
-        source = None if new.model_path is None else "/".join(source_of(new.model_path))
+        source = None if new.model_path is None else source_of(new.model_path)
         await asyncio.to_thread(self.service.create, name, zlib.crc32(name.encode()), source)
         return self.reply({"sampling_session_id": name})
 
@@ -240,24 +181,21 @@ class JobRoutes(JsonServer):
         """Take up a request of JSON, and return its future's id; raises Refused."""
         if not isinstance(body, dict):
             raise Refused("the body is not an object")
-        own = {
-            key: value for key, value in body.items() if key not in ("model_id", "seq_id", "type")
-        }
-        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: own)
+        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: _asked(body))
 
     def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> str:
-        known = self.service.describe(str(name))
-        first = int(known["source"] is None)  # of a run that begins with a load, that is 0
+        job = self.service.find(str(name))
+        first = int(job.source is None)  # of a run that begins with a load, that is 0
         if type(seq) is not int or not first <= seq < 10**8:
             raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
         number = seq - first
         try:
-            self.service.submit(known["id"], kind, body(), number)
+            self.service.submit(job.id, kind, body(), number)
         except Refused as error:
             if error.status != 400:
                 raise
-            self.service.submit(known["id"], "unserved", {"problem": str(error)}, number)
-        return f"{known['id']}:{number}"
+            self.service.submit(job.id, "unserved", {"problem": str(error)}, number)
+        return f"{job.id}:{number}"
 
     async def ask(self, kind: str, request: HTTPRequest) -> Response:
         return self.reply({"request_id": await self.read(request, partial(self._taken, kind))})
@@ -275,24 +213,24 @@ class JobRoutes(JsonServer):
 
     async def sample(self, request: HTTPRequest) -> Response:
         def take(body: Any) -> dict[str, Any]:
-            own = dict(body) if isinstance(body, dict) else {}
-            name, seq, _ = (own.pop(key, None) for key in ("sampling_session_id", "seq_id", "type"))
+            if not isinstance(body, dict):
+                raise Refused("the body is not an object")
+            name, seq = str(body.get("sampling_session_id")), body.get("seq_id")
             if type(seq) is not int or not 0 <= seq < 2**63:
                 raise Refused(f"seq_id {shortened(seq)} is not a number")
-            number = self.service.submit(str(name), "asample", own, key=str(seq))
-            ids = [f"{name}:{seq}:{i}" for i in range(own.get("num_samples", 1))]
+            number = self.service.submit(name, "asample", _asked(body), key=str(seq))
+            ids = [f"{name}:{seq}:{i}" for i in range(body.get("num_samples", 1))]
             return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
 
         return self.reply(await self.read(request, take))
 
     async def retrieve(self, request: HTTPRequest) -> Response:
-        asked = await self.read(request, _Retrieve.model_validate)
+        asked = await self.read(request, partial(_parsed, types.FutureRetrieveRequest))
         if (found := _FUTURE.fullmatch(asked.request_id)) is None:
             raise Refused("there is no such thing", 404)
         name, number = found[1], found[5]
         if number == "new":
-            await asyncio.to_thread(self.service.describe, name)
-            return self.reply({"model_id": name, "type": "create_model"})
+            return self.reply({"model_id": self.service.find(name).id})
         future = await asyncio.to_thread(self.service.answer, name, int(number))
         # Others may wait for the same future: a timeout here must not cancel it.
         waiting = asyncio.shield(asyncio.wrap_future(future))
@@ -316,38 +254,28 @@ class JobRoutes(JsonServer):
     # ---- what there is -------------------------------------------------------------------------
 
     async def info(self, request: HTTPRequest) -> Response:
-        asked = await self.read(request, _About.model_validate)
-        known = await asyncio.to_thread(self.service.describe, asked.model_id)
+        asked = await self.read(request, partial(_parsed, types.GetInfoRequest))
+        job = self.service.find(asked.model_id)
         named = self.config.is_set("data.tokenizer") and self.config.data.tokenizer != "byte"
         tokenizer = self.config.data.tokenizer if named else None
         data = {"model_name": self.model, "tokenizer_id": tokenizer}
-        return self.reply({"model_id": known["id"], "model_data": data, **self.about})
-
-    async def weights_info(self, request: HTTPRequest) -> Response:
-        asked = await self.read(request, _About.model_validate)
-        name, *save = source_of(asked.tinker_path)
-        if "/".join(save) not in await asyncio.to_thread(self.service.saves, name):
-            raise Refused("there is no such thing", 404)
-        trains = {f"train_{part}": known for part, known in self.trains.items()}
-        return self.reply({**self.about, **trains})
+        return self.reply({"model_id": job.id, "model_data": data, **self.about})
 
     async def sampler(self, request: HTTPRequest) -> Response:
-        known = await asyncio.to_thread(self.service.describe, request.path_params["job"])
-        path = None if known["source"] is None else f"tinker://{known['source']}"
-        return self.reply({"sampler_id": known["id"], "base_model": self.model, "model_path": path})
+        job = self.service.find(request.path_params["job"])
+        path = None if job.source is None else f"tinker://{job.source}"
+        return self.reply({"sampler_id": job.id, "base_model": self.model, "model_path": path})
 
     async def run(self, request: HTTPRequest) -> Response:
-        name = request.path_params["job"]
-        known = await asyncio.to_thread(self.service.describe, name)
-        saves = self._checkpoints(name)
-        newest = {save["checkpoint_type"]: save for save in saves}
+        job = self.service.find(request.path_params["job"])
+        newest = {save["checkpoint_type"]: save for save in self._checkpoints(job.id)}
         return self.reply(
             {
                 **self.about,
-                "training_run_id": known["id"],
+                "training_run_id": job.id,
                 "model_owner": "",
-                "corrupted": known["status"] == "failed",
-                "last_request_time": _time(known["time"]),
+                "corrupted": job.status == "failed",
+                "last_request_time": _time(job.asked_time),
                 "last_checkpoint": newest.get("training"),
                 "last_sampler_checkpoint": newest.get("sampler"),
             }
@@ -361,7 +289,6 @@ class JobRoutes(JsonServer):
                 "checkpoint_type": kinds.get(path.partition("/")[0], "external"),
                 "time": _time(save["time"]),
                 "tinker_path": f"tinker://{name}/{path}",
-                "user_metadata": save["user_metadata"],
                 "expires_at": None if save["expires"] is None else _time(save["expires"]),
             }
             for path, save in self.service.saves(name).items()
@@ -383,20 +310,16 @@ class JobRoutes(JsonServer):
 
     async def urls(self, request: HTTPRequest) -> Response:
         name, save = request.path_params["job"], request.path_params["save"]
-        found = await asyncio.to_thread(self.service.saves, name)
-        kind, _, path = save.partition("/")
-        if kind != "external_weights" or save not in found:
-            raise Refused("there is no such thing", 404)
-        root = f"{request.base_url}api/v1/training_runs/{name}/files/{path}"
+        await asyncio.to_thread(self.service.folder_of, name, save)
+        root = f"{request.base_url}api/v1/training_runs/{name}/files/{save}"
         urls = {file: f"{root}/{file}" for file in _FILES}
         return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
 
     async def file(self, request: HTTPRequest) -> Response:
-        name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
-        known = await asyncio.to_thread(self.service.saves, name)
-        if file not in _FILES or f"external_weights/{save}" not in known:
+        name, save, file = (request.path_params[key] for key in ("job", "save", "file"))
+        folder = await asyncio.to_thread(self.service.folder_of, name, save)
+        if file not in _FILES or not (folder / file).exists():
             raise Refused("there is no such thing", 404)
-        folder = self.service.folder / "jobs" / name / "external_weights" / save
         return FileResponse(folder / file)
 
 
@@ -405,6 +328,18 @@ def _time(seconds: float) -> str:
 
 
 # ---- messages -----------------------------------------------------------------------------------
+
+
+def _parsed(kind: type[_T], body: Any) -> _T:
+    """Parse a request as the SDK defines it, with exact types."""
+    parts = (body, *body.values()) if isinstance(body, dict) else ()
+    if any(isinstance(one, dict) and len(one) > _MOST_KEYS for one in parts):
+        raise Refused(f"an object has more than {_MOST_KEYS} keys")
+    return kind.model_validate(body, strict=True)
+
+
+def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key not in _OF_JOBS}
 
 
 def _pass(message: Any) -> dict[str, Any]:

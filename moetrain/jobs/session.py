@@ -40,9 +40,8 @@ from moetrain.jobs.api import (
     Refused,
     Sampling,
     Save,
-    SaveExternal,
     SaveForSampler,
-    Saving,
+    source_of,
 )
 from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
@@ -200,7 +199,7 @@ class JobSession:
         else:
             found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
         if found is not None:
-            self.engine.restore(now, found)
+            self.engine.restore(now, found, now.kinds)
         else:
             self.engine.begin(seed)
         now.saved = now.seen
@@ -228,10 +227,10 @@ class JobSession:
                 raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
     def _put_away(self, job: str) -> None:
-        """Save ``job``, unless it samples or is in the middle of a step, and hold it no longer."""
+        """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
         held.drop()
-        if "optim" in held.kinds and not held.since_step and held.saved != held.seen:
+        if not held.since_step and held.saved != held.seen:
             self.engine.copy_in(held)
             self.now = held
             self.save()
@@ -370,13 +369,13 @@ class JobSession:
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
         asked: list[Sampling] = []
-        requests = []
+        requests, total = [], 0
         for number in range(first, first + count):
             entry = Job.request_in(self.now.folder, number)
             body = self.limits.parse("asample", entry["body"])
             assert isinstance(body, Sampling)
-            ahead = sum(one.num_samples for one in asked)
-            if asked and ahead + body.num_samples > self.limits.max_completions:
+            total += body.num_samples
+            if asked and total > self.limits.max_completions:
                 break
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
             asked.append(body)
@@ -414,57 +413,46 @@ class JobSession:
     def _save_weights(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
             raise Refused("a step is not over: its gradients are part of no save; step first")
-        path = self._keep(request, "weights", request.path, self._write)
-        return {"path": path, "type": "save_weights"}
+        return self._keep(request, "weights", self._write)
 
     def _save_weights_for_sampler(self, request: SaveForSampler) -> dict[str, Any]:
         write = partial(self._write, kinds=("model",))
         if request.path is not None:
-            path = self._keep(request, "sampler_weights", request.path, write)
-            return {"path": path, "type": "save_weights_for_sampler"}
+            return self._keep(request, "sampler_weights", write)
         number = str(request.sampling_session_seq_id)
-        self._keep(request, SAMPLERS, number, write)
+        self._keep(request.model_copy(update={"path": number}), SAMPLERS, write)
         name = f"{str(self.now.id).partition(':')[0]}:sample:{number}"
         seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
         new = {"name": name, "seed": seed, "source": f"{self.now.id}/{SAMPLERS}/{number}"}
-        return {"sampling_session_id": name, "type": "save_weights_for_sampler", "sampler": new}
+        return {"sampling_session_id": name, "sampler": new}
 
-    def _save_weights_external(self, request: SaveExternal) -> dict[str, Any]:
-        path = self._keep(request, "external_weights", request.path, self.engine.save_peft)
-        return {"path": path, "type": "save_weights_external"}
+    def _save_weights_external(self, request: Save) -> dict[str, Any]:
+        return self._keep(request, "external_weights", self.engine.save_peft)
 
-    def _keep(self, request: Saving, kind: str, name: str, write: Callable[[Path], None]) -> str:
-        """Let ``write`` save the current job in a folder; returns the save's path."""
-        folder = self.now.folder / kind / name
+    def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
+        """Let ``write`` save the current job in the folder of a save; returns the save's path."""
+        folder, seen = self.now.folder / kind / str(request.path), self.now.seen
         most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
-        how = self.now.seen, request.overwrite, most
-        problem = make_room(folder, *how) if self.world.is_main else ""
+        is_main = self.world.is_main
+        problem = make_room(folder, seen, request.overwrite, most) if is_main else ""
         if problem := self.world.broadcast(problem):
             raise Refused(problem)
         write(folder)
-        if self.world.is_main:
-            write_save(folder, self.now.seen, request.ttl_seconds, request.user_metadata)
-        return f"tinker://{self.now.id}/{kind}/{name}"
+        if is_main:
+            write_save(folder, seen, request.ttl_seconds)
+        return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
-        job, kind, name = request.source
-        folder = self.now.folder.parent / job / kind / name
+        folder, engine = self.now.folder.parent / source_of(request.path), self.engine
         if read_save(folder) is None:
             raise Refused(f"there is no save {request.path}", 404)
         found = _newest(folder)
-        self.engine.forget()
-        kinds, self.now.kinds = (
-            self.now.kinds,
-            ("model", "optim") if request.optimizer else ("model",),
-        )
-        try:
-            self.engine.restore(self.now, found)
-        finally:
-            self.now.kinds = kinds
+        engine.forget()
+        engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:
-            self.engine.optimizer.begin()
+            engine.optimizer.begin()
             self.now.steps = 0
-        return {"path": request.path, "model_id": self.now.id, "type": "load_weights"}
+        return {"path": request.path, "model_id": self.now.id}
 
 
 def _newest(folder: Path) -> Checkpoint:

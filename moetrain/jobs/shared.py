@@ -96,8 +96,8 @@ class SharedEngine(Engine):
             draw_values(self.fsdp, self.config.model.init_std, seed, all=False)
         self.optimizer.begin()
 
-    def restore(self, job: JobState, found: Checkpoint) -> None:
-        for group in job.kinds:  # one at a time: each takes host memory
+    def restore(self, job: JobState, found: Checkpoint, groups: Sequence[str]) -> None:
+        for group in groups:  # one at a time: each takes host memory
             self.load_state({group: found.group(group)})
         state = found.state
         job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]

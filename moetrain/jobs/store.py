@@ -1,6 +1,6 @@
 """Jobs on the disk: each file is there whole or not at all, and damage is found and named.
 
-    jobs/<id>/job.json                 seed, source, and whether it is open, cancelled or failed
+    jobs/<id>/job.json                 seed, source, and whether it is open or finished
               requests/00000007.json   from when it was taken up until a checkpoint has seen it
               answers/00000007.json    the newest, for clients that ask again
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
@@ -37,7 +37,7 @@ from moetrain.train.run_folder import RunFolder
 
 _KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
-_Status = Literal["open", "cancelled", "failed", "finished"]
+_Status = Literal["open", "finished", "failed"]
 _JOB, SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
@@ -102,12 +102,11 @@ def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[st
     return value
 
 
-def write_save(folder: Path, seen: int, ttl: int | None, metadata: object) -> None:
+def write_save(folder: Path, seen: int, ttl: int | None) -> None:
     """Make what is in ``folder`` a save of a job that has seen so many requests."""
     now = time.time()
     expires = None if ttl is None else now + ttl
-    value = {"seen": seen, "time": now, "expires": expires, "user_metadata": metadata}
-    _write_durably(folder / SAVE, value)
+    _write_durably(folder / SAVE, {"seen": seen, "time": now, "expires": expires})
 
 
 def read_save(folder: Path) -> dict[str, Any] | None:
@@ -150,6 +149,7 @@ class Job:
     """None: its job.json is damaged."""
     status: _Status = "open"
     error: str | None = None
+    """Why it has failed, which is not written down: the next start may find it put right."""
     source: str | None = None
     """What it began with: the path of a save under the folder of jobs; None: its seed."""
     accepted: int = 0
@@ -160,6 +160,8 @@ class Job:
     """Answers that clients wait for."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
+    asked_time: float = field(default_factory=time.time)
+    """When it was last asked something, or found, in seconds since 1970."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
     """Kind, digest and key of requests, which their answers repeat."""
     _numbers_of: dict[str, int] = field(default_factory=dict)
@@ -208,12 +210,10 @@ class Job:
     def look(self) -> None:
         """Read from the disk how the job was left; DamagedJob: a file is not as it should be."""
         try:
-            texts = (str, NoneType)
-            known = _load(self.folder, _JOB, seed=int, status=str, error=texts, source=texts)
-            if len(known) != 4 or known["status"] not in get_args(_Status):
+            known = _load(self.folder, _JOB, seed=int, status=str, source=(str, NoneType))
+            if len(known) != 3 or known["status"] not in get_args(_Status)[:2]:
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
-            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
-            self.source = known["source"]
+            self.seed, self.status, self.source = known["seed"], known["status"], known["source"]
             checkpoints = RunFolder(self.folder).checkpoints
             checkpoints.mkdir(parents=True, exist_ok=True)
             seen = max(filter(None, map(step_of, list_checkpoints(checkpoints))), default=0)
@@ -255,27 +255,14 @@ class Job:
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
-        known = {"seed": self.seed, "status": status, "error": None, "source": self.source}
+        known = {"seed": self.seed, "status": status, "source": self.source}
         _write_durably(self.folder / _JOB, known)
-        self.status, self.error = status, None
+        self.status = status
 
     def check_open(self) -> None:
         """Raise Refused unless the job is open."""
         if self.status != "open":
             raise Refused(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
-
-    def describe(self) -> dict[str, Any]:
-        waiting = self.accepted - self.done if self.status == "open" else 0
-        return {
-            "id": self.id,
-            "status": self.status,
-            "error": self.error,
-            "seed": self.seed,
-            "next_number": self.accepted,
-            "waiting": waiting,
-            "source": self.source,
-            "time": self.folder.stat().st_mtime if self.folder.exists() else 0.0,
-        }
 
     def tell_waiting(self, error: str) -> None:
         for future in self.waiting.values():
@@ -308,6 +295,7 @@ class Job:
         self._entries[self.accepted] = entry
         if key is not None:
             self._numbers_of[key] = self.accepted
+        self.asked_time = time.time()
         self.accepted += 1
         return self.accepted - 1
 
