@@ -44,7 +44,10 @@ class Bench:
         self.tokens = rows * length
 
     def ask(self, job: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.service.ask(job, kind, body)
+        future = self.service.answer(job, self.service.submit(job, kind, body))
+        while not future.done():
+            self.service.turn()
+        answer = future.result()
         if "error" in answer:
             sys.exit(f"{kind}: {answer['error']}")
         return answer["result"]

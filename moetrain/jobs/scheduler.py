@@ -33,7 +33,7 @@ _REMOVED = ".removed"
 
 
 class Service(AbstractContextManager["Service"]):
-    """A session and the jobs that take turns at it. For use without HTTP, see :meth:`ask`."""
+    """A session and the jobs that take turns at it."""
 
     STOPPED = "the service was stopped; ask again when it runs"
     """The error of requests that had no answer when it ended."""
@@ -195,13 +195,11 @@ class Service(AbstractContextManager["Service"]):
                 raise Refused("there is no such thing", 404)
             return self.jobs[name]
 
-    def submit(
-        self, name: str, kind: str, body: object, number: int | None = None, key: str | None = None
-    ) -> int:
+    def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
 
-        ``number``: the place in the job's order that the client gives it, so that it can be sent
-        again; None: the next. ``key``: what a request to a sampler has instead; None: a new one.
+        ``number``: what the client calls it, so that it can be sent again; None: the next. It is a
+        place in a run's order, and anything to a sampler.
 
         Raises Refused: it is not taken up.
         """
@@ -212,9 +210,7 @@ class Service(AbstractContextManager["Service"]):
         with self._lock:
             job = self.find(name)
             job.check_open()
-            if job.is_sampler and key is None:
-                key = str(job.accepted)
-            taken = job.add(kind, text, number, most=self.config.jobs.max_queued, key=key)
+            taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
             self._lock.notify()
             return taken
 
@@ -256,15 +252,6 @@ class Service(AbstractContextManager["Service"]):
             self._removals.append((job, future))
             self._lock.notify()
             return future
-
-    def ask(
-        self, name: str, kind: str, body: object, number: int | None = None, key: str | None = None
-    ) -> dict[str, Any]:
-        """Submit a request and take turns until its answer is there, all from one thread."""
-        future = self.answer(name, self.submit(name, kind, body, number, key))
-        while not future.done():
-            self.turn()
-        return future.result()
 
     # ---- the worker's thread -------------------------------------------------------------------
 

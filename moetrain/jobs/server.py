@@ -15,7 +15,8 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -55,7 +55,11 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 class JobRoutes(JsonServer):
-    """The HTTP application of a service."""
+    """The HTTP application of a service.
+
+    Most routes are functions that run in another thread. Those of POST take the body; all take the
+    names in the path, and return the answer's JSON, nothing, or a future that ends with nothing.
+    """
 
     @staticmethod
     def error_body(status: int, problem: str) -> dict[str, str]:
@@ -65,76 +69,64 @@ class JobRoutes(JsonServer):
         self.service, self.config = service, service.config
         self.model = self.config.model.path or self.config.model.preset
         """The base model's name for clients."""
-        lora = self.config.lora
+        lora, jobs = self.config.lora, self.config.jobs
         self.about = {"base_model": self.model, "is_lora": True, "lora_rank": lora.rank}
         longest = min(service.session.limits.longest_text, self.config.data.seq_len)
         known = {"model_name": self.model, "max_context_length": longest}
-        most = min(_CHUNK_BYTES, self.config.jobs.max_request_mib << 19)
-        table: dict[str, Any] = {
-            "POST client/config": {
-                "parallel_fwdbwd_chunks": False,
-                "fwdbwd_max_chunk_bytes_count": most,
-            },
-            "POST client/dynamic_config": {},
-            "POST telemetry": {"status": "accepted"},
-            "POST session_heartbeat": {},
-            "POST create_session": self.create_session,
-            "POST sessions/{session}/finish": self.finish,
+        most = min(_CHUNK_BYTES, jobs.max_request_mib << 19)
+        sizes = {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": most}
+        kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+        table: dict[str, Callable[..., Any]] = {
+            "POST client/config": lambda body: sizes,
+            "POST client/dynamic_config": lambda body: {},
+            "POST telemetry": lambda body: {"status": "accepted"},
+            "POST session_heartbeat": lambda body: {},
+            "POST create_session": lambda body: {"session_id": secrets.token_hex(16)},
+            "POST sessions/{session}/finish": lambda body, session: service.finish(session),
             "POST create_model": self.create_model,
             "POST load_weights": self.load_weights,
             "POST create_sampling_session": self.create_sampler,
             "POST forward_backward": self.forward_backward,
-            "POST optim_step": partial(self.ask, "optim_step"),
-            "POST save_weights": partial(self.ask, "save_weights"),
-            "POST save_weights_for_sampler": partial(self.ask, "save_weights_for_sampler"),
-            "POST save_weights_external": partial(self.ask, "save_weights_external"),
+            **{f"POST {kind}": partial(self.ask, kind) for kind in kinds},
             "POST asample": self.sample,
-            "POST retrieve_future": self.retrieve,
             "POST get_info": self.info,
-            "GET healthz": {"status": "ok"},
-            "GET get_server_capabilities": {"supported_models": [known]},
+            "GET healthz": lambda: {"status": "ok"},
+            "GET get_server_capabilities": lambda: {"supported_models": [known]},
             "GET samplers/{job}": self.sampler,
             "GET training_runs/{job}": self.run,
-            "DELETE training_runs/{job}": self.delete,
+            "DELETE training_runs/{name}": service.delete,
             "GET training_runs/{job}/checkpoints": self.saves,
-            "GET training_runs/{job}/checkpoints/{save:path}/external_weights_urls": self.urls,
-            "DELETE training_runs/{job}/checkpoints/{save:path}": self.remove_save,
+            "DELETE training_runs/{name}/checkpoints/{save:path}": service.remove_save,
             "GET training_runs/{job}/files/{save:path}/{file}": self.file,
         }
-        routes = []
-        for place, answer in table.items():
+        urls = "/api/v1/training_runs/{job}/checkpoints/{save:path}/external_weights_urls"
+        routes = [Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"])]
+        routes.append(Route(urls, self.urls))
+        for place, work in table.items():
             method, path = place.split()
-            handler = answer if callable(answer) else partial(self._say, answer)
+            handler = partial(self._handle, work)
             routes.append(Route(f"/api/v1/{path}", handler, methods=[method]))
-        super().__init__(
-            routes,
-            self.config.jobs.max_request_mib,
-            "jobs.max_request_mib",
-            {
-                Refused: lambda error: (error.status, str(error)),
-                OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
-            },
-        )
+        refusals = {
+            Refused: lambda error: (error.status, str(error)),
+            OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
+        }
+        super().__init__(routes, jobs.max_request_mib, "jobs.max_request_mib", refusals)
 
-    async def _say(self, answer: object, request: HTTPRequest) -> Response:
-        """Give the same answer to whatever JSON."""
+    async def _handle(self, work: Callable[..., Any], request: HTTPRequest) -> Response:
+        names = request.path_params
         if request.method == "POST":
-            await self.read(request, lambda body: None)
-        return self.reply(answer)
+            wanted = {"wanted": _PROTOBUF} if work == self.forward_backward else {}
+            answer = await self.read(request, partial(work, **names), **wanted)
+        else:
+            answer = await asyncio.to_thread(work, **names)
+        if isinstance(answer, Future):  # of a removal, which a long turn may hold up
+            answer = await asyncio.wrap_future(answer)
+        return answer if isinstance(answer, Response) else self.reply(answer or {})
 
-    # ---- sessions and their jobs ---------------------------------------------------------------
+    # ---- jobs of a session ---------------------------------------------------------------------
 
-    async def create_session(self, request: HTTPRequest) -> Response:
-        await self.read(request, lambda body: None)
-        return self.reply({"session_id": secrets.token_hex(16)})
-
-    async def finish(self, request: HTTPRequest) -> Response:
-        await self.read(request, lambda body: None)
-        await asyncio.to_thread(self.service.finish, request.path_params["session"])
-        return self.reply({})
-
-    async def create_model(self, request: HTTPRequest) -> Response:
-        new = await self.read(request, partial(_parsed, types.CreateModelRequest))
+    def create_model(self, body: Any) -> Any:
+        new = _parsed(types.CreateModelRequest, body)
         self._check_base(new.base_model, new.optimizer_config)
         rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
         if lora.rank != rank:
@@ -143,9 +135,8 @@ class JobRoutes(JsonServer):
             if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(f"train_{part} False, but lora.targets of this service has such")
         name = f"{new.session_id}:train:{new.model_seq_id}"
-        seed = zlib.crc32(name.encode()) if lora.seed is None else lora.seed
-        await asyncio.to_thread(self.service.create, name, seed)
-        return self.reply({"request_id": f"{name}:new"})
+        self.service.create(name, zlib.crc32(name.encode()) if lora.seed is None else lora.seed)
+        return {"request_id": f"{name}:new"}
 
     def _check_base(self, base: str | None, optimizer: Any = None) -> None:
         if base not in (None, self.model):
@@ -153,78 +144,64 @@ class JobRoutes(JsonServer):
         if optimizer is not None and optimizer.type != "adamw":
             raise Refused(f"optimizer {shortened(optimizer.type)} is not 'adamw'")
 
-    async def load_weights(self, request: HTTPRequest) -> Response:
-        def take(body: Any) -> str:
-            if not isinstance(body, dict) or "session_id" not in body:
-                return self._taken("load_weights", body)
-            new = _parsed(types.LoadWeightsRequest, body)
-            self._check_base(new.base_model, new.optimizer_config)
-            name = f"{new.session_id}:train:{new.model_seq_id}"
-            self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
-            return f"{name}:{self.service.submit(name, 'load_weights', _asked(body), 0)}"
+    def load_weights(self, body: Any) -> Any:
+        if not isinstance(body, dict) or "session_id" not in body:
+            return self.ask("load_weights", body)
+        new = _parsed(types.LoadWeightsRequest, body)
+        self._check_base(new.base_model, new.optimizer_config)
+        name = f"{new.session_id}:train:{new.model_seq_id}"
+        self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
+        number = self.service.submit(name, "load_weights", _asked(body), 0)
+        return {"request_id": f"{name}:{number}"}
 
-        return self.reply({"request_id": await self.read(request, take)})
-
-    async def create_sampler(self, request: HTTPRequest) -> Response:
-        new = await self.read(request, partial(_parsed, types.CreateSamplingSessionRequest))
+    def create_sampler(self, body: Any) -> Any:
+        new = _parsed(types.CreateSamplingSessionRequest, body)
         self._check_base(new.base_model)
         if new.base_model is None and new.model_path is None:
             raise Refused("a sampling session needs base_model or model_path")
         name = f"{new.session_id}:sample:{new.sampling_session_seq_id}"
         source = None if new.model_path is None else source_of(new.model_path)
-        await asyncio.to_thread(self.service.create, name, zlib.crc32(name.encode()), source)
-        return self.reply({"sampling_session_id": name})
+        self.service.create(name, zlib.crc32(name.encode()), source)
+        return {"sampling_session_id": name}
 
     # ---- requests and futures ------------------------------------------------------------------
 
-    def _taken(self, kind: str, body: Any) -> str:
-        """Take up a request of JSON, and return its future's id; raises Refused."""
-        if not isinstance(body, dict):
-            raise Refused("the body is not an object")
-        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: _asked(body))
+    def ask(self, kind: str, body: Any) -> Any:
+        asked = _asked(body)
+        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: asked)
 
-    def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> str:
+    def forward_backward(self, data: bytes) -> Any:
+        try:
+            message = wire.ForwardBackwardRequest.FromString(data)
+        except DecodeError as error:
+            raise Refused(f"the body is no such message: {error}") from None
+        kind = "forward" if message.forward_only else "forward_backward"
+        return self._numbered(kind, message.model_id, message.seq_id, lambda: _pass(message))
+
+    def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> Any:
+        """Take up a request to a training run, or that it was refused."""
         job = self.service.find(str(name))
         first = int(job.source is None)  # of a run that begins with a load, that is 0
         if type(seq) is not int or not first <= seq < 10**8:
             raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
-        number = seq - first
         try:
-            self.service.submit(job.id, kind, body(), number)
+            self.service.submit(job.id, kind, body(), seq - first)
         except Refused as error:
             if error.status != 400:
                 raise
-            self.service.submit(job.id, "unserved", {"problem": str(error)}, number)
-        return f"{job.id}:{number}"
+            self.service.submit(job.id, "unserved", {"problem": str(error)}, seq - first)
+        return {"request_id": f"{job.id}:{seq - first}"}
 
-    async def ask(self, kind: str, request: HTTPRequest) -> Response:
-        return self.reply({"request_id": await self.read(request, partial(self._taken, kind))})
-
-    async def forward_backward(self, request: HTTPRequest) -> Response:
-        def take(data: bytes) -> str:
-            try:
-                message = wire.ForwardBackwardRequest.FromString(data)
-            except DecodeError as error:
-                raise HTTPException(400, f"the body is no such message: {error}") from None
-            kind = "forward" if message.forward_only else "forward_backward"
-            return self._numbered(kind, message.model_id, message.seq_id, lambda: _pass(message))
-
-        return self.reply({"request_id": await self.read(request, take, _PROTOBUF)})
-
-    async def sample(self, request: HTTPRequest) -> Response:
-        def take(body: Any) -> dict[str, Any]:
-            if not isinstance(body, dict):
-                raise Refused("the body is not an object")
-            name, seq = str(body.get("sampling_session_id")), body.get("seq_id")
-            if type(seq) is not int or not 0 <= seq < 2**63:
-                raise Refused(f"seq_id {shortened(seq)} is not a number")
-            number = self.service.submit(name, "asample", _asked(body), key=str(seq))
-            ids = [f"{name}:{seq}:{i}" for i in range(body.get("num_samples", 1))]
-            return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
-
-        return self.reply(await self.read(request, take))
+    def sample(self, body: Any) -> Any:
+        asked, name, seq = _asked(body), str(body.get("sampling_session_id")), body.get("seq_id")
+        if type(seq) is not int or not 0 <= seq < 2**63:
+            raise Refused(f"seq_id {shortened(seq)} is not a number")
+        number = self.service.submit(name, "asample", asked, seq)
+        ids = [f"{name}:{seq}:{i}" for i in range(asked.get("num_samples", 1))]
+        return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
 
     async def retrieve(self, request: HTTPRequest) -> Response:
+        """Answer with a future's result, or after some seconds that it takes longer."""
         asked = await self.read(request, partial(_parsed, types.FutureRetrieveRequest))
         if (found := _FUTURE.fullmatch(asked.request_id)) is None:
             raise Refused("there is no such thing", 404)
@@ -253,74 +230,50 @@ class JobRoutes(JsonServer):
 
     # ---- what there is -------------------------------------------------------------------------
 
-    async def info(self, request: HTTPRequest) -> Response:
-        asked = await self.read(request, partial(_parsed, types.GetInfoRequest))
-        job = self.service.find(asked.model_id)
+    def info(self, body: Any) -> Any:
+        job = self.service.find(_parsed(types.GetInfoRequest, body).model_id)
         named = self.config.is_set("data.tokenizer") and self.config.data.tokenizer != "byte"
         tokenizer = self.config.data.tokenizer if named else None
         data = {"model_name": self.model, "tokenizer_id": tokenizer}
-        return self.reply({"model_id": job.id, "model_data": data, **self.about})
+        return {"model_id": job.id, "model_data": data, **self.about}
 
-    async def sampler(self, request: HTTPRequest) -> Response:
-        job = self.service.find(request.path_params["job"])
-        path = None if job.source is None else f"tinker://{job.source}"
-        return self.reply({"sampler_id": job.id, "base_model": self.model, "model_path": path})
+    def sampler(self, job: str) -> Any:
+        source = self.service.find(job).source
+        path = None if source is None else f"tinker://{source}"
+        return {"sampler_id": job, "base_model": self.model, "model_path": path}
 
-    async def run(self, request: HTTPRequest) -> Response:
-        job = self.service.find(request.path_params["job"])
-        newest = {save["checkpoint_type"]: save for save in self._checkpoints(job.id)}
-        return self.reply(
-            {
-                **self.about,
-                "training_run_id": job.id,
-                "model_owner": "",
-                "corrupted": job.status == "failed",
-                "last_request_time": _time(job.asked_time),
-                "last_checkpoint": newest.get("training"),
-                "last_sampler_checkpoint": newest.get("sampler"),
-            }
-        )
+    def run(self, job: str) -> Any:
+        known = self.service.find(job)
+        state = {"training_run_id": job, "corrupted": known.status == "failed"}
+        state["last_request_time"] = _time(known.asked_time)
+        return {**self.about, "model_owner": "", **state}
 
-    def _checkpoints(self, name: str) -> list[dict[str, Any]]:
+    def saves(self, job: str) -> Any:
         kinds = {"weights": "training", "sampler_weights": "sampler"}
-        return [
+        found = [
             {
                 "checkpoint_id": path,
                 "checkpoint_type": kinds.get(path.partition("/")[0], "external"),
                 "time": _time(save["time"]),
-                "tinker_path": f"tinker://{name}/{path}",
+                "tinker_path": f"tinker://{job}/{path}",
                 "expires_at": None if save["expires"] is None else _time(save["expires"]),
             }
-            for path, save in self.service.saves(name).items()
+            for path, save in self.service.saves(job).items()
         ]
-
-    async def saves(self, request: HTTPRequest) -> Response:
-        found = await asyncio.to_thread(self._checkpoints, request.path_params["job"])
-        return self.reply({"checkpoints": found})
-
-    async def remove_save(self, request: HTTPRequest) -> Response:
-        where = request.path_params["job"], request.path_params["save"]
-        await asyncio.to_thread(self.service.remove_save, *where)
-        return self.reply({})
-
-    async def delete(self, request: HTTPRequest) -> Response:
-        gone = await asyncio.to_thread(self.service.delete, request.path_params["job"])
-        await asyncio.wrap_future(gone)
-        return self.reply({})
+        return {"checkpoints": found}
 
     async def urls(self, request: HTTPRequest) -> Response:
-        name, save = request.path_params["job"], request.path_params["save"]
-        await asyncio.to_thread(self.service.folder_of, name, save)
-        root = f"{request.base_url}api/v1/training_runs/{name}/files/{save}"
+        job, save = request.path_params["job"], request.path_params["save"]
+        await asyncio.to_thread(self.service.folder_of, job, save)
+        root = f"{request.base_url}api/v1/training_runs/{job}/files/{save}"
         urls = {file: f"{root}/{file}" for file in _FILES}
         return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
 
-    async def file(self, request: HTTPRequest) -> Response:
-        name, save, file = (request.path_params[key] for key in ("job", "save", "file"))
-        folder = await asyncio.to_thread(self.service.folder_of, name, save)
-        if file not in _FILES or not (folder / file).exists():
+    def file(self, job: str, save: str, file: str) -> Response:
+        path = self.service.folder_of(job, save) / file
+        if file not in _FILES or not path.exists():
             raise Refused("there is no such thing", 404)
-        return FileResponse(folder / file)
+        return FileResponse(path)
 
 
 def _time(seconds: float) -> str:
@@ -338,7 +291,9 @@ def _parsed(kind: type[_T], body: Any) -> _T:
     return kind.model_validate(body, strict=True)
 
 
-def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise Refused("the body is not an object")
     return {key: value for key, value in body.items() if key not in _OF_JOBS}
 
 

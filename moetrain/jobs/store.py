@@ -271,30 +271,31 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(
-        self, kind: str, body: str, number: int | None, *, most: int, key: str | None = None
-    ) -> int:
+    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        Raises Refused: another request has ``number`` or ``key``, or ones before it have not come;
-        as many as ``most`` wait already.
+        ``number``: what its client calls it, which is a sampler's key; None: the next.
+
+        Raises Refused: another request has ``number``, or ones before it have not come; as many as
+        ``most`` wait already.
         """
+        number = key = self.accepted if number is None else number
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
-        if key is not None:
-            entry["key"] = key
-            number = self._numbers_of.get(key)
-        if number is not None and number < self.accepted:
+        if self.is_sampler:
+            entry["key"] = str(key)
+            number = self._numbers_of.get(str(key), self.accepted)
+        if number < self.accepted:
             if self._known(number)["digest"] != entry["digest"]:
-                raise Refused(f"number {number} was another request; the next is {self.accepted}")
+                raise Refused(f"number {key} was another request; the next is {self.accepted}")
             return number
-        if number not in (None, self.accepted):
+        if number > self.accepted:
             raise Refused(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Refused(f"{most} requests of this job wait already (jobs.max_queued)", 429)
         _write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
-        if key is not None:
-            self._numbers_of[key] = self.accepted
+        if self.is_sampler:
+            self._numbers_of[str(key)] = self.accepted
         self.asked_time = time.time()
         self.accepted += 1
         return self.accepted - 1

@@ -13,7 +13,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -42,8 +41,6 @@ class Access:
     """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
     own_file: Path
     section: str = ""
-    prefix: str = ""
-    """What every token begins with, for clients that insist on it."""
     packages: tuple[str, ...] = ("starlette", "uvicorn")
 
     def check(self) -> None:
@@ -53,7 +50,7 @@ class Access:
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
-            extra = "jobs" if "tinker" in self.packages else "serve"
+            extra = self.section[:-1] or "serve"
             raise self._error("port", f"{problem}; pip install 'moetrain[{extra}]'")
         if self.is_open and self.token_file is not None:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
@@ -75,14 +72,13 @@ class Access:
         try:
             if self.token_file is None and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, partial(_write_secret, self.prefix))
+                write_atomically(path, _write_secret)
             token = path.read_text("utf-8").strip()
         except (OSError, ValueError) as error:
             problem = f"{shortened(str(path))} cannot be read: {error}"
             raise self._error("token_file", problem) from None
-        if not token.startswith(self.prefix or token[:1] or " "):
-            begins = self.prefix and f" that begins with {self.prefix!r}"
-            raise self._error("token_file", f"{shortened(str(path))} holds no token{begins}")
+        if not token:
+            raise self._error("token_file", f"{shortened(str(path))} holds no token")
         print(f"the bearer token is in {path}", flush=True)
         return token
 
@@ -130,6 +126,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _write_secret(prefix: str, path: Path) -> None:
+def _write_secret(path: Path) -> None:
     path.touch(0o600, exist_ok=False)  # before there is anything in it
-    path.write_text(f"{prefix}{secrets.token_urlsafe(32)}\n", "utf-8")
+    # Its beginning is what the tinker SDK knows an API key by.
+    path.write_text(f"tml-{secrets.token_urlsafe(32)}\n", "utf-8")
