@@ -112,7 +112,7 @@ def main() -> int:
         size = sum(part.tensor.nbytes for parts in state.values() for part in parts.values())
         print(f"{device_name(device)}: {args.layers} layers, {args.rows} rows", flush=True)
         print(f"built in {time.perf_counter() - started:.1f} s; a job's state {size / GIB:.3f} GiB")
-        jobs = [service.create(seed=seed).id for seed in range(args.jobs)]
+        jobs = [service.create(f"{seed:032x}:train:0", seed).id for seed in range(args.jobs)]
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import time
 from collections import Counter
 from functools import partial
@@ -126,6 +127,11 @@ class Course:
         return True
 
 
+def new(service, seed=0):
+    """The id of a new run."""
+    return service.create(f"{secrets.token_hex(16)}:train:0", seed).id
+
+
 def target_of(name, kind, body):
     """The job and the body of a request; saves to load, and samplers, are the job's own."""
     session = name.partition(":")[0]
@@ -168,7 +174,7 @@ def adapter_of(folder, name, save="final"):
 def run_alone(folder, seed, *words):
     """The results and the adapter of a job that has a service for itself."""
     with Service(config_of(folder, *words)) as service:
-        name = service.create(seed=seed).id
+        name = new(service, seed)
         course = Course(seed, asker(service, name))
         while course.go_on():
             pass
@@ -190,7 +196,7 @@ def alone(tmp_path_factory):
 
 def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed).id for seed in range(5)]
+        names = [new(service, seed) for seed in range(5)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(5)]
         live = list(courses)
         while live:
@@ -219,7 +225,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
             return [(id(x.untyped_storage()), x.data_ptr()) for x in tensors]
 
         before = addresses()
-        courses = [Course(s, asker(service, service.create(seed=s).id)) for s in range(6)]
+        courses = [Course(s, asker(service, new(service, s))) for s in range(6)]
         while courses:
             courses = [course for course in courses if course.go_on()]
         assert [pointer for _, pointer in addresses()] == [pointer for _, pointer in before]
@@ -246,7 +252,7 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
     with Service(config_of(tmp_path, *words)) as service:
         names, courses, counts = {}, {}, []
         for seed in (0, 1, 2, 5):
-            names[seed] = service.create(seed=seed).id
+            names[seed] = new(service, seed)
             courses[seed] = Course(seed, asker(service, names[seed]))
         for pair in ((0, 1), (2, 5)):  # of both kinds each
             live = [courses[seed] for seed in pair]
@@ -268,7 +274,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
     """The same steps by an engine that knows no jobs."""
     config = config_of(tmp_path, "train.seed=3")
     with Service(config) as service:
-        name = service.create(seed=3).id
+        name = new(service, 3)
         course = Course(3, asker(service, name))
         course.requests = supervised(3)
         course.next = next(course.requests)
@@ -302,7 +308,7 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
     while live:
         service = Service(config_of(tmp_path / "all", *words))
         for seed in live:
-            names[seed] = service.create(names.get(seed), seed=seed).id
+            names[seed] = names.get(seed) or new(service, seed)
             ask = asker(service, names[seed])
             courses.setdefault(seed, Course(seed, ask)).ask = ask
         live = [seed for seed in live if courses[seed].go_on()]
@@ -345,7 +351,7 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
 
 def test_jobs_take_turns(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed).id for seed in range(3)]
+        names = [new(service, seed) for seed in range(3)]
         for name, number in zip(names, (6, 2, 4), strict=True):
             for step in range(number):
                 service.submit(name, "forward_backward", texts(text_of(step)))
@@ -376,11 +382,11 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
     words.append(f"optim.gradient_dtype={dtype}")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
-            ask = asker(service, service.create(seed=number).id)
+            ask = asker(service, new(service, number))
             alone.append([ask(*request) for request in of(number)])
     monkeypatch.setattr(Engine, "forward_backward", count)
     with Service(config_of(tmp_path / "all", *words)) as service:
-        names = [service.create(seed=number).id for number in range(4)]
+        names = [new(service, number) for number in range(4)]
         aside = tmp_path / "all" / "aside"
         for requests in zip(*map(of, range(4)), strict=True):
             asked = zip(names, requests, strict=True)
@@ -398,7 +404,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
 def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
     words, data = ["jobs.max_loaded=1"], [text([1, 2, 3])]
     service = Service(config_of(tmp_path, *words))
-    names = [service.create(seed=seed).id for seed in range(3)]
+    names = [new(service, seed) for seed in range(3)]
     for name in names:
         asker(service, name)("forward_backward", {"data": data})
     assert len(list((tmp_path / "aside").iterdir())) == 1
@@ -412,7 +418,7 @@ def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
 def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
     service = Service(config_of(tmp_path, "jobs.max_loaded=1"))
     (tmp_path / "aside").mkdir()
-    names = [service.create(seed=seed).id for seed in range(3)]
+    names = [new(service, seed) for seed in range(3)]
     for name in names[:2]:
         asker(service, name)("forward_backward", texts([1, 2, 3]))
     (tmp_path / "aside" / f"{names[0]}-0.safetensors").mkdir()
@@ -441,7 +447,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
-        name = service.create().id
+        name = new(service)
         ask = asker(service, name)
         for step in range(12):
             ask("forward_backward", texts(text_of(step)))
@@ -466,9 +472,9 @@ def rules_of(service):
 def test_a_failing_job_reports_and_leaves_the_others_alone(tmp_path, alone, monkeypatch, fails):
     with Service(config_of(tmp_path)) as service:
         before = rules_of(service)
-        good = [service.create(seed=seed).id for seed in (0, 1)]
+        good = [new(service, seed) for seed in (0, 1)]
         courses = [Course(seed, asker(service, good[seed])) for seed in (0, 1)]
-        bad, turns = service.create(seed=7).id, 0
+        bad, turns = new(service, 7), 0
         live = list(courses)
         while live:
             live = [course for course in live if course.go_on()]
@@ -528,12 +534,12 @@ def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch)
     step = ("optim_step", rate(1e-2))
     look = ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create().id)
+        ask = asker(service, new(service))
         for request in (learn, step, learn, step):
             ask(*request)
         expected = ask(*look)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create().id
+    name = new(service)
     ask = asker(service, name)
     for request in (learn, step, learn):
         ask(*request)
@@ -553,7 +559,7 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
     learn = ("forward_backward", texts(text_of(5)))
     step, look = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
-        name = service.create().id
+        name = new(service)
         ask = asker(service, name)
         for request in (learn, step):
             ask(*request)
@@ -595,9 +601,9 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
 
 def test_ended_and_deleted_jobs(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_jobs=2")) as service:
-        one, two = (service.create().id for _ in range(2))
+        one, two = (new(service) for _ in range(2))
         with pytest.raises(Refused, match="there are 2 jobs, as many"):
-            service.create()
+            new(service)
         waiting = service.answer(one, service.submit(one, "optim_step", rate(1.0)))
         service.end(one)
         assert waiting.result(0) == {"error": "finished"}
@@ -611,7 +617,7 @@ def test_ended_and_deleted_jobs(tmp_path):
         assert not (tmp_path / "jobs" / two).exists()
         with pytest.raises(Refused, match="there is no such thing"):
             service.find(two)
-        service.create()
+        new(service)
     with Service(config_of(tmp_path)) as service:
         assert service.find(one).status == "finished"
 
@@ -758,7 +764,7 @@ def test_the_folder_has_one_base(tmp_path):
 
 def test_a_damaged_job_fails_alone(tmp_path, alone):
     service = Service(config_of(tmp_path, "jobs.save_interval=1"))
-    bad, good = service.create(seed=4).id, service.create(seed=0).id
+    bad, good = new(service, 4), new(service, 0)
     for _ in range(3):
         asker(service, bad)("forward_backward", texts([1, 2]))
         asker(service, bad)("optim_step", rate(1e-3))
@@ -781,13 +787,13 @@ def test_on_a_gpu_too(tmp_path):
     words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
     expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]
     with Service(config_of(tmp_path / "all", *words)) as service:
-        bad = service.create(seed=9).id  # its weights, and so what it leaves in pages, are NaN
+        bad = new(service, 9)  # its weights, and so what it leaves in pages, are NaN
         wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
         for _ in range(5):
             answer_to(service, bad, "forward_backward", texts(text_of(9)))
             answer_to(service, bad, "optim_step", wild)
         answer_to(service, bad, "save_weights_for_sampler", {"sampling_session_seq_id": 0})
-        names = [service.create(seed=seed).id for seed in range(4)]
+        names = [new(service, seed) for seed in range(4)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(4)]
         live = list(courses)
         while live:

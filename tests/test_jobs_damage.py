@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from deaths import dying
-from test_jobs import answer_to, asker, config_of, rate, text_of, texts
+from test_jobs import answer_to, asker, config_of, new, rate, text_of, texts
 from test_jobs_server import Failed, Remote, free_port
 
 from moetrain.config import ConfigError
@@ -130,9 +130,7 @@ AT_ONCE = {
     "flipped": (rewrite("job.json", lambda d: d.replace(b"4", b"5", 1)), r"job\.json .*checksum"),
     "later": (rewrite("job.json", later_version), r"job\.json .*this version of moetrain"),
     "status": (
-        rewrite(
-            "job.json", lambda _: b'{"seed": 4, "status": "paused", "source": null}'
-        ),
+        rewrite("job.json", lambda _: b'{"seed": 4, "status": "paused", "source": null}'),
         r"job\.json .*this version of moetrain",
     ),
     "none": (remove("job.json"), r"job\.json is damaged: it is not there"),
@@ -349,7 +347,7 @@ def test_a_job_of_which_nobody_was_told_is_none(tmp_path, monkeypatch):
 
 def test_a_job_is_saved_by_time(tmp_path, monkeypatch):
     with Service(config_of(tmp_path, "jobs.save_interval=99", "checkpoint.minutes=1")) as service:
-        name = service.create().id
+        name = new(service)
         root = tmp_path / "jobs" / name / "checkpoints"
         asker(service, name)(*learn(1))
         service.jobs[name].saved_time -= 61

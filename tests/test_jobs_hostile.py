@@ -10,7 +10,18 @@ import sys
 
 import pytest
 from pydantic import ValidationError
-from test_jobs import answer_to, asker, config_of, prompting, rate, target_of, text, text_of, texts
+from test_jobs import (
+    answer_to,
+    asker,
+    config_of,
+    new,
+    prompting,
+    rate,
+    target_of,
+    text,
+    text_of,
+    texts,
+)
 from test_jobs_server import Process, send
 
 from moetrain.jobs import store
@@ -29,7 +40,7 @@ def service(tmp_path):
 
 def blown_up(service):
     """A job whose weights are not finite any more, with a sampler."""
-    name = service.create(seed=2).id
+    name = new(service, 2)
     wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
     for seed in range(5):
         answer_to(service, name, "forward_backward", texts(text_of(seed)))
@@ -87,7 +98,7 @@ def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
 
 def test_a_session_keeps_so_many_samplers(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
-        name = service.create().id
+        name = new(service)
         ask, root = asker(service, name), tmp_path / "jobs"
         for number in range(4):
             ask("save_weights_for_sampler", {"sampling_session_seq_id": number})
@@ -178,7 +189,7 @@ def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
 
 def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     service = Service(config_of(tmp_path))
-    name = service.create().id
+    name = new(service)
     for _ in range(10):
         asker(service, name)(*LEARN)
     service._stack.close()  # as the kernel ends a claim
@@ -214,14 +225,14 @@ def test_an_id_is_taken_until_its_job_is_gone(service):
 
 def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        name = service.create().id
+        name = new(service)
         gone = service.delete(name)
         gone.cancel()  # as who waits for it does, when it goes
     assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch):
-    name, other = service.create().id, f"{'cd' * 16}:train:0"
+    name, other = new(service), f"{'cd' * 16}:train:0"
     waiting = service.answer(name, service.submit(name, *LEARN))
 
     def full(*args, **kwargs):
@@ -252,12 +263,12 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
     """Its requests since its last checkpoint have no room there, and have again after it."""
     long = ("forward_backward", texts(text_of(5, 60)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create().id)
+        ask = asker(service, new(service))
         ask(*long)
         ask(*STEP)
         expected = ask(*LOOK)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create().id
+    name = new(service)
     asker(service, name)(*long)
     service._stack.close()  # as the kernel ends a claim
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
@@ -308,7 +319,7 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
     alone = {}
     for one in seeds:
         with Service(config_of(tmp_path / f"alone-{one}")) as service:
-            name = service.create(seed=one).id
+            name = new(service, one)
             alone[one] = [answer_to(service, name, *request) for request in program(one)]
     assert any("error" in answer for answers in alone.values() for answer in answers)
     names, found = {one: f"{one:032x}:train:0" for one in seeds}, {one: [] for one in seeds}

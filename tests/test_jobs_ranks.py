@@ -16,6 +16,7 @@ from test_jobs import (
     asker,
     config_of,
     file_of,
+    new,
     prompting,
     rate,
     texts,
@@ -42,9 +43,9 @@ def serve(folder, runs, failing=False):
             JobSession(*resolve_run(config)).follow()
             continue
         with Service(config) as service:
-            names = {seed: service.create(seed=seed).id for seed in seeds}
+            names = {seed: new(service, seed) for seed in seeds}
             courses = {seed: Course(seed, asker(service, names[seed])) for seed in seeds}
-            live, bad = list(courses.values()), service.create().id
+            live, bad = list(courses.values()), new(service)
             while live:
                 live = [course for course in live if course.go_on()]
                 if failing and number == 0:

@@ -59,13 +59,8 @@ def result_of(kind, data):
     if kind == "asample":
         found = deserialize_proto_response(data, types.SampleResponse)
         sequences = [
-            {
-                "tokens": one.tokens,
-                "logprobs": one.logprobs,
-                "stop_reason": one.stop_reason,
-                **({} if i == 0 else {"prompt_logprobs": None}),
-            }
-            for i, one in enumerate(found.sequences)
+            {"tokens": one.tokens, "logprobs": one.logprobs, "stop_reason": one.stop_reason}
+            for one in found.sequences
         ]
         return {"prompt_logprobs": found.prompt_logprobs, "sequences": sequences}
     found = deserialize_proto_response(data, types.ForwardBackwardOutput)
@@ -261,8 +256,7 @@ def test_who_has_no_token_is_told_nothing(served):
         ("GET", f"training_runs/{name}"),
         ("DELETE", f"training_runs/{name}"),
         ("GET", f"training_runs/{name}/checkpoints"),
-        ("GET", f"training_runs/{name}/files/a/adapter_config.json"),
-        ("GET", f"sessions/{name[:32]}"),
+        ("GET", f"training_runs/{name}/files/external_weights/a/adapter_config.json"),
         ("POST", f"sessions/{name[:32]}/finish"),
         ("POST", "create_session"),
         ("POST", "client/config"),
@@ -286,10 +280,8 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
     before = client.call("GET", f"training_runs/{mine}/checkpoints")
     assert len(before["checkpoints"]) == 3
     # What there is has no list, and names lead nowhere else.
-    for path in ("training_runs", "sessions", "checkpoints"):
-        told = client.call("GET", path)
-        assert not told[path]
-        assert mine[:32] not in json.dumps(told)
+    for path in ("training_runs", "sessions", "checkpoints", f"sessions/{mine[:32]}"):
+        assert send(served, "GET", path)[0] == 404
     for name in ("0" * 32, mine[:-1], mine.upper() + "x", "..", "%2e%2e", "base.json"):
         for method in ("GET", "DELETE"):
             assert send(served, method, f"training_runs/{name}")[0] in (404, 405), name
@@ -297,8 +289,9 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
         for name in (mine, theirs):
             path = f"training_runs/{name}/checkpoints/{save}"
             assert send(served, "DELETE", path)[0] == 404, save
-    for file in ("../../../job.json", "..%2f..%2f..%2fjob.json", "save.json"):
-        assert send(served, "GET", f"training_runs/{mine}/files/a/{file}")[0] == 404, file
+    for file in ("../../../job.json", "..%2f..%2f..%2fjob.json", "save.json", "../../job.json"):
+        for save in ("external_weights/a", "weights/a", "external_weights/a/..", ".."):
+            assert send(served, "GET", f"training_runs/{mine}/files/{save}/{file}")[0] == 404, file
     for path in ("../" + mine, "/etc/passwd", f"tinker://{mine}/weights/../a", mine + "/a"):
         for load in ({"path": path, "optimizer": True}, {"path": path + "/..", "optimizer": False}):
             with pytest.raises(Failed, match="is not tinker://RUN/weights/NAME"):
@@ -307,7 +300,8 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
         client.ask(theirs, "load_weights", {"path": "a"})
     client.call("DELETE", f"training_runs/{theirs}")
     assert client.call("GET", f"training_runs/{mine}/checkpoints") == before
-    status, adapter = send(served, "GET", f"training_runs/{mine}/files/a/adapter_model.safetensors")
+    file = f"training_runs/{mine}/files/external_weights/a/adapter_model.safetensors"
+    status, adapter = send(served, "GET", file)
     assert status == 200
     assert hashlib.sha256(adapter).hexdigest() == adapter_of(served.folder, mine, "a")
 
@@ -316,6 +310,9 @@ def test_bad_bodies_are_refused_in_one_line(served):
     name, kind = served.client.create(), "application/json"
     bits = "application/x-protobuf"
     new = {"session_id": name[:32], "model_seq_id": 5, "lora_config": {"rank": 8}}
+    new["base_model"], many = "debug", dict.fromkeys(map(str, range(65)))
+    at = {"session_id": name[:32], "sampling_session_seq_id": 5}
+    load = {"session_id": name[:32], "model_seq_id": 6, "optimizer": True}
     for path, data, sent, wanted in (
         ("optim_step", b"{", kind, (400, "the body is not JSON")),
         ("optim_step", b"[" * 100_000, kind, (400, "the body is not JSON")),
@@ -334,12 +331,19 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("optim_step", {"model_id": name, "seq_id": True}, kind, (400, "seq_id True is")),
         ("optim_step", {"model_id": [name]}, kind, (404, "there is no such thing")),
         ("optim_stepx", b"{}", kind, (404, "Not Found")),
-        ("training_runs", b"{}", kind, (405, "Method Not Allowed")),
+        (f"training_runs/{name}", b"{}", kind, (405, "Method Not Allowed")),
         ("forward_backward", b"{}", kind, (415, "the body is not application/x-protobuf")),
         ("forward_backward", b"{}", bits, (400, "the body is no such message")),
         ("forward_backward", b"", bits, (404, "there is no such thing")),
-        ("create_model", {**new, "session_id": "mine"}, kind, (400, "session_id: String should")),
-        ("create_model", {**new, "sed": 1}, kind, (400, "'sed' is not supported")),
+        ("create_model", {**new, "session_id": "mine"}, kind, (400, "'mine:train:5' is not the i")),
+        ("create_model", {**new, "session_id": name}, kind, (400, "")),
+        ("create_model", {**new, "session_id": "../" + name[:32]}, kind, (400, "")),
+        ("create_model", {**new, "model_seq_id": -1}, kind, (400, "")),
+        ("create_model", {**new, "model_seq_id": "5"}, kind, (400, "model_seq_id: Input should")),
+        ("create_model", {**new, "sed": 1}, kind, (400, "sed: Extra inputs are not permitted")),
+        ("create_model", new | many, kind, (400, "an object has more than 64 keys")),
+        ("create_model", {**new, "lora_config": many}, kind, (400, "an object has more than 64")),
+        ("create_model", b"[]", kind, (400, "Input should be")),
         ("create_model", {**new, "base_model": "x"}, kind, (400, "base_model 'x' is not 'debug'")),
         ("create_model", {**new, "lora_config": {"rank": 5}}, kind, (400, "lora_config.rank 5, b")),
         ("create_model", {**new, "lora_config": None}, kind, (400, "lora_config.rank 0, but")),
@@ -355,7 +359,27 @@ def test_bad_bodies_are_refused_in_one_line(served):
             kind,
             (400, "optimizer 'dimuon' is not 'adamw'"),
         ),
-        ("create_sampling_session", new, kind, (400, "'lora_config' is not supp")),
+        ("create_sampling_session", at, kind, (400, "a sampling session needs base_model or m")),
+        (
+            "create_sampling_session",
+            {**at, "model_path": "x"},
+            kind,
+            (400, "path: 'x' is not tinker:"),
+        ),
+        ("load_weights", {**load, "path": "x"}, kind, (400, "path: 'x' is not tinker://RUN/")),
+        (
+            "load_weights",
+            {**load, "path": f"tinker://{name}/weights/a"},
+            kind,
+            (404, "there is no s"),
+        ),
+        ("asample", b"[]", kind, (400, "the body is not an object")),
+        (
+            "asample",
+            {"sampling_session_id": name, "seq_id": -1},
+            kind,
+            (400, "seq_id -1 is not a n"),
+        ),
         ("retrieve_future", {"request_id": f"{name}:x"}, kind, (404, "there is no such thing")),
         ("retrieve_future", {"request_id": f"{name}:0"}, kind, (400, "there was no request 0")),
         ("retrieve_future", {"request_id": f"{name}:" + "9" * 5000}, kind, (404, "there is no s")),
@@ -363,8 +387,6 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("telemetry", b'{"a": ', kind, (400, "the body is not JSON")),
     ):
         body = data if isinstance(data, bytes) else json.dumps(data).encode()
-        if path == "create_sampling_session":
-            wanted = (400, "a sampling session needs base_model or model_path")
         status, told = send(served, "POST", path, body, kind=sent)
         problem = json.loads(told)["error"]
         assert (status, problem[: len(wanted[1])]) == wanted, (path, data)

@@ -267,7 +267,8 @@ def test_states_are_gone_back_to(served, trained):
     ]
     assert found.checkpoint_type == "training"
     assert (found.expires_at - found.time).total_seconds() == pytest.approx(3600)
-    assert rest.get_training_run(run.model_id).result().last_checkpoint.tinker_path == path
+    about = rest.get_training_run(run.model_id).result()
+    assert (about.lora_rank, about.corrupted) == (8, False)
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(path).result()

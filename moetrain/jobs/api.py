@@ -32,7 +32,6 @@ _MOST_TEXTS = 65_536
 
 _Ints = Annotated[list[int], Field(fail_fast=True)]
 _Floats = Annotated[list[float], Field(fail_fast=True)]
-_Count = Annotated[int, Field(ge=0, lt=10**8)]
 
 
 class Refused(ValueError):
@@ -266,7 +265,7 @@ class SaveForSampler(Save):
     """A request to keep the adapter, under a name or for one new sampler alone."""
 
     kind: Literal["snapshot"] = "snapshot"
-    sampling_session_seq_id: _Count | None = None
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=10**8)
 
     def check(self, limits: Limits) -> None:
         if (self.path is None) == (self.sampling_session_seq_id is None):

@@ -31,10 +31,6 @@ class JobRun:
         """Check ``config``; raises ConfigError for settings that the service cannot have."""
         if not config.lora.rank:
             raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
-        for name in ("aux_loss_coef", "z_loss_coef"):
-            if coefficient := getattr(config.moe, name):
-                problem = f"{coefficient}, but the loss of a job is its client's alone"
-                raise ConfigError(f"moe.{name}", f"{problem}; leave it out")
         if share := config.optim.offload_fraction:
             problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
             raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")

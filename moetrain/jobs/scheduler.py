@@ -10,7 +10,6 @@ from the newest checkpoint of each job and computes again what that has not seen
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
-import secrets
 import shutil
 import threading
 import time
@@ -106,8 +105,8 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(self, name: str | None = None, seed: int = 0, source: str | None = None) -> Job:
-        """Make a new job; to ask again for ``name``, an id, is safe. None: the service draws one.
+    def create(self, name: str, seed: int = 0, source: str | None = None) -> Job:
+        """Make a new job; to ask again for ``name``, an id, is safe.
 
         ``source``: the save that a sampler has, or that the first request of a run is to load, as
         a path under the folder of jobs; None: the weights that all jobs begin with.
@@ -117,7 +116,6 @@ class Service(AbstractContextManager["Service"]):
                 deleted, or there are ``jobs.max_jobs`` already.
             OSError: it cannot be written, and there is no such job.
         """
-        name = f"{secrets.token_hex(16)}:train:0" if name is None else name
         if not JOB_ID.fullmatch(name):
             raise Refused(f"{shortened(name)} is not the id of a job")
         if not 0 <= seed < 2**63:

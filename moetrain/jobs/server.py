@@ -304,19 +304,15 @@ def _pass(message: Any) -> dict[str, Any]:
         raise Refused("loss_fn_config has a text, and no loss here takes one")
     data = []
     for i, datum in enumerate(message.data):
+        chunks = [chunk.encoded_text.tokens for chunk in datum.model_input]
         try:
-            texts = [_ints(chunk) for chunk in datum.model_input]
+            if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in datum.model_input):
+                raise ValueError("its model_input has a chunk that is not text")
             one = {name: _numbers(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+            data.append({"tokens": np.frombuffer(b"".join(chunks), "<i4").tolist(), **one})
         except ValueError as error:
             raise Refused(f"data[{i}]: {error}") from None
-        data.append({"tokens": [token for text in texts for token in text], **one})
     return {"data": data, "loss_fn": message.loss_fn, "loss_fn_config": config}
-
-
-def _ints(chunk: Any) -> list[int]:
-    if chunk.WhichOneof("chunk") != "encoded_text":
-        raise ValueError("its model_input has a chunk that is not text")
-    return np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
 
 
 def _numbers(tensor: Any) -> list[Any]:

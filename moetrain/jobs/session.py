@@ -333,16 +333,14 @@ class JobSession:
         if self.engine.is_between_steps:
             raise Refused("there was no forward_backward since the last step")
         asked, optimizer = request.adam_params, self.engine.optimizer
-        optimizer.settings = optimizer.settings._replace(
-            beta1=asked.beta1, beta2=asked.beta2, eps=asked.eps
-        )
-        change = {"weight_decay": asked.weight_decay}
-        change["max_grad_norm"] = asked.grad_clip_norm or math.inf
-        if self.engine.graphs is not None and optimizer.config != (
-            optimizer.config.model_copy(update=change)
-        ):
+        numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
+        optimizer.settings = optimizer.settings._replace(**numbers)
+        limit = asked.grad_clip_norm or math.inf
+        change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
+        config = optimizer.config.model_copy(update=change)
+        if self.engine.graphs is not None and optimizer.config != config:
             self.engine.graphs.clear()  # they hold the numbers
-        optimizer.config = optimizer.config.model_copy(update=change)
+        optimizer.config = config
         outcome = self.engine.step(asked.learning_rate)
         skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
         self.now.steps += not skipped
@@ -396,15 +394,13 @@ class JobSession:
         finally:
             for one in mine:
                 generator.abort(one.id)
-        if self.is_given_up():
-            done.clear()
-        parts = self.world.gather(done)
-        if not all([parts[rank] for rank in leaders][: len(requests)]):  # of those that had any
-            return None
+        parts = self.world.gather({} if self.is_given_up() else done)
         found = {key: c for part in parts for key, c in part.items()}
+        if len(found) < sum(one.num_samples for one in asked):
+            return None
         return [
             {
-                "prompt_logprobs": found[i, 0].pop("prompt_logprobs"),
+                "prompt_logprobs": found[i, 0].pop("prompt_logprobs", None),
                 "sequences": [found[i, k] for k in range(one.num_samples)],
             }
             for i, one in enumerate(asked)
@@ -467,7 +463,6 @@ def _described(completion: Completion, asked: Sampling) -> dict[str, Any]:
         "tokens": completion.tokens,
         "logprobs": [_finite(x) for x in completion.logprobs],
         "stop_reason": completion.finish_reason,
-        "prompt_logprobs": None,
     }
     if asked.topk_sample_logprobs:
         tops = completion.top_logprobs
