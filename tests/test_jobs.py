@@ -742,7 +742,7 @@ def test_what_can_never_be_sampled_is_refused(quiet, body, says):
 
 
 def test_a_queue_has_an_end(quiet):
-    name = quiet.create().id
+    name = new(quiet)
     for _ in range(2):
         quiet.submit(name, "optim_step", rate(1.0))
     with pytest.raises(Refused, match="2 requests of this job wait already"):

@@ -27,7 +27,7 @@ SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _SOURCE = re.compile(rf"tinker://({JOB_ID.pattern})/(weights|sampler_weights)/({_NAME})")
 _FP32_LARGEST = float(np.finfo(np.float32).max)
-_MOST_TEXTS = 65_536
+MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 _Ints = Annotated[list[int], Field(fail_fast=True)]
@@ -136,7 +136,7 @@ class _Datum(JsonBody):
 class Pass(_JobBody):
     """A request for a forward pass over texts: a loss, and every target's log-probability."""
 
-    data: list[_Datum] = Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)
+    data: list[_Datum] = Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)
     loss_fn: str = "cross_entropy"
     loss_fn_config: dict[str, float] = Field(default={}, max_length=8)
 
@@ -168,7 +168,7 @@ class _Chunk(JsonBody):
 
 
 class _ModelInput(JsonBody):
-    chunks: Annotated[list[_Chunk], Field(fail_fast=True, max_length=_MOST_TEXTS)]
+    chunks: Annotated[list[_Chunk], Field(fail_fast=True, max_length=MOST_TEXTS)]
 
 
 class _SamplingParams(JsonBody):

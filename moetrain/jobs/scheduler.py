@@ -24,7 +24,7 @@ from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Refused
 from moetrain.jobs.session import SAMPLERS, JobSession
-from moetrain.jobs.store import DamagedJob, Job, check_base, read_save
+from moetrain.jobs.store import SAVE, DamagedJob, Job, check_base, checkpoint_of, read_save
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
@@ -61,6 +61,8 @@ class Service(AbstractContextManager["Service"]):
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
         self._removals: list[tuple[Job, Future[None]]] = []
+        self._remains: list[Path] = []
+        """Folders of saves that were removed."""
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -124,8 +126,8 @@ class Service(AbstractContextManager["Service"]):
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                if source is not None and read_save(root / source) is None:
-                    raise Refused("there is no save of this path", 404)
+                if source is not None:  # its step too: a save may give way to another of its name
+                    source = str(checkpoint_of(root / source).relative_to(root))
                 job = Job(root / name, seed, source=source)
                 if job.is_sampler:
                     self._make_room(job.session)
@@ -136,7 +138,7 @@ class Service(AbstractContextManager["Service"]):
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
                 job.begin()
                 self.jobs[name] = job
-            elif job.seed not in (None, seed) or job.source != (source or job.source):
+            elif job.seed not in (None, seed) or source not in (None, job.save):
                 raise Refused(f"this job has seed {job.seed}, or another source")
             return job
 
@@ -182,7 +184,10 @@ class Service(AbstractContextManager["Service"]):
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            shutil.rmtree(self.folder_of(name, save))
+            folder = self.folder_of(name, save)
+            (folder / SAVE).unlink()  # and the rest between turns: one may write another there
+            self._remains.append(folder)
+            self._lock.notify()
         if self.find(name).status == "finished" and not self.saves(name):
             self.delete(name)
 
@@ -297,7 +302,11 @@ class Service(AbstractContextManager["Service"]):
             else:
                 results = [session.serve(number)]
                 if (new := results[0].pop("sampler", None)) is not None:
-                    self.create(**new)
+                    with ExitStack() as unless_made:  # then nobody has its weights
+                        weights = self.folder / "jobs" / new["source"]
+                        unless_made.callback(shutil.rmtree, weights, ignore_errors=True)
+                        self.create(**new)
+                        unless_made.pop_all()
             if results is None:  # they were given up
                 session.forget(job.id)
                 return
@@ -335,7 +344,9 @@ class Service(AbstractContextManager["Service"]):
         session, minutes = self.session, self.config.checkpoint.minutes
         new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
-        is_due = new > 0 and (by_time or new >= self.config.jobs.save_interval)
+        # What was loaded need not be there any more when requests are served again.
+        has_loaded = job.known(job.done - 1)["kind"] == "load_weights"
+        is_due = new > 0 and (by_time or has_loaded or new >= self.config.jobs.save_interval)
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
             session.save()
             job.saved_time = time.monotonic()
@@ -348,18 +359,22 @@ class Service(AbstractContextManager["Service"]):
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            if not self._removals and not any(job.has_work for job in self.jobs.values()):
+            is_idle = not self._removals and not self._remains
+            if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
+        while self._remains:
+            if read_save(folder := self._remains.pop()) is None:
+                shutil.rmtree(folder, ignore_errors=True)
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
-            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
-                shutil.rmtree(self.folder / "jobs" / str(job.source), ignore_errors=True)
+            if job.is_sampler and f"/{SAMPLERS}/" in (job.save or ""):  # which is its alone
+                shutil.rmtree(self.folder / "jobs" / str(job.save), ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import JOB_ID, Refused, source_of
+from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, source_of
 from moetrain.jobs.scheduler import Service
 from moetrain.rollout.http_json import JsonServer
 
@@ -42,8 +43,6 @@ _WAIT_SECONDS = 20.0
 _CHUNK_BYTES = 5_000_000
 """Largest part of a batch that the SDK sends at once, by its own estimate."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
-_NO_LOGPROB = -99999.0
-"""What the SDK takes for an empty place among likeliest tokens."""
 _FUTURE = re.compile(rf"({JOB_ID.pattern}):(new|[0-9]{{1,8}})")
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 _MOST_KEYS = 64
@@ -130,7 +129,8 @@ class JobRoutes(JsonServer):
         self._check_base(new.base_model, new.optimizer_config)
         rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
         if lora.rank != rank:
-            raise Refused(f"lora_config.rank {lora.rank}, but lora.rank of this service is {rank}")
+            problem = f"{shortened(lora.rank)}, but lora.rank of this service is {rank}"
+            raise Refused(f"lora_config.rank {problem}")
         for part, is_trained in self.service.session.trains.items():
             if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(f"train_{part} False, but lora.targets of this service has such")
@@ -207,7 +207,8 @@ class JobRoutes(JsonServer):
             raise Refused("there is no such thing", 404)
         name, number = found[1], found[5]
         if number == "new":
-            return self.reply({"model_id": self.service.find(name).id})
+            job = await asyncio.to_thread(self.service.find, name)
+            return self.reply({"model_id": job.id})
         future = await asyncio.to_thread(self.service.answer, name, int(number))
         # Others may wait for the same future: a timeout here must not cancel it.
         waiting = asyncio.shield(asyncio.wrap_future(future))
@@ -238,8 +239,8 @@ class JobRoutes(JsonServer):
         return {"model_id": job.id, "model_data": data, **self.about}
 
     def sampler(self, job: str) -> Any:
-        source = self.service.find(job).source
-        path = None if source is None else f"tinker://{source}"
+        save = self.service.find(job).save
+        path = None if save is None else f"tinker://{save}"
         return {"sampler_id": job, "base_model": self.model, "model_path": path}
 
     def run(self, job: str) -> Any:
@@ -303,13 +304,13 @@ def _pass(message: Any) -> dict[str, Any]:
     if any(one.WhichOneof("value") == "text" for one in message.loss_fn_config_v2.values()):
         raise Refused("loss_fn_config has a text, and no loss here takes one")
     data = []
-    for i, datum in enumerate(message.data):
+    for i, datum in enumerate(islice(message.data, MOST_TEXTS + 1)):
         chunks = [chunk.encoded_text.tokens for chunk in datum.model_input]
         try:
             if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in datum.model_input):
                 raise ValueError("its model_input has a chunk that is not text")
             one = {name: _numbers(tensor) for name, tensor in datum.loss_fn_inputs.items()}
-            data.append({"tokens": np.frombuffer(b"".join(chunks), "<i4").tolist(), **one})
+            data.append({**one, "tokens": np.frombuffer(b"".join(chunks), "<i4").tolist()})
         except ValueError as error:
             raise Refused(f"data[{i}]: {error}") from None
     return {"data": data, "loss_fn": message.loss_fn, "loss_fn_config": config}
@@ -331,15 +332,10 @@ def _pass_message(result: dict[str, Any]) -> bytes:
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = math.nan if result["loss"] is None else result["loss"]
     texts = result["logprobs"]
-    record = message.loss_fn_outputs.add(num_datums=len(texts))
-    ends = np.cumsum([0, *(4 * len(logprobs) for logprobs in texts)])
-    record.fields["logprobs"].CopyFrom(
-        wire.BatchedTensor(
-            data=b"".join(map(_floats, texts)),
-            offsets=ends.astype("<i8").tobytes(),
-            dtype=wire.DTYPE_FLOAT32,
-        )
-    )
+    record = message.loss_fn_outputs.add(num_datums=len(texts)).fields["logprobs"]
+    record.data = b"".join(map(_floats, texts))
+    record.offsets = np.cumsum([0, *(4 * len(x) for x in texts)]).astype("<i8").tobytes()
+    record.dtype = wire.DTYPE_FLOAT32
     return message.SerializeToString()
 
 
@@ -354,15 +350,9 @@ def _samples_message(result: dict[str, Any]) -> bytes:
             tokens=np.array(one["tokens"], "<i4").tobytes(),
             logprobs=_floats(one["logprobs"]),
         )
-        if rows := one.get("topk"):
-            width = max(map(len, rows))
-            filled = [[*row, *[[0, _NO_LOGPROB]] * (width - len(row))] for row in rows]
-            sequence.topk_sampled_logprobs.CopyFrom(
-                wire.TopkLogprobs(
-                    token_ids=np.array([[k for k, _ in r] for r in filled], "<i4").tobytes(),
-                    logprobs=b"".join(_floats([x for _, x in row]) for row in filled),
-                    k=width,
-                    length=len(rows),
-                )
-            )
+        if rows := one.get("topk"):  # pairs of a token and its log-probability
+            tops = sequence.topk_sampled_logprobs
+            tops.k, tops.length = len(rows[0]), len(rows)
+            tops.token_ids = np.array([[k for k, _ in row] for row in rows], "<i4").tobytes()
+            tops.logprobs = b"".join(_floats([x for _, x in row]) for row in rows)
     return message.SerializeToString()

@@ -28,7 +28,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from moetrain.checkpoint.read import Checkpoint, list_checkpoints, open_checkpoint, step_of
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
@@ -45,7 +45,7 @@ from moetrain.jobs.api import (
 )
 from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job, make_room, read_save, write_save
+from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
@@ -179,7 +179,7 @@ class JobSession:
     def sit(self, job: str, seed: int, folder: str, source: str | None = None) -> None:
         """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
 
-        A sampler's comes from ``source``, a save's path under the folder of jobs, if it has one.
+        A sampler's comes from ``source``, a checkpoint's path under the folder of jobs, if any.
 
         ConfigError: its checkpoints are damaged; RunFailed: there is no room for the job before it.
         """
@@ -195,7 +195,7 @@ class JobSession:
         now = JobState(job, seed, Path(folder))
         if Job(now.folder).is_sampler:
             now.kinds = ("model",)
-            found = None if source is None else _newest(now.folder.parent / source)
+            found = None if source is None else open_checkpoint(now.folder.parent / source)
         else:
             found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
         if found is not None:
@@ -439,23 +439,14 @@ class JobSession:
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
-        folder, engine = self.now.folder.parent / source_of(request.path), self.engine
-        if read_save(folder) is None:
-            raise Refused(f"there is no save {request.path}", 404)
-        found = _newest(folder)
+        engine, root = self.engine, self.now.folder.parent
+        found = open_checkpoint(checkpoint_of(root / source_of(request.path)))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:
             engine.optimizer.begin()
             self.now.steps = 0
         return {"path": request.path, "model_id": self.now.id}
-
-
-def _newest(folder: Path) -> Checkpoint:
-    """Open the checkpoint of a save; ConfigError: it is damaged, or gone."""
-    if not (found := list_checkpoints(folder)):
-        raise Refused("its weights are no longer there")
-    return open_checkpoint(found[-1])
 
 
 def _described(completion: Completion, asked: Sampling) -> dict[str, Any]:

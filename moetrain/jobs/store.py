@@ -117,6 +117,17 @@ def read_save(folder: Path) -> dict[str, Any] | None:
     return None if (known["expires"] or math.inf) < time.time() else known
 
 
+def checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint of a save; Refused: there is no such save, or not any longer."""
+    try:
+        found = list_checkpoints(folder) if read_save(folder) is not None else []
+    except DamagedJob as error:  # another job's, which costs this one nothing
+        raise Refused(str(error)) from None
+    if not found:
+        raise Refused(f"there is no save {'/'.join(folder.parts[-3:])}", 404)
+    return found[-1]
+
+
 def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
     """Clear ``folder`` for a save of a job that has seen so many requests; returns why not.
 
@@ -151,7 +162,7 @@ class Job:
     error: str | None = None
     """Why it has failed, which is not written down: the next start may find it put right."""
     source: str | None = None
-    """What it began with: the path of a save under the folder of jobs; None: its seed."""
+    """What it began with: a save's checkpoint, under the folder of jobs; None: its seed."""
     accepted: int = 0
     """Requests that there are."""
     done: int = 0
@@ -175,6 +186,11 @@ class Job:
     @property
     def session(self) -> str:
         return self.id.partition(":")[0]
+
+    @property
+    def save(self) -> str | None:
+        """The path of the save that it began with, under the folder of jobs."""
+        return None if self.source is None else self.source.rpartition("/")[0]
 
     @property
     def is_sampler(self) -> bool:
@@ -220,7 +236,7 @@ class Job:
             self._count(seen)
             if self.is_sampler:
                 kept = self._numbers(_REQUESTS) | self._numbers(_ANSWERS)
-                self._numbers_of = {self._known(number)["key"]: number for number in kept}
+                self._numbers_of = {self.known(number)["key"]: number for number in kept}
         except OSError as error:
             name = Path(os.fsdecode(error.filename or "")).name
             raise DamagedJob(f"its folder ({name})", error.strerror) from None
@@ -285,7 +301,7 @@ class Job:
             entry["key"] = str(key)
             number = self._numbers_of.get(str(key), self.accepted)
         if number < self.accepted:
-            if self._known(number)["digest"] != entry["digest"]:
+            if self.known(number)["digest"] != entry["digest"]:
                 raise Refused(f"number {key} was another request; the next is {self.accepted}")
             return number
         if number > self.accepted:
@@ -300,7 +316,8 @@ class Job:
         self.accepted += 1
         return self.accepted - 1
 
-    def _known(self, number: int) -> dict[str, str]:
+    def known(self, number: int) -> dict[str, str]:
+        """Return kind, digest and a sampler's key of a request."""
         if number not in self._entries:
             is_kept = (self.folder / _file(_REQUESTS, number)).exists()
             entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
@@ -312,7 +329,7 @@ class Job:
         """Keep the ``result`` or the ``error`` of the request that was served last."""
         assert number == self.done
         path = self.folder / _file(_ANSWERS, number)
-        _write_durably(path, {**self._known(number), **answer})
+        _write_durably(path, {**self.known(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
