@@ -657,7 +657,6 @@ ODD = [  # of a datum
     ({"advantages": [1.0]}, "has advantages, of which loss 'cross_entropy' has no use"),
 ]
 BAD = [
-    ("nonsense", {}, "'nonsense' is not one of forward_backward"),
     ("optim_step", [], "Input should be a valid dictionary"),
     ("optim_step", {}, "adam_params: Field required"),
     ("optim_step", rate("1"), "learning_rate: Input should be a valid number, not '1'"),

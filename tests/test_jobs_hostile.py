@@ -23,10 +23,12 @@ from test_jobs import (
     texts,
 )
 from test_jobs_server import Process, send
+from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.jobs import store
-from moetrain.jobs.api import KINDS, Refused
+from moetrain.jobs.api import KINDS, MOST_TEXTS, Refused
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.server import _pass
 
 LEARN = ("forward_backward", texts(text_of(5)))
 STEP, LOOK = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
@@ -121,6 +123,73 @@ def test_a_session_keeps_so_many_samplers(tmp_path):
         service.remove_save(name, "weights/a")
         service.turn()
         assert not list(root.iterdir())
+
+
+def test_a_sampler_that_is_refused_leaves_no_weights(tmp_path):
+    with Service(config_of(tmp_path, "jobs.max_jobs=1")) as service:
+        name = new(service)
+        answer = answer_to(
+            service, name, "save_weights_for_sampler", {"sampling_session_seq_id": 0}
+        )
+        assert "there are 1 jobs" in answer["error"]
+        assert not list((tmp_path / "jobs" / name / "samplers").iterdir())
+
+
+def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
+    """Another save under the same name does not become its own."""
+    with Service(config_of(tmp_path, "jobs.max_loaded=1")) as service:
+        name = new(service)
+        ask, found = asker(service, name), []
+        for number in range(2):
+            for request in (LEARN, STEP, ("save_weights_for_sampler", {"path": "a"})):
+                ask(*request)
+            sampler = f"{name[:32]}:sample:{number}"
+            service.create(sampler, source=f"{name}/sampler_weights/a")
+            asked = prompting([1, 2], 2, number, prompt_logprobs=True)
+            found.append(ask("asample", asked)["prompt_logprobs"])
+            if not number:
+                service.remove_save(name, "sampler_weights/a")
+                with pytest.raises(Refused, match="there is no save"):
+                    service.create(f"{name[:32]}:sample:9", source=f"{name}/sampler_weights/a")
+                left = tmp_path / "jobs" / name / "sampler_weights" / "a"
+                assert list(left.iterdir())  # until a turn is over: its worker may be writing there
+                service.turn()
+                assert not left.exists()
+        assert found[0] != found[1]
+        answer = answer_to(service, name, "asample", prompting([1], 2, 0, num_samples=2))
+        assert "could not be brought back" in answer["error"]
+        assert ask("asample", asked)["prompt_logprobs"] == found[1]
+
+
+def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
+    """A service that dies after a load does not load what has the save's name by then."""
+    service = Service(config_of(tmp_path, "jobs.save_interval=99"))
+    name = new(service)
+    ask = asker(service, name)
+    save, load = ("save_weights", {"path": "a", "overwrite": True}), ("load_weights", {"path": "a"})
+    for request in (LEARN, STEP, save, LEARN, STEP, load, LEARN, STEP, save):
+        ask(*request)
+    expected = ask(*LOOK)
+    service._stack.close()  # as the kernel ends a claim
+    with Service(config_of(tmp_path)) as service:
+        assert asker(service, name)(*LOOK) == expected
+
+
+def test_a_damaged_save_costs_its_own_job(service, tmp_path):
+    name, other = new(service), new(service)
+    asker(service, name)("save_weights", {"path": "a"})
+    (tmp_path / "jobs" / name / "weights" / "a" / "save.json").write_text("{")
+    load = {"path": f"tinker://{name}/weights/a", "optimizer": True}
+    assert "save.json is damaged" in answer_to(service, other, "load_weights", load)["error"]
+    asker(service, other)(*LEARN)
+    assert service.find(name).status == "open"
+
+
+def test_a_message_of_nothing_takes_little_memory():
+    message = wire.ForwardBackwardRequest()
+    for _ in range(MOST_TEXTS + 9):
+        message.data.add()
+    assert len(_pass(message)["data"]) == MOST_TEXTS + 1  # which is then refused
 
 
 def test_nothing_of_a_job_is_left_in_the_cache(service):

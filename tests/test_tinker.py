@@ -301,7 +301,7 @@ def test_what_there_is_not_is_a_line(served):
         assert failed.value.category == types.RequestErrorCategory.User
     assert logprobs_of(run).isfinite().all()  # the run goes on
     for words, says in (
-        ({"rank": 4}, "lora_config.rank 4, but lora.rank of this service is 8"),
+        ({"rank": 4}, "rank 4 is not this service's lora.rank 8"),
         ({"base_model": "x"}, "base_model 'x' is not"),
         ({"train_mlp": False}, "train_mlp False, but"),
     ):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from os.path import dirname
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class Service(AbstractContextManager["Service"]):
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
                 job.begin()
                 self.jobs[name] = job
-            elif job.seed not in (None, seed) or source not in (None, job.save):
+            elif job.seed not in (None, seed) or source not in (None, dirname(job.source or "")):
                 raise Refused(f"this job has seed {job.seed}, or another source")
             return job
 
@@ -171,9 +172,8 @@ class Service(AbstractContextManager["Service"]):
         """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
         folder = self.find(name).folder
         paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
-        found = {f"{path.parent.name}/{path.name}": read_save(path) for path in paths}
-        known = {path: save for path, save in found.items() if save is not None}
-        return dict(sorted(known.items(), key=lambda item: item[1]["time"]))
+        found = {f"{x.parent.name}/{x.name}": save for x in paths if (save := read_save(x))}
+        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     def folder_of(self, name: str, save: str) -> Path:
         """Return the folder of a save; Refused: there is none."""
@@ -193,10 +193,9 @@ class Service(AbstractContextManager["Service"]):
 
     def find(self, name: str) -> Job:
         """Return a job. This and all below raise Refused where there is none."""
-        with self._lock:
-            if name not in self.jobs:
-                raise Refused("there is no such thing", 404)
-            return self.jobs[name]
+        if (job := self.jobs.get(name)) is None:
+            raise Refused("there is no such thing", 404)
+        return job
 
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
@@ -302,11 +301,11 @@ class Service(AbstractContextManager["Service"]):
             else:
                 results = [session.serve(number)]
                 if (new := results[0].pop("sampler", None)) is not None:
-                    with ExitStack() as unless_made:  # then nobody has its weights
-                        weights = self.folder / "jobs" / new["source"]
-                        unless_made.callback(shutil.rmtree, weights, ignore_errors=True)
+                    try:
                         self.create(**new)
-                        unless_made.pop_all()
+                    except Refused:  # nobody has its weights
+                        shutil.rmtree(self.folder / "jobs" / new["source"], ignore_errors=True)
+                        raise
             if results is None:  # they were given up
                 session.forget(job.id)
                 return
@@ -373,8 +372,8 @@ class Service(AbstractContextManager["Service"]):
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
-            if job.is_sampler and f"/{SAMPLERS}/" in (job.save or ""):  # which is its alone
-                shutil.rmtree(self.folder / "jobs" / str(job.save), ignore_errors=True)
+            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
+                shutil.rmtree((gone.parent / str(job.source)).parent, ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

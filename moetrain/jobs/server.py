@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from os.path import dirname
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +37,6 @@ from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, source_of
 from moetrain.jobs.scheduler import Service
 from moetrain.rollout.http_json import JsonServer
 
-_NOT_KEPT = "it was not taken up: it cannot be kept"
 _PROTOBUF = "application/x-protobuf"
 _WAIT_SECONDS = 20.0
 """Time that a future is waited for, less than the 45 that the SDK waits for an answer."""
@@ -89,25 +89,23 @@ class JobRoutes(JsonServer):
             **{f"POST {kind}": partial(self.ask, kind) for kind in kinds},
             "POST asample": self.sample,
             "POST get_info": self.info,
-            "GET healthz": lambda: {"status": "ok"},
             "GET get_server_capabilities": lambda: {"supported_models": [known]},
             "GET samplers/{job}": self.sampler,
             "GET training_runs/{job}": self.run,
             "DELETE training_runs/{name}": service.delete,
             "GET training_runs/{job}/checkpoints": self.saves,
             "DELETE training_runs/{name}/checkpoints/{save:path}": service.remove_save,
-            "GET training_runs/{job}/files/{save:path}/{file}": self.file,
         }
-        urls = "/api/v1/training_runs/{job}/checkpoints/{save:path}/external_weights_urls"
+        saves = "/api/v1/training_runs/{job}/checkpoints/external_weights"
         routes = [Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"])]
-        routes.append(Route(urls, self.urls))
+        routes.append(Route(f"{saves}/{{save}}/{{file}}", self.external))
         for place, work in table.items():
             method, path = place.split()
             handler = partial(self._handle, work)
             routes.append(Route(f"/api/v1/{path}", handler, methods=[method]))
         refusals = {
             Refused: lambda error: (error.status, str(error)),
-            OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
+            OSError: lambda error: (507, f"it cannot be kept: {error.strerror}"),
         }
         super().__init__(routes, jobs.max_request_mib, "jobs.max_request_mib", refusals)
 
@@ -129,8 +127,7 @@ class JobRoutes(JsonServer):
         self._check_base(new.base_model, new.optimizer_config)
         rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
         if lora.rank != rank:
-            problem = f"{shortened(lora.rank)}, but lora.rank of this service is {rank}"
-            raise Refused(f"lora_config.rank {problem}")
+            raise Refused(f"rank {shortened(lora.rank)} is not this service's lora.rank {rank}")
         for part, is_trained in self.service.session.trains.items():
             if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(f"train_{part} False, but lora.targets of this service has such")
@@ -207,8 +204,7 @@ class JobRoutes(JsonServer):
             raise Refused("there is no such thing", 404)
         name, number = found[1], found[5]
         if number == "new":
-            job = await asyncio.to_thread(self.service.find, name)
-            return self.reply({"model_id": job.id})
+            return self.reply({"model_id": self.service.find(name).id})
         future = await asyncio.to_thread(self.service.answer, name, int(number))
         # Others may wait for the same future: a timeout here must not cancel it.
         waiting = asyncio.shield(asyncio.wrap_future(future))
@@ -233,21 +229,20 @@ class JobRoutes(JsonServer):
 
     def info(self, body: Any) -> Any:
         job = self.service.find(_parsed(types.GetInfoRequest, body).model_id)
-        named = self.config.is_set("data.tokenizer") and self.config.data.tokenizer != "byte"
-        tokenizer = self.config.data.tokenizer if named else None
+        tokenizer = self.config.data.tokenizer if self.config.is_set("data.tokenizer") else None
         data = {"model_name": self.model, "tokenizer_id": tokenizer}
         return {"model_id": job.id, "model_data": data, **self.about}
 
     def sampler(self, job: str) -> Any:
-        save = self.service.find(job).save
-        path = None if save is None else f"tinker://{save}"
+        source = self.service.find(job).source
+        path = None if source is None else f"tinker://{dirname(source)}"
         return {"sampler_id": job, "base_model": self.model, "model_path": path}
 
     def run(self, job: str) -> Any:
         known = self.service.find(job)
-        state = {"training_run_id": job, "corrupted": known.status == "failed"}
-        state["last_request_time"] = _time(known.asked_time)
-        return {**self.about, "model_owner": "", **state}
+        asked = _time((known.folder / "requests").stat().st_mtime)
+        state = {"corrupted": known.status == "failed", "last_request_time": asked}
+        return {**self.about, "training_run_id": job, "model_owner": "", **state}
 
     def saves(self, job: str) -> Any:
         kinds = {"weights": "training", "sampler_weights": "sampler"}
@@ -263,18 +258,17 @@ class JobRoutes(JsonServer):
         ]
         return {"checkpoints": found}
 
-    async def urls(self, request: HTTPRequest) -> Response:
-        job, save = request.path_params["job"], request.path_params["save"]
-        await asyncio.to_thread(self.service.folder_of, job, save)
-        root = f"{request.base_url}api/v1/training_runs/{job}/files/{save}"
-        urls = {file: f"{root}/{file}" for file in _FILES}
-        return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
-
-    def file(self, job: str, save: str, file: str) -> Response:
-        path = self.service.folder_of(job, save) / file
-        if file not in _FILES or not path.exists():
+    async def external(self, request: HTTPRequest) -> Response:
+        """Answer with a file of a save in PEFT's format, or with where its files are."""
+        job, save, file = (request.path_params[name] for name in ("job", "save", "file"))
+        folder = await asyncio.to_thread(self.service.folder_of, job, f"external_weights/{save}")
+        if file in _FILES:
+            return FileResponse(folder / file)
+        if file != "external_weights_urls":
             raise Refused("there is no such thing", 404)
-        return FileResponse(path)
+        here = f"{request.base_url}{dirname(request.url.path)[1:]}"
+        urls = {one: f"{here}/{one}" for one in _FILES}
+        return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
 
 
 def _time(seconds: float) -> str:

@@ -171,8 +171,6 @@ class Job:
     """Answers that clients wait for."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
-    asked_time: float = field(default_factory=time.time)
-    """When it was last asked something, or found, in seconds since 1970."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
     """Kind, digest and key of requests, which their answers repeat."""
     _numbers_of: dict[str, int] = field(default_factory=dict)
@@ -186,11 +184,6 @@ class Job:
     @property
     def session(self) -> str:
         return self.id.partition(":")[0]
-
-    @property
-    def save(self) -> str | None:
-        """The path of the save that it began with, under the folder of jobs."""
-        return None if self.source is None else self.source.rpartition("/")[0]
 
     @property
     def is_sampler(self) -> bool:
@@ -312,7 +305,6 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
-        self.asked_time = time.time()
         self.accepted += 1
         return self.accepted - 1
 
