@@ -173,6 +173,7 @@ class Jobs(Target):
         self.worker = threading.Thread(target=self.work)
         self.worker.start()
         session, lora = "ab" * 16, {"rank": 8}
+        at = {"session_id": session}
         self.own, self.name = f"{session}:sample:0", f"{session}:train:1"
         for name in (self.own, self.name, f"{session}:sample:1"):
             self.service.create(name)
@@ -181,8 +182,8 @@ class Jobs(Target):
         run, load = {"model_id": self.name}, {"path": f"tinker://{self.name}/weights/a"}
         number = {"sampling_session_seq_id": 7, "base_model": "debug"}
         self.good = {
-            "create_model": {"session_id": session, "model_seq_id": 1, "lora_config": lora},
-            "create_sampling_session": {"session_id": session, **number},
+            "create_model": {"model_seq_id": 1, "base_model": "debug", "lora_config": lora, **at},
+            "create_sampling_session": {**at, **number},
             "asample": {"seq_id": 0, **params},
             "forward_backward": message_of(texts([1, 2, 3]), self.name, 2),
             "optim_step": {"seq_id": 1, **run, **rate(1e-3)},
@@ -190,9 +191,10 @@ class Jobs(Target):
             "save_weights_for_sampler": {"seq_id": 3, "path": "a", **run},
             "save_weights_external": {"seq_id": 3, "path": "a", **run},
             "load_weights": {"seq_id": 3, "optimizer": True, **run, **load},
+            "load_weights?": {"model_seq_id": 1, "optimizer": True, **at, **load},
+            "sessions/x/finish": {},
             "retrieve_future": {"request_id": f"{self.name}:0"},
             "get_info": run,
-            "weights_info": {"tinker_path": f"tinker://{self.name}/weights/a"},
             "telemetry": {},
             "create_session": {},
         }
