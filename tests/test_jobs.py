@@ -639,6 +639,7 @@ def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
         service.turn()
         assert waiting.result(0) == {"error": "finished"}
         assert len(calls) == 3
+        assert service.find(name).done == 0
         assert not service.session.generator.is_busy
 
 

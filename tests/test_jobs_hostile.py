@@ -145,6 +145,9 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
                 ask(*request)
             sampler = f"{name[:32]}:sample:{number}"
             service.create(sampler, source=f"{name}/sampler_weights/a")
+            service.create(sampler, source=f"{name}/sampler_weights/a")  # again
+            with pytest.raises(Refused, match="or another source"):
+                service.create(sampler, source=f"{name}/sampler_weights/b")
             asked = prompting([1, 2], 2, number, prompt_logprobs=True)
             found.append(ask("asample", asked)["prompt_logprobs"])
             if not number:
