@@ -23,11 +23,12 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import Config, Recipes
-from moetrain.jobs.api import ForwardBackward, OptimStep
+from moetrain.jobs.api import OptimStep, Pass
+from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.scheduler import Service
-from moetrain.train.objectives import Pretraining
 
 GIB = 2**30
+STEP = {"adam_params": {"learning_rate": 1e-5}}
 
 
 class Bench:
@@ -38,11 +39,15 @@ class Bench:
         arch, length = self.session.engine.arch, service.config.data.seq_len
         draws = random.Random(0)
         texts = [[draws.randrange(arch.vocab_size) for _ in range(length + 1)] for _ in range(rows)]
-        self.body = {"data": [{"tokens": text} for text in texts]}
+        data = [{"tokens": text[:-1], "target_tokens": text[1:]} for text in texts]
+        self.body = {"data": data}
         self.tokens = rows * length
 
     def ask(self, job: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.service.ask(job, kind, body)
+        future = self.service.answer(job, self.service.submit(job, kind, body))
+        while not future.done():
+            self.service.turn()
+        answer = future.result()
         if "error" in answer:
             sys.exit(f"{kind}: {answer['error']}")
         return answer["result"]
@@ -50,18 +55,18 @@ class Bench:
     def by_engine(self) -> None:
         """A step without the service."""
         session = self.session
-        samples = ForwardBackward.model_validate(self.body).samples()
-        batches = session._dealt(samples).batches
-        objective = Pretraining.of(session.config, session.engine.arch)
-        session.engine.forward_backward(batches, objective).total.item()  # waits, as a job does
-        session._optim_step(OptimStep(lr=1e-5))
+        request = Pass.model_validate(self.body)
+        batches = session._dealt([datum.sample(0) for datum in request.data]).batches
+        loss = ClientLoss.of("cross_entropy", {})
+        session.engine.forward_backward(batches, loss).total.item()  # waits, as a job does
+        session._optim_step(OptimStep.model_validate(STEP))
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""
         for job in jobs:
             self.ask(job, "forward_backward", self.body)
         for job in jobs:
-            self.ask(job, "optim_step", {"lr": 1e-5})
+            self.ask(job, "optim_step", STEP)
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
@@ -107,7 +112,7 @@ def main() -> int:
         size = sum(part.tensor.nbytes for parts in state.values() for part in parts.values())
         print(f"{device_name(device)}: {args.layers} layers, {args.rows} rows", flush=True)
         print(f"built in {time.perf_counter() - started:.1f} s; a job's state {size / GIB:.3f} GiB")
-        jobs = [service.create(seed=seed)["id"] for seed in range(args.jobs)]
+        jobs = [service.create(f"{seed:032x}:train:0", seed).id for seed in range(args.jobs)]
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)
@@ -125,12 +130,21 @@ def main() -> int:
         )
         switches = 2 * len(jobs) * (args.steps + 1)
         print(f"memory: {before} before, {memory()} after {switches} switches", flush=True)
+        bench.ask(jobs[0], "save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        sampler, asked = jobs[0].replace("train", "sample"), {"max_tokens": 128}
         prompts = [text["tokens"][:64] for text in bench.body["data"]] * (64 // args.rows)
-        sampled = {"prompts": prompts, "max_tokens": 128}
-        took = seconds_of(lambda: bench.ask(jobs[0], "sample", sampled), 2)
+
+        def sample() -> None:
+            for prompt in prompts:
+                body = {"prompt": {"chunks": [{"tokens": prompt}]}, "sampling_params": asked}
+                service.submit(sampler, "asample", body)
+            while service.turn():
+                pass
+
+        took = seconds_of(sample, 2)
         print(f"sample: {len(prompts) * 128 / took:,.0f} tokens/s, {len(prompts)} at once")
         started = time.perf_counter()
-        bench.ask(jobs[0], "save", {"name": "bench"})
+        bench.ask(jobs[0], "save_weights", {"path": "bench"})
         print(f"a save: {time.perf_counter() - started:.2f} s")
     return 0
 

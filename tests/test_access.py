@@ -148,7 +148,7 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(access_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as found:
         access_to(tmp_path, port=8000).check()
-    problem = "8000 needs starlette and uvicorn, not installed here; pip install 'moetrain[serve]'"
+    problem = "8000 needs starlette and uvicorn, not installed here; pip install 'moetrain[jobs]'"
     assert str(found.value) == f"jobs.port: {problem}"
 
 

@@ -7,7 +7,7 @@ import torch
 from distributed import spawn
 from estimates import estimate_memory
 from test_engine import train, weights_of
-from test_jobs import Course, adapter_of, asker, config_of, run_alone
+from test_jobs import Course, adapter_of, asker, config_of, new, run_alone
 from test_lora import (
     BASE,
     EVERYTHING,
@@ -465,7 +465,7 @@ def test_a_run_goes_on_beside_it_alone(tiny, form):
 def test_jobs_learn_beside_it(tmp_path, form):
     words = f"lora.base_dtype={form}"
     with Service(config_of(tmp_path / "all", words)) as service:
-        names = [service.create(seed=seed)["id"] for seed in range(2)]
+        names = [new(service, seed) for seed in range(2)]
         courses = [Course(seed, asker(service, name)) for seed, name in enumerate(names)]
         live = courses
         while live:

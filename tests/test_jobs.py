@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import secrets
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
 from moetrain.jobs import store
 from moetrain.jobs.api import Refused
+from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.scheduler import Service
 from moetrain.optim import AdamW
 from moetrain.parallel import apply
@@ -23,7 +26,6 @@ from moetrain.parallel.world import join_world
 from moetrain.rl.rows import pack
 from moetrain.rollout.engine import Generator
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Pretraining
 from moetrain.train.setup import resolve_run
 
 WORDS = [
@@ -54,39 +56,55 @@ def text_of(seed, length=9):
     return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def text(tokens, weights=None, **more):
+    """A datum whose targets are the next tokens."""
+    datum = {"tokens": tokens[:-1], "target_tokens": tokens[1:], **more}
+    return datum if weights is None else {**datum, "weights": weights}
+
+
+def texts(*several):
+    return {"data": [text(tokens) for tokens in several]}
+
+
+def rate(lr):
+    return {"adam_params": {"learning_rate": lr}}
+
+
+def prompting(tokens, max_tokens=6, sampler=0, seed=None, **more):
+    asked = {"max_tokens": max_tokens} | ({} if seed is None else {"seed": seed})
+    prompt = {"chunks": [{"tokens": tokens}]}
+    return {"prompt": prompt, "sampling_params": asked, "sampler": sampler, **more}
+
+
 def supervised(seed, steps=2):
     """A job of one kind: yields requests, is sent their results."""
     for step in range(steps):
         for part in range(2):
-            data = [{"tokens": text_of(1000 * seed + 10 * step + part)}]
-            yield "forward_backward", {"data": data}
-        yield "optim_step", {"lr": 1e-2}
-    yield "forward", {"data": [{"tokens": text_of(seed)}]}
-    yield "save", {"name": "final"}
+            yield "forward_backward", texts(text_of(1000 * seed + 10 * step + part))
+        yield "optim_step", rate(1e-2)
+    yield "forward", texts(text_of(seed))
+    yield "save_weights_external", {"path": "final"}
 
 
 def policy(seed, steps=2):
     """A job of the other kind: even tokens are what it is rewarded for."""
     for step in range(steps):
-        prompt = text_of(seed, 3)
-        answer = yield "sample", {"prompts": [prompt, prompt[:2]], "max_tokens": 6, "n": 2}
-        data = []
-        for given, group in zip((prompt, prompt[:2]), answer["completions"], strict=True):
-            rewards = [sum(t % 2 == 0 for t in c["tokens"]) for c in group]
-            for completion, reward in zip(group, rewards, strict=True):
-                new = completion["tokens"]
-                data.append(
-                    {
-                        "tokens": given + new,
-                        "mask": [0] * len(given) + [1] * len(new),
-                        "logprobs": [0.0] * len(given) + completion["logprobs"],
-                        "advantages": reward - sum(rewards) / len(rewards),
-                    }
-                )
-        name = ("clip", "gspo")[step % 2]
-        yield "forward_backward", {"data": data, "loss": name, "loss_settings": {"clip_high": 0.3}}
-        yield "optim_step", {"lr": 1e-2}
-    yield "save", {"name": "final"}
+        prompt, data = text_of(seed, 3), []
+        yield "save_weights_for_sampler", {"sampling_session_seq_id": step}
+        for given in (prompt, prompt[:2]):
+            answer = yield "asample", prompting(given, sampler=step, num_samples=2)
+            rewards = [sum(t % 2 == 0 for t in c["tokens"]) for c in answer["sequences"]]
+            for completion, reward in zip(answer["sequences"], rewards, strict=True):
+                new, before = completion["tokens"], [0.0] * (len(given) - 1)
+                advantage = reward - sum(rewards) / len(rewards)
+                advantages = before + [advantage] * len(new)
+                logprobs = before + completion["logprobs"]
+                data.append(text(given + new, logprobs=logprobs, advantages=advantages))
+        name = ("ppo", "importance_sampling")[step % 2]
+        config = {"clip_high_threshold": 1.3} if name == "ppo" else {}
+        yield "forward_backward", {"data": data, "loss_fn": name, "loss_fn_config": config}
+        yield "optim_step", rate(1e-2)
+    yield "save_weights_external", {"path": "final"}
 
 
 KINDS = (supervised, policy)
@@ -109,17 +127,44 @@ class Course:
         return True
 
 
+def new(service, seed=0):
+    """The id of a new run."""
+    return service.create(f"{secrets.token_hex(16)}:train:0", seed).id
+
+
+def target_of(name, kind, body):
+    """The job and the body of a request; saves to load, and samplers, are the job's own."""
+    session = name.partition(":")[0]
+    if kind == "asample":
+        return f"{session}:sample:{body['sampler']}", {
+            k: x for k, x in body.items() if k != "sampler"
+        }
+    if kind == "load_weights" and isinstance(body.get("path"), str) and "/" not in body["path"]:
+        body = {"optimizer": True, **body, "path": f"tinker://{name}/weights/{body['path']}"}
+    return name, body
+
+
+def answer_to(service, name, kind, body, number=None):
+    """The answer to a request, without the job's id, which differs from run to run."""
+    job, body = target_of(name, kind, body)
+    future = service.answer(job, service.submit(job, kind, body, number))
+    while not future.done():
+        service.turn()
+    return json.loads(json.dumps(future.result()).replace(name.partition(":")[0], "SESSION"))
+
+
 def asker(service, name):
-    def ask(kind, body):
-        answer = service.ask(name, kind, body)
+    def ask_it(kind, body):
+        answer = answer_to(service, name, kind, body)
         assert "result" in answer, answer
         return answer["result"]
 
-    return ask
+    return ask_it
 
 
 def file_of(folder, name, save="final"):
-    return Path(folder) / "jobs" / name / "saves" / save / "adapter" / "adapter_model.safetensors"
+    saves = Path(folder) / "jobs" / name / "external_weights"
+    return saves / save / "adapter_model.safetensors"
 
 
 def adapter_of(folder, name, save="final"):
@@ -129,7 +174,7 @@ def adapter_of(folder, name, save="final"):
 def run_alone(folder, seed, *words):
     """The results and the adapter of a job that has a service for itself."""
     with Service(config_of(folder, *words)) as service:
-        name = service.create(seed=seed)["id"]
+        name = new(service, seed)
         course = Course(seed, asker(service, name))
         while course.go_on():
             pass
@@ -151,7 +196,7 @@ def alone(tmp_path_factory):
 
 def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed)["id"] for seed in range(5)]
+        names = [new(service, seed) for seed in range(5)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(5)]
         live = list(courses)
         while live:
@@ -180,7 +225,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
             return [(id(x.untyped_storage()), x.data_ptr()) for x in tensors]
 
         before = addresses()
-        courses = [Course(s, asker(service, service.create(seed=s)["id"])) for s in range(6)]
+        courses = [Course(s, asker(service, new(service, s))) for s in range(6)]
         while courses:
             courses = [course for course in courses if course.go_on()]
         assert [pointer for _, pointer in addresses()] == [pointer for _, pointer in before]
@@ -207,7 +252,7 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
     with Service(config_of(tmp_path, *words)) as service:
         names, courses, counts = {}, {}, []
         for seed in (0, 1, 2, 5):
-            names[seed] = service.create(seed=seed)["id"]
+            names[seed] = new(service, seed)
             courses[seed] = Course(seed, asker(service, names[seed]))
         for pair in ((0, 1), (2, 5)):  # of both kinds each
             live = [courses[seed] for seed in pair]
@@ -219,15 +264,17 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
         (results, adapter), mine = run_alone(tmp_path / f"{seed}", seed, *words), course.results
         assert (mine, adapter_of(tmp_path, names[seed])) == (results, adapter)
         for one, plain in zip(mine, alone(seed)[0], strict=True):
-            for key in set(one) & {"loss", "grad_norm"}:
-                assert one[key] == pytest.approx(plain[key], rel=1e-4)
+            if "loss" in one:
+                assert one["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+            if "metrics" in one:
+                assert one["metrics"] == pytest.approx(plain["metrics"], rel=1e-4)
 
 
 def test_a_job_is_an_engine_of_its_own(tmp_path):
     """The same steps by an engine that knows no jobs."""
     config = config_of(tmp_path, "train.seed=3")
     with Service(config) as service:
-        name = service.create(seed=3)["id"]
+        name = new(service, 3)
         course = Course(3, asker(service, name))
         course.requests = supervised(3)
         course.next = next(course.requests)
@@ -235,17 +282,19 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
             pass
     config, arch = resolve_run(config)
     engine = Engine(config, arch, join_world(config, arch))
-    bodies = list(supervised(3))
+    engine.optimizer.settings = engine.optimizer.settings._replace(beta2=0.95, eps=1e-12)
+    change = {"weight_decay": 0.0, "max_grad_norm": float("inf")}
+    engine.optimizer.config = engine.optimizer.config.model_copy(update=change)
     losses = []
-    for kind, body in bodies[:-2]:
+    for kind, body in list(supervised(3))[:-2]:
         if kind == "optim_step":
-            engine.step(body["lr"])
+            engine.step(body["adam_params"]["learning_rate"])
             continue
-        request = session_module.ForwardBackward.model_validate(body)
-        batches = pack(request.samples(), 64, 1)
-        totals = engine.forward_backward(batches, Pretraining.of(config, arch))
+        request = session_module.Pass.model_validate(body)
+        batches = pack([datum.sample(0) for datum in request.data], 64, 1)
+        totals = engine.forward_backward(batches, ClientLoss.of("cross_entropy", {}))
         losses.append(totals.total.item())
-    assert losses == [r["loss"] for r in course.results if "loss" in r]
+    assert losses == [r["loss"] for r in course.results if "loss" in r][:-1]
     engine.save_peft(tmp_path / "by hand")
     mine = (tmp_path / "by hand" / "adapter_model.safetensors").read_bytes()
     assert hashlib.sha256(mine).hexdigest() == adapter_of(tmp_path, name)
@@ -259,7 +308,7 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
     while live:
         service = Service(config_of(tmp_path / "all", *words))
         for seed in live:
-            names[seed] = service.create(names.get(seed), seed=seed)["id"]
+            names[seed] = names.get(seed) or new(service, seed)
             ask = asker(service, names[seed])
             courses.setdefault(seed, Course(seed, ask)).ask = ask
         live = [seed for seed in live if courses[seed].go_on()]
@@ -274,10 +323,14 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
     tmp_path, alone, monkeypatch, seed
 ):
     """Lives grow longer until the work is done."""
-    name, is_over, length, opened = "ab" * 16, False, 0, []
+    name, is_over, length, opened = f"{'ab' * 16}:train:0", False, 0, []
 
     def ask(kind, body):
-        answer = opened[-1].ask(name, kind, body, len(course.results))
+        is_sample = ["sequences" in result for result in course.results]
+        number = is_sample.count(False)
+        if kind == "asample":  # of a new sampler a step
+            number = is_sample[::-1].index(False)
+        answer = answer_to(opened[-1], name, kind, body, number)
         assert "result" in answer, answer
         return answer["result"]
 
@@ -292,17 +345,16 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
         if opened:
             opened.pop()._stack.close()
         length += 1
-    assert 20 < length < 100
+    assert 15 < length < 200
     assert (course.results, adapter_of(tmp_path, name)) == alone(seed)
 
 
 def test_jobs_take_turns(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        names = [service.create(seed=seed)["id"] for seed in range(3)]
+        names = [new(service, seed) for seed in range(3)]
         for name, number in zip(names, (6, 2, 4), strict=True):
             for step in range(number):
-                data = [{"tokens": text_of(step)}]
-                service.submit(name, "forward_backward", {"data": data})
+                service.submit(name, "forward_backward", texts(text_of(step)))
         order = []
         while service.turn():
             order.append(names.index([*service.jobs][-1]))
@@ -322,19 +374,19 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
 
     def of(number):
         for part in range(5):
-            yield "forward_backward", {"data": [{"tokens": text_of(10 * number + part)}]}
-        yield "optim_step", {"lr": 1e-2}
-        yield "forward", {"data": [{"tokens": text_of(number)}]}
+            yield "forward_backward", texts(text_of(10 * number + part))
+        yield "optim_step", rate(1e-2)
+        yield "forward", texts(text_of(number))
 
     together, alone, words = [], [], [f"jobs.max_loaded={loaded}", "jobs.save_interval=1"]
     words.append(f"optim.gradient_dtype={dtype}")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
-            ask = asker(service, service.create(seed=number)["id"])
+            ask = asker(service, new(service, number))
             alone.append([ask(*request) for request in of(number)])
     monkeypatch.setattr(Engine, "forward_backward", count)
     with Service(config_of(tmp_path / "all", *words)) as service:
-        names = [service.create(seed=number)["id"] for number in range(4)]
+        names = [new(service, number) for number in range(4)]
         aside = tmp_path / "all" / "aside"
         for requests in zip(*map(of, range(4)), strict=True):
             asked = zip(names, requests, strict=True)
@@ -350,56 +402,56 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
 
 
 def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
-    words, data = ["jobs.max_loaded=1"], [{"tokens": [1, 2, 3]}]
+    words, data = ["jobs.max_loaded=1"], [text([1, 2, 3])]
     service = Service(config_of(tmp_path, *words))
-    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    names = [new(service, seed) for seed in range(3)]
     for name in names:
         asker(service, name)("forward_backward", {"data": data})
     assert len(list((tmp_path / "aside").iterdir())) == 1
     service._stack.close()
     with Service(config_of(tmp_path, *words)) as service:
         assert not (tmp_path / "aside").exists()
-        steps = [asker(service, name)("optim_step", {"lr": 1e-2}) for name in names]
-    assert all(step["grad_norm"] > 0 for step in steps)
+        steps = [asker(service, name)("optim_step", rate(1e-2)) for name in names]
+    assert all(step["metrics"]["grad_norm"] > 0 for step in steps)
 
 
 def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
     service = Service(config_of(tmp_path, "jobs.max_loaded=1"))
     (tmp_path / "aside").mkdir()
-    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    names = [new(service, seed) for seed in range(3)]
     for name in names[:2]:
-        asker(service, name)("forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
+        asker(service, name)("forward_backward", texts([1, 2, 3]))
     (tmp_path / "aside" / f"{names[0]}-0.safetensors").mkdir()
     with pytest.raises(RunFailed, match=r"cannot be put aside.*raise jobs\.max_loaded"):
-        asker(service, names[2])("forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
+        asker(service, names[2])("forward_backward", texts([1, 2, 3]))
     service._stack.close()
 
 
 def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
-    body = {"data": [{"tokens": [1, 2, 3]}]}
+    body = texts([1, 2, 3])
     with Service(config_of(tmp_path)) as service:
-        name = service.create("ab" * 16)["id"]
-        first = service.ask(name, "forward_backward", body, 0)
-        assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
-        assert service.create("ab" * 16)["next_number"] == 1
+        name = service.create(f"{'ab' * 16}:train:0").id
+        first = answer_to(service, name, "forward_backward", body, 0)
+        assert answer_to(service, name, "forward_backward", body, 0)["result"] == first["result"]
+        assert service.create(f"{'ab' * 16}:train:0").accepted == 1
         with pytest.raises(Refused, match="number 0 was another request; the next is 1"):
-            service.submit(name, "optim_step", {"lr": 1e-3}, 0)
+            service.submit(name, "optim_step", rate(1e-3), 0)
         with pytest.raises(Refused, match="number 2 is ahead of the next, 1"):
-            service.submit(name, "optim_step", {"lr": 1e-3}, 2)
+            service.submit(name, "optim_step", rate(1e-3), 2)
         with pytest.raises(Refused, match="this job has seed 0"):
-            service.create("ab" * 16, seed=1)
+            service.create(f"{'ab' * 16}:train:0", seed=1)
     with Service(config_of(tmp_path)) as service:
-        assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
+        assert answer_to(service, name, "forward_backward", body, 0)["result"] == first["result"]
 
 
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
-        name = service.create()["id"]
+        name = new(service)
         ask = asker(service, name)
         for step in range(12):
-            ask("forward_backward", {"data": [{"tokens": text_of(step)}]})
-            ask("optim_step", {"lr": 1e-3})
+            ask("forward_backward", texts(text_of(step)))
+            ask("optim_step", rate(1e-3))
         folder = tmp_path / "jobs" / name
         assert len(list((folder / "requests").iterdir())) <= 2 * 4
         assert len(list((folder / "answers").iterdir())) <= 2 * 4 + 4
@@ -420,39 +472,40 @@ def rules_of(service):
 def test_a_failing_job_reports_and_leaves_the_others_alone(tmp_path, alone, monkeypatch, fails):
     with Service(config_of(tmp_path)) as service:
         before = rules_of(service)
-        good = [service.create(seed=seed)["id"] for seed in (0, 1)]
+        good = [new(service, seed) for seed in (0, 1)]
         courses = [Course(seed, asker(service, good[seed])) for seed in (0, 1)]
-        bad, turns = service.create(seed=7)["id"], 0
+        bad, turns = new(service, 7), 0
         live = list(courses)
         while live:
             live = [course for course in live if course.go_on()]
             fail(service, bad, fails, monkeypatch)
             turns += 1
         assert rules_of(service) == before
-        assert service.describe(bad)["status"] == "open"
+        assert service.find(bad).status == "open"
     for seed, course in enumerate(courses):
         assert (course.results, adapter_of(tmp_path, good[seed])) == alone(seed)
     assert turns > 5
 
 
 def fail(service, name, how, monkeypatch):
-    data = [{"tokens": [1, 2, 3]}]
+    data = [text([1, 2, 3])]
     with monkeypatch.context() as patch:
         if how == "exception":
-            assert "result" in service.ask(name, "forward_backward", {"data": data})
+            assert "result" in answer_to(service, name, "forward_backward", {"data": data})
             patch.setattr(Engine, "forward_backward", lambda *_: 1 / 0)
-            answer = service.ask(name, "forward_backward", {"data": data})
+            answer = answer_to(service, name, "forward_backward", {"data": data})
             assert answer["error"] == "ZeroDivisionError: division by zero"
             patch.undo()
             # The gradients of its step are gone.
-            assert "no forward_backward" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
+            assert (
+                "no forward_backward" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            )
         elif how == "nan":
-            huge = [{**data[0], "advantages": 3e38, "logprobs": [0.0, -90.0, -90.0]}]
-            settings = {"loss": "reinforce", "loss_settings": {"temperature": 1e-3}}
-            service.ask(name, "forward_backward", {"data": huge, **settings})
-            answer = service.ask(name, "optim_step", {"lr": 1e-3})
-            assert answer["result"]["skipped"]
-            assert answer["result"]["grad_norm"] is None
+            huge = [text([1, 2, 3], weights=[3e38, 3e38])]
+            answer_to(service, name, "forward_backward", {"data": huge * 9})
+            metrics = answer_to(service, name, "optim_step", rate(1e-3))["result"]["metrics"]
+            assert metrics["skipped"] == 1
+            assert "grad_norm" not in metrics
         elif how == "generation":
             step, calls = Generator.step, []
 
@@ -461,165 +514,204 @@ def fail(service, name, how, monkeypatch):
                 return step(self) if len(calls) < 3 else 1 / 0
 
             patch.setattr(Generator, "step", break_down)
-            answer = service.ask(name, "sample", {"prompts": [[1, 2]], "max_tokens": 9, "n": 3})
+            body = prompting([1, 2], 9, sampler=99, num_samples=3)
+            sampler = target_of(name, "asample", body)[0]
+            service.create(sampler)
+            answer = answer_to(service, name, "asample", body)
+            service.delete(sampler)
             assert "ZeroDivisionError" in answer["error"]
         else:
-            assert "result" in service.ask(name, "forward_backward", {"data": data})
+            assert "result" in answer_to(service, name, "forward_backward", {"data": data})
             patch.setattr(AdamW, "step", lambda *_: 1 / 0)
-            assert "ZeroDivisionError" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
+            assert (
+                "ZeroDivisionError" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
+            )
 
 
 def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
     """But for the gradients of its step."""
-    learn = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
-    step = ("optim_step", {"lr": 1e-2})
-    look = ("forward", {"data": [{"tokens": text_of(6)}]})
+    learn = ("forward_backward", texts(text_of(5)))
+    step = ("optim_step", rate(1e-2))
+    look = ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create()["id"])
+        ask = asker(service, new(service))
         for request in (learn, step, learn, step):
             ask(*request)
         expected = ask(*look)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create()["id"]
+    name = new(service)
     ask = asker(service, name)
     for request in (learn, step, learn):
         ask(*request)
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "forward_backward", lambda *_: 1 / 0)
-        assert "error" in service.ask(name, *learn)
+        assert "error" in answer_to(service, name, *learn)
     service._stack.close()  # and again after a restart
     with Service(config_of(tmp_path / "b")) as service:
         ask = asker(service, name)
-        assert "no forward_backward" in service.ask(name, *step)["error"]
+        assert "no forward_backward" in answer_to(service, name, *step)["error"]
         ask(*learn)
         ask(*step)
         assert ask(*look) == expected
 
 
-def test_saves_are_gone_back_to(tmp_path):
-    learn = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
-    step, look = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
+def test_saves_are_gone_back_to(tmp_path, monkeypatch):
+    learn = ("forward_backward", texts(text_of(5)))
+    step, look = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
-        name = service.create()["id"]
+        name = new(service)
         ask = asker(service, name)
         for request in (learn, step):
             ask(*request)
-        assert ask("save", {"name": "one"}) == {"name": "one", "steps": 1}
+        path = "tinker://SESSION:train:0/weights/one"
+        assert ask("save_weights", {"path": "one"}) == {"path": path}
         found = []
         for _ in range(2):
             for request in (learn, step):
                 ask(*request)
             found.append(ask(*look))
-            assert ask("load", {"name": "one"}) == {"name": "one", "steps": 1}
+            assert ask("load_weights", {"path": "one"})["path"] == path
         assert found[0] == found[1] != ask(*look)
+        ask("load_weights", {"path": "one", "optimizer": False})
+        for request in (learn, step):  # from the same weights, with other moments
+            ask(*request)
+        assert ask(*look) not in (found[0], ask("load_weights", {"path": "one"}))
         ask(*learn)
         for kind, body, says in (
-            ("save", {"name": "two"}, "a step is not over"),
-            ("load", {"name": "two"}, "has no save 'two'"),
+            ("save_weights", {"path": "two"}, "a step is not over"),
+            ("load_weights", {"path": "two"}, "there is no save"),
         ):
-            assert says in service.ask(name, kind, body)["error"]
+            assert says in answer_to(service, name, kind, body)["error"]
         ask(*step)  # what was refused has cost it nothing
-        assert "a save 'one' already" in service.ask(name, "save", {"name": "one"})["error"]
-        ask("save", {"name": "two"})
-        assert "jobs.max_saves" in service.ask(name, "save", {"name": "three"})["error"]
+        again = {"path": "one"}
+        assert "a save 'one' already" in answer_to(service, name, "save_weights", again)["error"]
+        ask("save_weights", {"path": "one", "overwrite": True, "ttl_seconds": 3600})
+        ask("save_weights", {"path": "two"})
+        third = {"path": "three"}
+        assert "jobs.max_saves" in answer_to(service, name, "save_weights", third)["error"]
+        later = time.time() + 4000
+        monkeypatch.setattr(store.time, "time", lambda: later)
+        ask("save_weights", third)
+        assert list(service.saves(name)) == ["weights/two", "weights/three"]
+        service.remove_save(name, "weights/two")
+        assert list(service.saves(name)) == ["weights/three"]
+        with pytest.raises(Refused, match="no such thing"):
+            service.remove_save(name, "weights/one")
 
 
-def test_cancelled_and_deleted_jobs(tmp_path):
+def test_ended_and_deleted_jobs(tmp_path):
     with Service(config_of(tmp_path, "jobs.max_jobs=2")) as service:
-        one, two = (service.create()["id"] for _ in range(2))
+        one, two = (new(service) for _ in range(2))
         with pytest.raises(Refused, match="there are 2 jobs, as many"):
-            service.create()
-        waiting = service.answer(one, service.submit(one, "optim_step", {"lr": 1.0}))
-        assert service.cancel(one)["status"] == "cancelled"
-        assert waiting.result(0) == {"error": "cancelled"}
+            new(service)
+        waiting = service.answer(one, service.submit(one, "optim_step", rate(1.0)))
+        service.end(one)
+        assert waiting.result(0) == {"error": "finished"}
         assert not service.turn()
-        with pytest.raises(Refused, match="this job is cancelled"):
-            service.submit(one, "optim_step", {"lr": 1.0})
-        asker(service, two)("forward_backward", {"data": [{"tokens": [1, 2]}]})
+        with pytest.raises(Refused, match="this job is finished"):
+            service.submit(one, "optim_step", rate(1.0))
+        asker(service, two)("forward_backward", texts([1, 2]))
         gone = service.delete(two)
         service.turn()
         gone.result(0)
         assert not (tmp_path / "jobs" / two).exists()
         with pytest.raises(Refused, match="there is no such thing"):
-            service.describe(two)
-        service.create()
+            service.find(two)
+        new(service)
     with Service(config_of(tmp_path)) as service:
-        assert service.describe(one)["status"] == "cancelled"
+        assert service.find(one).status == "finished"
 
 
 def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
     with Service(config_of(tmp_path)) as service:
-        name, step, calls = service.create()["id"], Generator.step, []
+        name, step, calls = f"{'ab' * 16}:sample:0", Generator.step, []
+        service.create(name)
 
-        def cancel(self):
+        def end(self):
             calls.append(1)
             if len(calls) == 3:
-                service.cancel(name)
+                service.end(name)
             return step(self)
 
-        monkeypatch.setattr(Generator, "step", cancel)
-        waiting = service.answer(
-            name, service.submit(name, "sample", {"prompts": [[1]], "max_tokens": 50})
-        )
+        monkeypatch.setattr(Generator, "step", end)
+        _, body = target_of(name, "asample", prompting([1], 50))
+        waiting = service.answer(name, service.submit(name, "asample", body))
         service.turn()
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         assert len(calls) == 3
+        assert service.find(name).done == 0
         assert not service.session.generator.is_busy
 
 
+ONE = {"tokens": [1], "target_tokens": [2]}
+ODD = [  # of a datum
+    ({"tokens": []}, r"data\[0\] has no tokens"),
+    ({"tokens": [50]}, "not all of 0 to 49"),
+    ({"tokens": [2**70]}, "data.0.tokens.0|not all of 0 to 49"),
+    ({"target_tokens": [-1]}, "not all of 0 to 49"),
+    ({"tokens": [1] * 65}, "65 tokens, and a row of data.seq_len"),
+    ({"target_tokens": [1, 2]}, "2 target_tokens for 1 tokens"),
+    ({"weights": [1.0, 1.0]}, "2 weights for 1 tokens"),
+    ({"weights": [1e39]}, "infinite in fp32"),
+    ({"weights": ["1"]}, "data.0.weights.0"),
+    ({"mask": [1.0]}, "'mask' is not supported"),
+    ({"advantages": [1.0]}, "has advantages, of which loss 'cross_entropy' has no use"),
+]
 BAD = [
-    ("nonsense", {}, "'nonsense' is not one of forward_backward"),
     ("optim_step", [], "Input should be a valid dictionary"),
-    ("optim_step", {}, "lr: Field required"),
-    ("optim_step", {"lr": "1"}, "lr: Input should be a valid number, not '1'"),
-    ("optim_step", {"lr": float("nan")}, "lr: "),
-    ("optim_step", {"lr": 1.0, "momentum": 2}, "'momentum' is not supported"),
+    ("optim_step", {}, "adam_params: Field required"),
+    ("optim_step", rate("1"), "learning_rate: Input should be a valid number, not '1'"),
+    ("optim_step", rate(float("nan")), "learning_rate: "),
+    ("optim_step", rate(-1.0), "learning_rate: "),
+    ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1: Input should be less than 1"),
+    ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'optimizer_params' is not supported"),
+    ("optim_step", {"adam_params": {"momentum": 2}}, "'momentum' is not supported"),
     ("forward_backward", {"data": []}, "data: List should have at least 1"),
-    ("forward_backward", {"data": [{"tokens": []}]}, r"data\[0\] has no tokens"),
-    ("forward_backward", {"data": [{"tokens": [1, 50]}]}, "not all of 0 to 49"),
-    ("forward_backward", {"data": [{"tokens": [1, 2**70]}]}, "data.0.tokens.1|not all of 0 to 49"),
-    ("forward_backward", {"data": [{"tokens": [1]}]}, "it takes two"),
-    ("forward_backward", {"data": [{"tokens": [1] * 66}]}, "66 tokens, and a row of data.seq_len"),
-    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [1, 1]}]}, "first token is an act"),
-    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [0, 0]}]}, "no token is learned"),
-    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [0, 2]}]}, "data.0.mask.1"),
-    ("forward_backward", {"data": [{"tokens": [1, 2], "advantages": 1}]}, "has advantages, of wh"),
-    ("forward_backward", {"data": [{"tokens": [1, 2]}], "loss": "dpo"}, "loss"),
-    ("forward_backward", {"data": [{"tokens": [1, 2]}], "loss": "clip"}, "no advantages, which"),
+    *(("forward_backward", {"data": [ONE | odd]}, says) for odd, says in ODD),
+    ("forward_backward", {"data": [ONE], "loss_fn": "gspo"}, "loss_fn 'gspo' is not one of cross"),
+    ("forward_backward", {"data": [ONE], "loss_fn": "ppo"}, "no logprobs, which loss 'ppo' needs"),
     (
-        "forward_backward",
-        {"data": [{"tokens": [1, 2], "advantages": 1}], "loss": "clip"},
-        "no logprobs, which",
+        "forward",
+        {"data": [ONE | {"logprobs": [0.0]}], "loss_fn": "cispo"},
+        "no advantages, which loss 'cispo' needs",
     ),
     (
         "forward_backward",
-        {"data": [{"tokens": [1, 2], "advantages": 1e39}], "loss": "clip"},
-        "infinite in fp32",
+        {"data": [ONE], "loss_fn_config": {"clip_low_threshold": 0.1}},
+        "'clip_low_threshold' is unknown; loss 'cross_entropy' has none",
     ),
     (
         "forward_backward",
-        {"data": [{"tokens": [1, 2]}], "loss": "clip", "loss_settings": {"kl_coef": 1}},
-        "'kl_coef' is not one of clip_low",
+        {"data": [ONE], "loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 2.0}},
+        "is out of range for 'ppo'",
     ),
+    ("save_weights", {"path": "../../x"}, "path: String should match"),
+    ("save_weights", {"path": "x", "ttl_seconds": 1}, "ttl_seconds: Input should be"),
+    ("save_weights_for_sampler", {}, "it takes path or sampling_session_seq_id"),
+    ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "kind: Input should be 'snap"),
+    ("save_weights_external", {"path": "a", "age_encryption_recipients": ["a"]}, "age_encryption"),
+    ("load_weights", {"path": "tinker://x/weights/a", "optimizer": True}, "is not tinker://RUN/"),
     (
-        "forward_backward",
-        {"data": [{"tokens": [1, 2]}], "loss": "clip", "loss_settings": {"ratio": "proximal"}},
-        "ratio 'proximal' is",
+        "load_weights",
+        {"path": f"tinker://{'0' * 32}:train:0/sampler_weights/a", "optimizer": True},
+        "sampler_weights have no optimizer state",
     ),
-    (
-        "forward_backward",
-        {"data": [{"tokens": [1, 2]}], "loss": "reinforce", "loss_settings": {"clip_low": 0.1}},
-        "contradicts rl.policy 'reinforce'",
-    ),
-    ("sample", {"prompts": [], "max_tokens": 1}, "prompts: List"),
-    ("sample", {"prompts": [[]], "max_tokens": 1}, r"prompts\[0\] has no tokens"),
-    ("sample", {"prompts": [[1]], "max_tokens": 10**9}, "more than the"),
-    ("sample", {"prompts": [[1]], "max_tokens": 0}, "max_tokens: Input should be"),
-    ("sample", {"prompts": [[1]], "max_tokens": 1, "n": 10**6}, "jobs.max_completions 1024"),
-    ("sample", {"prompts": [[1]], "max_tokens": 1, "seed": -1}, "seed: Input"),
-    ("sample", {"prompts": [[1]], "max_tokens": 1, "logprobs": 51}, "more than there are tokens"),
-    ("save", {"name": "../../x"}, "name: String should match"),
-    ("load", {"name": ""}, "name: String should match"),
+    ("asample", prompting([1]), "'asample' is no request to this kind of job"),
+]
+SAMPLES = [
+    (prompting([]), "prompt has no tokens"),
+    (prompting([50]), "prompt: its tokens are not all of 0 to 49"),
+    (prompting([1], 10**9), "more than the"),
+    (prompting([1], 0), "max_tokens: Input should be"),
+    (prompting([1], 1, num_samples=10**6), "jobs.max_completions 1024"),
+    (prompting([1], 1, topk_sample_logprobs=51), "more than there are tokens"),
+    (prompting([1], 1, topk_prompt_logprobs=1), "topk_prompt_logprobs: Input should be 0"),
+    (prompting([1], 1, prompt_alt_tokens_k=1), "prompt_alt_tokens_k: Input should be 0"),
+    (prompting([1], 1, target_prompt_logprobs={}), "is not supported"),
+    (prompting([1], 1, prompt_logprobs_last_n=1), "is for prompt_logprobs"),
+    (prompting([1]) | {"sampling_params": {"stop": "a"}}, "there is no tokenizer"),
+    (prompting([1]) | {"sampling_params": {"temperature": -1}}, "temperature: Input should be"),
+    (prompting([1]) | {"prompt": {"chunks": [{"type": "image"}]}}, "prompt.chunks.0"),
 ]
 
 
@@ -632,20 +724,30 @@ def quiet(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "body", "says"), BAD)
 def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body, says):
-    name = quiet.create("ef" * 16)["id"]
+    name = quiet.create(f"{'ef' * 16}:train:0").id
     with pytest.raises(Refused, match=says) as found:
         quiet.submit(name, kind, body)
     assert "\n" not in str(found.value)
-    assert quiet.describe(name)["next_number"] == 0
+    assert quiet.find(name).accepted == 0
+
+
+@pytest.mark.parametrize(("body", "says"), SAMPLES)
+def test_what_can_never_be_sampled_is_refused(quiet, body, says):
+    name = f"{'ef' * 16}:sample:0"
+    quiet.create(name)
+    with pytest.raises(Refused, match=says) as found:
+        quiet.submit(name, "asample", target_of(name, "asample", body)[1])
+    assert "\n" not in str(found.value)
+    assert quiet.find(name).accepted == 0
 
 
 def test_a_queue_has_an_end(quiet):
-    name = quiet.create()["id"]
+    name = new(quiet)
     for _ in range(2):
-        quiet.submit(name, "optim_step", {"lr": 1.0})
+        quiet.submit(name, "optim_step", rate(1.0))
     with pytest.raises(Refused, match="2 requests of this job wait already"):
-        quiet.submit(name, "optim_step", {"lr": 1.0})
-    quiet.cancel(name)
+        quiet.submit(name, "optim_step", rate(1.0))
+    quiet.end(name)
 
 
 def test_the_folder_has_one_base(tmp_path):
@@ -662,20 +764,20 @@ def test_the_folder_has_one_base(tmp_path):
 
 def test_a_damaged_job_fails_alone(tmp_path, alone):
     service = Service(config_of(tmp_path, "jobs.save_interval=1"))
-    bad, good = service.create(seed=4)["id"], service.create(seed=0)["id"]
+    bad, good = new(service, 4), new(service, 0)
     for _ in range(3):
-        asker(service, bad)("forward_backward", {"data": [{"tokens": [1, 2]}]})
-        asker(service, bad)("optim_step", {"lr": 1e-3})
+        asker(service, bad)("forward_backward", texts([1, 2]))
+        asker(service, bad)("optim_step", rate(1e-3))
     service.close()
     for path in (tmp_path / "jobs" / bad / "checkpoints").glob("*/manifest.json"):
         path.write_text(json.dumps({}))
     with Service(config_of(tmp_path, "jobs.save_interval=1")) as service:
-        future = service.answer(bad, service.submit(bad, "optim_step", {"lr": 1.0}))
+        future = service.answer(bad, service.submit(bad, "optim_step", rate(1.0)))
         course = Course(0, asker(service, good))
         while course.go_on():
             pass
         assert "could not be brought back" in future.result(0)["error"]
-        assert service.describe(bad)["status"] == "failed"
+        assert service.find(bad).status == "failed"
     assert (course.results, adapter_of(tmp_path, good)) == alone(0)
 
 
@@ -685,15 +787,17 @@ def test_on_a_gpu_too(tmp_path):
     words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
     expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]
     with Service(config_of(tmp_path / "all", *words)) as service:
-        bad = service.create(seed=9)["id"]  # its weights, and so what it leaves in pages, are NaN
-        for _ in range(2):
-            service.ask(bad, "forward_backward", {"data": [{"tokens": text_of(9)}]})
-            service.ask(bad, "optim_step", {"lr": 1e6})
-        names = [service.create(seed=seed)["id"] for seed in range(4)]
+        bad = new(service, 9)  # its weights, and so what it leaves in pages, are NaN
+        wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
+        for _ in range(5):
+            answer_to(service, bad, "forward_backward", texts(text_of(9)))
+            answer_to(service, bad, "optim_step", wild)
+        answer_to(service, bad, "save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        names = [new(service, seed) for seed in range(4)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(4)]
         live = list(courses)
         while live:
-            service.ask(bad, "sample", {"prompts": [text_of(9, 40)] * 4, "max_tokens": 100})
+            answer_to(service, bad, "asample", prompting(text_of(9, 40), 100, num_samples=4))
             live = [course for course in live if course.go_on()]
     for seed, course in enumerate(courses):
         assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]

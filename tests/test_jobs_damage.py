@@ -10,32 +10,31 @@ from pathlib import Path
 
 import pytest
 from deaths import dying
-from test_jobs import asker, config_of, text_of
-from test_jobs_server import free_port
+from test_jobs import answer_to, asker, config_of, new, rate, text_of, texts
+from test_jobs_server import Failed, Remote, free_port
 
 from moetrain.config import ConfigError
 from moetrain.jobs import store
 from moetrain.jobs.api import Refused
-from moetrain.jobs.client import Client, RequestFailed
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
 
 SEEDS = (3, 4, 5)
-NAMES = {seed: f"{seed:032x}" for seed in SEEDS}
+NAMES = {seed: f"{seed:032x}:train:0" for seed in SEEDS}
 BAD = SEEDS[1]
 """The one whose copies are damaged."""
-STEP, LOOK = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
-SAMPLE = ("sample", {"prompts": [text_of(7, 3)], "max_tokens": 4})
+STEP, LOOK = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
+SAVE = ("save_weights_external", {"path": "more"})
 
 
 def learn(seed):
-    return "forward_backward", {"data": [{"tokens": text_of(seed)}]}
+    return "forward_backward", texts(text_of(seed))
 
 
 def finish(service, name):
     """What comes of what is left to be done for a job."""
-    left = enumerate((learn(9), STEP, LOOK, SAMPLE), 10)
-    return [service.ask(name, *request, number) for number, request in left]
+    left = enumerate((learn(9), STEP, LOOK, SAVE), 10)
+    return [answer_to(service, name, *request, number) for number, request in left]
 
 
 def fate_of(service, name, expected):
@@ -63,9 +62,9 @@ def left(tmp_path_factory):
         for number in range(3):
             ask(*learn(seed + number))
             ask(*STEP)
-        ask("save", {"name": "kept"})
+        ask("save_weights", {"path": "kept"})
         ask(*learn(seed))
-        ask(*SAMPLE)
+        ask(*LOOK)
     for name in NAMES.values():  # which no turn of another job serves
         service.submit(name, *STEP)
         (folder / "jobs" / name / "answers" / ".DS_Store").touch()  # hidden files are nobody's
@@ -131,7 +130,7 @@ AT_ONCE = {
     "flipped": (rewrite("job.json", lambda d: d.replace(b"4", b"5", 1)), r"job\.json .*checksum"),
     "later": (rewrite("job.json", later_version), r"job\.json .*this version of moetrain"),
     "status": (
-        rewrite("job.json", lambda _: b'{"seed": 4, "status": "paused", "error": null}'),
+        rewrite("job.json", lambda _: b'{"seed": 4, "status": "paused", "source": null}'),
         r"job\.json .*this version of moetrain",
     ),
     "none": (remove("job.json"), r"job\.json is damaged: it is not there"),
@@ -184,7 +183,7 @@ def copies(left, tmp_path, damages):
     folder = shutil.copytree(left, tmp_path / "out")
     names = {}
     for number, (key, damage) in enumerate(damages.items()):
-        names[key] = f"{0xBAD0 + number:032x}"[::-1]
+        names[key] = f"{0xBAD0 + number:032x}"[::-1] + ":train:0"
         job = shutil.copytree(left / "jobs" / NAMES[BAD], folder / "jobs" / names[key])
         damage(job)
     return folder, names
@@ -214,15 +213,16 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
     port = free_port()
     with Service(config_of(folder, f"jobs.port={port}")) as service:
         for key, (_, says) in AT_ONCE.items():
-            known = service.describe(names[key])
-            assert known["status"] == "failed", key
+            known = service.find(names[key])
+            assert known.status == "failed", key
             with pytest.raises(Refused, match=says):
                 service.submit(names[key], *STEP)
             with pytest.raises(Refused, match=says):
                 service.answer(names[key], 99)
-            assert service.create(names[key], known["seed"] or 0) == known
-            assert service.cancel(names[key]) == known
-        assert {service.describe(names[key])["status"] for key in LATER} == {"open"}
+            assert service.create(names[key], known.seed or 0) is known
+            service.end(names[key])
+            assert known.status == "failed"
+        assert {service.find(names[key]).status for key in LATER} == {"open"}
         waiting = {key: service.answer(names[key], 9) for key in LATER}
         for seed in SEEDS:
             assert finish(service, NAMES[seed]) == left[1][seed]
@@ -233,14 +233,16 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
                 service.submit(names[key], *STEP)
             assert waiting[key].result(0)["error"] in str(refused.value)
         with JobRun.serving(service):
-            client = Client(f"http://127.0.0.1:{port}")
-            job = client.create(name=names["half"], seed=7)
-            assert job.describe()["status"] == "failed"
-            for ask in (lambda: job.optim_step(lr=1.0), lambda: answer_of(job, 0)):
-                with pytest.raises(RequestFailed, match=r"job is failed: job\.json is damaged"):
+            client, name = Remote(port), names["half"]
+            assert client.call("GET", f"training_runs/{name}")["corrupted"]
+            for ask in (
+                lambda: client.ask(name, *STEP),
+                lambda: client.retrieve(f"{name}:0"),
+            ):
+                with pytest.raises(Failed, match=r"job is failed: job\.json is damaged"):
                     ask()
     for key, name in names.items():
-        assert f"job {name[:8]} is set aside" in caplog.text, key
+        assert f"job {name[:8]}:train:0 is set aside" in caplog.text, key
         after = bytes_of(folder / "jobs" / name)
         assert {path: after[path] for path in before[name]} == before[name], key  # none is lost
     # The next start finds what was put right, and a job that is deleted is gone.
@@ -251,10 +253,6 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
         service.turn()
         gone.result(0)
     assert not (folder / "jobs" / names["half"]).exists()
-
-
-def answer_of(job, number):
-    return job.client.call("GET", f"/v1/jobs/{job.id}/answers/{number}")
 
 
 def test_an_old_answer_that_is_damaged_costs_nothing_but_itself(left, tmp_path):
@@ -305,7 +303,7 @@ def test_whatever_is_damaged_is_a_jobs_own_and_never_a_wrong_result(left, tmp_pa
         for name, fate in fates.items():
             # That its newest request is gone, a job cannot know; its client does.
             is_whole = not fate or fate == "number 10 is ahead of the next, 9"
-            assert service.describe(name)["status"] == ("open" if is_whole else "failed")
+            assert service.find(name).status == ("open" if is_whole else "failed")
             assert is_whole or re.search("is damaged: |cannot read ", fate), fate
     assert 0 < sum(map(bool, fates.values())) < number
 
@@ -344,12 +342,12 @@ def test_a_job_of_which_nobody_was_told_is_none(tmp_path, monkeypatch):
     (tmp_path / "jobs" / NAMES[BAD] / "job.json").unlink(missing_ok=True)
     with Service(config_of(tmp_path)) as service:
         assert service.jobs == {}
-        assert service.create(NAMES[BAD], BAD + 1)["next_number"] == 0
+        assert service.create(NAMES[BAD], BAD + 1).accepted == 0
 
 
 def test_a_job_is_saved_by_time(tmp_path, monkeypatch):
     with Service(config_of(tmp_path, "jobs.save_interval=99", "checkpoint.minutes=1")) as service:
-        name = service.create()["id"]
+        name = new(service)
         root = tmp_path / "jobs" / name / "checkpoints"
         asker(service, name)(*learn(1))
         service.jobs[name].saved_time -= 61

@@ -1,7 +1,6 @@
 """The job service against bad luck and bad will: each of these had ended it, or cost a job."""
 
 import errno
-import http.client
 import json
 import os
 import random
@@ -11,15 +10,28 @@ import sys
 
 import pytest
 from pydantic import ValidationError
-from test_jobs import asker, config_of, text_of
+from test_jobs import (
+    answer_to,
+    asker,
+    config_of,
+    new,
+    prompting,
+    rate,
+    target_of,
+    text,
+    text_of,
+    texts,
+)
 from test_jobs_server import Process, send
+from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.jobs import store
-from moetrain.jobs.api import KINDS, Refused
+from moetrain.jobs.api import KINDS, MOST_TEXTS, Refused
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.server import _pass
 
-LEARN = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
-STEP, LOOK = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
+LEARN = ("forward_backward", texts(text_of(5)))
+STEP, LOOK = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
 
 
 @pytest.fixture
@@ -29,34 +41,169 @@ def service(tmp_path):
 
 
 def blown_up(service):
-    """A job whose weights are not finite any more."""
-    name = service.create(seed=2)["id"]
-    for seed in range(2):
-        service.ask(name, "forward_backward", {"data": [{"tokens": text_of(seed)}]})
-        service.ask(name, "optim_step", {"lr": 1e6})
+    """A job whose weights are not finite any more, with a sampler."""
+    name = new(service, 2)
+    wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
+    for seed in range(5):
+        answer_to(service, name, "forward_backward", texts(text_of(seed)))
+        answer_to(service, name, "optim_step", wild)
+    answer_to(service, name, "save_weights_for_sampler", {"sampling_session_seq_id": 0})
     return name
 
 
+TOPS = prompting([1, 2], 2, topk_sample_logprobs=3, prompt_logprobs=True)
+
+
 def test_a_job_of_nan_is_told_so(service):
-    body = {"prompts": [[1, 2]], "max_tokens": 2, "logprobs": 3}
-    (completion,) = service.ask(blown_up(service), "sample", body)["result"]["completions"][0]
-    assert completion["logprobs"] == [None, None]
-    assert [list(top.values()) for top in completion["top_logprobs"]] == [[None] * 3] * 2
+    result = answer_to(service, blown_up(service), "asample", TOPS)["result"]
+    (completion,) = result["sequences"]
+    assert completion["logprobs"] == result["prompt_logprobs"] == [None, None]
+    assert [[x for _, x in top] for top in completion["topk"]] == [[None] * 3] * 2
 
 
 def test_an_answer_is_the_same_when_it_is_read_again(service):
-    name, body = service.create()["id"], {"prompts": [[1, 2]], "max_tokens": 2, "logprobs": 3}
-    first = service.ask(name, "sample", body, 0)["result"]
-    assert service.ask(name, "sample", body, 0)["result"] == first
+    name = f"{'ab' * 16}:sample:0"
+    service.create(name)
+    first = answer_to(service, name, "asample", TOPS, 7)["result"]
+    assert answer_to(service, name, "asample", TOPS, 7)["result"] == first
+    assert service.find(name).accepted == 1
+    with pytest.raises(Refused, match="number 7 was another request"):
+        answer_to(service, name, "asample", prompting([1], 2), 7)
+
+
+def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
+    """Whatever order they come in: a request's noise is its key's."""
+    bodies = {str(key): prompting([1 + key], 5, num_samples=2) for key in range(5)}
+    name, found = f"{'ab' * 16}:sample:0", []
+    for part, order in enumerate(("01234", "43210")):
+        service = Service(config_of(tmp_path / str(part), "jobs.max_completions=4"))
+        service.create(name)
+        for key in order:
+            service.submit(name, "asample", target_of(name, "asample", bodies[key])[1], int(key))
+        if part:
+            service._stack.close()  # as the kernel ends a claim
+            service = Service(config_of(tmp_path / str(part)))
+        else:
+            assert service.turn()
+            assert service.jobs[name].done == 2  # as many as jobs.max_completions
+        numbers = [
+            service.submit(name, "asample", target_of(name, "asample", bodies[k])[1], int(k))
+            for k in bodies
+        ]
+        assert sorted(numbers) == [0, 1, 2, 3, 4]
+        while service.turn():
+            pass
+        found.append([service.answer(name, number).result(0)["result"] for number in numbers])
+        service.close()
+    assert found[0] == found[1]
+
+
+def test_a_session_keeps_so_many_samplers(tmp_path):
+    with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
+        name = new(service)
+        ask, root = asker(service, name), tmp_path / "jobs"
+        for number in range(4):
+            ask("save_weights_for_sampler", {"sampling_session_seq_id": number})
+            ask("asample", prompting([1, 2], 2, sampler=number))
+        service.turn()
+        assert sorted(path.name[33:] for path in root.iterdir()) == [
+            "sample:2",
+            "sample:3",
+            "train:0",
+        ]
+        assert sorted(path.name for path in (root / name / "samplers").iterdir()) == ["2", "3"]
+        with pytest.raises(Refused, match="no such thing"):
+            ask("asample", prompting([1, 2], 2, sampler=1))
+        ask("save_weights", {"path": "a"})
+        service.finish(name[:32])
+        service.turn()
+        assert [path.name for path in root.iterdir()] == [name]
+        with pytest.raises(Refused, match="this job is finished"):
+            service.submit(name, *STEP)
+        service.remove_save(name, "weights/a")
+        service.turn()
+        assert not list(root.iterdir())
+
+
+def test_a_sampler_that_is_refused_leaves_no_weights(tmp_path):
+    with Service(config_of(tmp_path, "jobs.max_jobs=1")) as service:
+        name = new(service)
+        answer = answer_to(
+            service, name, "save_weights_for_sampler", {"sampling_session_seq_id": 0}
+        )
+        assert "there are 1 jobs" in answer["error"]
+        assert not list((tmp_path / "jobs" / name / "samplers").iterdir())
+
+
+def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
+    """Another save under the same name does not become its own."""
+    with Service(config_of(tmp_path, "jobs.max_loaded=1")) as service:
+        name = new(service)
+        ask, found = asker(service, name), []
+        for number in range(2):
+            for request in (LEARN, STEP, ("save_weights_for_sampler", {"path": "a"})):
+                ask(*request)
+            sampler = f"{name[:32]}:sample:{number}"
+            service.create(sampler, source=f"{name}/sampler_weights/a")
+            service.create(sampler, source=f"{name}/sampler_weights/a")  # again
+            with pytest.raises(Refused, match="or another source"):
+                service.create(sampler, source=f"{name}/sampler_weights/b")
+            asked = prompting([1, 2], 2, number, prompt_logprobs=True)
+            found.append(ask("asample", asked)["prompt_logprobs"])
+            if not number:
+                service.remove_save(name, "sampler_weights/a")
+                with pytest.raises(Refused, match="there is no save"):
+                    service.create(f"{name[:32]}:sample:9", source=f"{name}/sampler_weights/a")
+                left = tmp_path / "jobs" / name / "sampler_weights" / "a"
+                assert list(left.iterdir())  # until a turn is over: its worker may be writing there
+                service.turn()
+                assert not left.exists()
+        assert found[0] != found[1]
+        answer = answer_to(service, name, "asample", prompting([1], 2, 0, num_samples=2))
+        assert "could not be brought back" in answer["error"]
+        assert ask("asample", asked)["prompt_logprobs"] == found[1]
+
+
+def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
+    """A service that dies after a load does not load what has the save's name by then."""
+    service = Service(config_of(tmp_path, "jobs.save_interval=99"))
+    name = new(service)
+    ask = asker(service, name)
+    save, load = ("save_weights", {"path": "a", "overwrite": True}), ("load_weights", {"path": "a"})
+    for request in (LEARN, STEP, save, LEARN, STEP, load, LEARN, STEP, save):
+        ask(*request)
+    expected = ask(*LOOK)
+    service._stack.close()  # as the kernel ends a claim
+    with Service(config_of(tmp_path)) as service:
+        assert asker(service, name)(*LOOK) == expected
+
+
+def test_a_damaged_save_costs_its_own_job(service, tmp_path):
+    name, other = new(service), new(service)
+    asker(service, name)("save_weights", {"path": "a"})
+    (tmp_path / "jobs" / name / "weights" / "a" / "save.json").write_text("{")
+    load = {"path": f"tinker://{name}/weights/a", "optimizer": True}
+    assert "save.json is damaged" in answer_to(service, other, "load_weights", load)["error"]
+    asker(service, other)(*LEARN)
+    assert service.find(name).status == "open"
+
+
+def test_a_message_of_nothing_takes_little_memory():
+    message = wire.ForwardBackwardRequest()
+    for _ in range(MOST_TEXTS + 9):
+        message.data.add()
+    assert len(_pass(message)["data"]) == MOST_TEXTS + 1  # which is then refused
 
 
 def test_nothing_of_a_job_is_left_in_the_cache(service):
     """Kernels read pages whole, and NaN there is no better for a weight of 0."""
-    body = {"prompts": [text_of(1, 30)], "max_tokens": 20, "n": 4}
-    service.ask(blown_up(service), "sample", body)
+    body = prompting(text_of(1, 30), 20, num_samples=4)
+    answer_to(service, blown_up(service), "asample", body)
     caches = service.session.generator.steps.caches
     assert not all(cache.values_PZGv.isfinite().all() for cache in caches)
-    asker(service, service.create()["id"])("sample", body | {"n": 1})
+    other = f"{'cd' * 16}:sample:0"
+    service.create(other)
+    asker(service, other)("asample", body | {"num_samples": 1})
     for cache in caches:
         assert cache.values_PZGv.isfinite().all()
         assert cache.keys_PZGd.isfinite().all()
@@ -66,19 +213,22 @@ def test_nothing_of_a_job_is_left_in_the_cache(service):
 @pytest.mark.parametrize(
     ("kind", "body", "says"),
     [
-        ("optim_step", {"lr": 1.0, "a\nb": 1}, r"^'a\\nb' is not supported"),
-        ("optim_step", {"lr": 1.0, "a" * 10**6: 1}, r"^'a{50}.*' is not supported"),
+        ("optim_step", rate(1.0) | {"a\nb": 1}, r"^'a\\nb' is not supported"),
+        ("optim_step", rate(1.0) | {"a" * 10**6: 1}, r"^'a{50}.*' is not supported"),
+        ("save_weights", {"path": "a\n"}, r"^path: String should match"),
         (
-            "sample",
-            {"prompts": [[1]], "max_tokens": 200, "n": 1000, "logprobs": 50},
+            "asample",
+            prompting([1], 200, num_samples=1000, topk_sample_logprobs=50),
             "more than an answer of jobs.max_request_mib holds",
         ),
     ],
 )
 def test_a_refusal_is_a_line(service, kind, body, says):
-    name = service.create()["id"]
+    name = f"{'ab' * 16}:train:0"
+    for job in (name, f"{'ab' * 16}:sample:0"):
+        service.create(job)
     with pytest.raises(Refused, match=says) as found:
-        service.submit(name, kind, body)
+        answer_to(service, name, kind, body)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 400
 
@@ -86,17 +236,21 @@ def test_a_refusal_is_a_line(service, kind, body, says):
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        ("forward_backward", {"data": [{"tokens": ["a"] * 1000}]}),
+        ("forward_backward", {"data": [{"tokens": ["a"] * 1000, "target_tokens": [1]}]}),
         ("forward_backward", {"data": ["a"] * 1000}),
-        ("forward", {"data": [{"tokens": [1, 2], "mask": [7] * 1000}]}),
-        ("forward_backward", {"data": [{"tokens": [1, 2], "advantages": ["a"] * 1000}]}),
-        ("forward_backward", {"data": [{"tokens": [1, 2], "logprobs": ["a"] * 1000}]}),
-        ("forward", {"data": [{"tokens": [1, 2]}] * 65_537}),
-        ("sample", {"prompts": [["a"] * 1000], "max_tokens": 1}),
-        ("sample", {"prompts": ["a"] * 1000, "max_tokens": 1}),
-        ("sample", {"prompts": [[1]], "max_tokens": 1, "stop_ids": ["a"] * 1000}),
+        ("forward", {"data": [text([1, 2]) | {"weights": ["a"] * 1000}]}),
+        ("forward_backward", {"data": [text([1, 2]) | {"advantages": ["a"] * 1000}]}),
+        ("forward_backward", {"data": [text([1, 2]) | {"logprobs": ["a"] * 1000}]}),
+        ("forward", {"data": [text([1, 2])] * 65_537}),
+        (
+            "forward",
+            {"data": [text([1, 2])], "loss_fn_config": dict.fromkeys(map(str, range(99)), 0)},
+        ),
+        ("asample", {"prompt": {"chunks": [{"tokens": ["a"] * 1000}]}, "sampling_params": {}}),
+        ("asample", {"prompt": {"chunks": ["a"] * 1000}, "sampling_params": {}}),
         ("optim_step", dict.fromkeys(map(str, range(1000)))),
-        ("forward", {"data": [{"tokens": [1, 2], **dict.fromkeys(map(str, range(1000)))}]}),
+        ("save_weights", {"path": "a", "user_metadata": dict.fromkeys(map(str, range(1000)), "")}),
+        ("forward", {"data": [text([1, 2]) | dict.fromkeys(map(str, range(1000)))]}),
     ],
 )
 def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
@@ -105,9 +259,9 @@ def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
     assert found.value.error_count() <= 2
 
 
-def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
+def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     service = Service(config_of(tmp_path))
-    name = service.create()["id"]
+    name = new(service)
     for _ in range(10):
         asker(service, name)(*LEARN)
     service._stack.close()  # as the kernel ends a claim
@@ -115,21 +269,21 @@ def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = Service._serve_again, []
 
-        def cancel(self, job, number):
+        def end(self, job, number):
             served.append(number)
             if number == 3:
-                service.cancel(name)
+                service.end(name)
             again(self, job, number)
 
-        monkeypatch.setattr(Service, "_serve_again", cancel)
+        monkeypatch.setattr(Service, "_serve_again", end)
         assert service.turn()
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         assert served == [0, 1, 2, 3]
         assert not service.turn()
 
 
 def test_an_id_is_taken_until_its_job_is_gone(service):
-    name = "ab" * 16
+    name = f"{'ab' * 16}:train:0"
     service.create(name)
     asker(service, name)(*LEARN)
     gone = service.delete(name)
@@ -137,20 +291,20 @@ def test_an_id_is_taken_until_its_job_is_gone(service):
         service.create(name)
     service.turn()
     gone.result(0)
-    assert service.create(name, seed=1)["next_number"] == 0
+    assert service.create(name, seed=1).accepted == 0
     asker(service, name)(*LEARN)
 
 
 def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
     with Service(config_of(tmp_path)) as service:
-        name = service.create()["id"]
+        name = new(service)
         gone = service.delete(name)
         gone.cancel()  # as who waits for it does, when it goes
     assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch):
-    name, other = service.create()["id"], "cd" * 16
+    name, other = new(service), f"{'cd' * 16}:train:0"
     waiting = service.answer(name, service.submit(name, *LEARN))
 
     def full(*args, **kwargs):
@@ -161,17 +315,17 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
-            service.cancel(name)
-        assert service.describe(name)["status"] == "open"
+            service.end(name)
+        assert service.find(name).status == "open"
         with pytest.raises(Refused, match="there is no such thing"):
-            service.describe(other)
+            service.find(other)
     service.turn()
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
         patch.setattr(store, "_write_durably", full)
         gone = service.delete(name)
-        assert waiting.result(0) == {"error": "cancelled"}
+        assert waiting.result(0) == {"error": "finished"}
         service.turn()
         gone.result(0)
     assert not (tmp_path / "jobs" / name).exists()
@@ -179,23 +333,23 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
 
 def test_a_start_with_other_settings_costs_no_job(tmp_path):
     """Its requests since its last checkpoint have no room there, and have again after it."""
-    long = ("forward_backward", {"data": [{"tokens": text_of(5, 60)}]})
+    long = ("forward_backward", texts(text_of(5, 60)))
     with Service(config_of(tmp_path / "a")) as service:
-        ask = asker(service, service.create()["id"])
+        ask = asker(service, new(service))
         ask(*long)
         ask(*STEP)
         expected = ask(*LOOK)
     service = Service(config_of(tmp_path / "b"))
-    name = service.create()["id"]
+    name = new(service)
     asker(service, name)(*long)
     service._stack.close()  # as the kernel ends a claim
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         service.turn()
         assert "could not be brought back" in waiting.result(0)["error"]
-        assert service.describe(name)["status"] == "failed"
+        assert service.find(name).status == "failed"
     with Service(config_of(tmp_path / "b")) as service:
-        assert service.describe(name)["status"] == "open"
+        assert service.find(name).status == "open"
         while service.turn():
             pass
         assert asker(service, name)(*LOOK) == expected
@@ -206,24 +360,28 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
 
 def program(seed):
     """Requests, most of them possible, of one job."""
-    draw = random.Random(seed)
+    draw, samplers = random.Random(seed), 0
     for _ in range(14):
         tokens = text_of(draw.randrange(1000), draw.randrange(2, 40))
-        kind = draw.choice(("cross_entropy", "clip", "step", "step", "sample", "look", "save"))
+        kind = draw.choice(("cross_entropy", "ppo", "step", "step", "sample", "look", "save"))
         if kind == "step":
-            yield "optim_step", {"lr": draw.choice((1e-3, 1e-2, 1e4))}
+            yield "optim_step", rate(draw.choice((1e-3, 1e-2, 1e4)))
         elif kind == "sample":
-            yield "sample", {"prompts": [tokens, [1]], "max_tokens": 5, "n": 2, "logprobs": 2}
+            yield "save_weights_for_sampler", {"sampling_session_seq_id": samplers}
+            yield "asample", prompting(tokens, 5, samplers, num_samples=2, topk_sample_logprobs=2)
+            samplers += 1
         elif kind == "look":
-            yield "forward", {"data": [{"tokens": tokens}]}
+            yield "forward", texts(tokens)
         elif kind == "save":
-            yield draw.choice(("save", "load")), {"name": draw.choice("ab")}
+            kind = draw.choice(("save_weights", "save_weights", "load_weights"))
+            more = {"overwrite": draw.random() < 0.5} if kind == "save_weights" else {}
+            yield kind, {"path": draw.choice("ab"), **more}
         else:
-            datum = {"tokens": tokens}
-            if kind == "clip":
-                datum |= {"advantages": draw.uniform(-1, 1), "logprobs": [-3.0] * len(tokens)}
-            yield "forward_backward", {"data": [datum] * draw.randrange(1, 4), "loss": kind}
-    yield "load", {"name": "none"}
+            count = len(tokens) - 1
+            policy = {"advantages": [draw.uniform(-1, 1)] * count, "logprobs": [-3.0] * count}
+            datum = text(tokens, **(policy if kind == "ppo" else {}))
+            yield "forward_backward", {"data": [datum] * draw.randrange(1, 4), "loss_fn": kind}
+    yield "load_weights", {"path": "none"}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -233,10 +391,10 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
     alone = {}
     for one in seeds:
         with Service(config_of(tmp_path / f"alone-{one}")) as service:
-            name = service.create(seed=one)["id"]
-            alone[one] = [service.ask(name, *request) for request in program(one)]
+            name = new(service, one)
+            alone[one] = [answer_to(service, name, *request) for request in program(one)]
     assert any("error" in answer for answers in alone.values() for answer in answers)
-    names, found = {one: f"{one:032x}" for one in seeds}, {one: [] for one in seeds}
+    names, found = {one: f"{one:032x}:train:0" for one in seeds}, {one: [] for one in seeds}
     left = {one: list(program(one)) for one in seeds}
     while any(left.values()):
         words = (
@@ -250,8 +408,10 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
             if not (live := [one for one in seeds if left[one]]):
                 break
             one = draw.choice(live)
-            number = len(found[one])
-            found[one].append(service.ask(names[one], *left[one].pop(0), number))
+            request = left[one].pop(0)
+            kinds = [kind for kind, _ in program(one)][: len(found[one])]
+            number = 0 if request[0] == "asample" else len(kinds) - kinds.count("asample")
+            found[one].append(answer_to(service, names[one], *request, number))
         if draw.random() < 0.5:
             service.close()
         else:
@@ -272,24 +432,10 @@ def served(tmp_path_factory):
     one.kill()
 
 
-def test_to_delete_again_is_no_error(served):
-    job = served.client.create()
-    job.delete()
-    job.delete()  # as after a reply that got lost
-
-
 @pytest.mark.parametrize("kind", ["text/plain; json", "text/json", ""])
 def test_what_any_page_can_send_is_refused(served, kind):
-    status, body = send(served, "POST", "/v1/jobs", b"", None, kind)
+    status, body = send(served, "POST", "create_session", b"", None, kind)
     assert (status, json.loads(body)["error"]) == (415, "the body is not application/json")
-
-
-def test_a_number_of_any_length_is_refused(served):
-    job = served.client.create()
-    for number in ("9" * 5000, "x"):
-        status, body = send(served, "GET", f"/v1/jobs/{job.id}/answers/{number}")
-        assert status == 400
-        assert json.loads(body)["error"].startswith("number: ")
 
 
 class Confined(Process):
@@ -308,15 +454,11 @@ def test_connections_do_not_take_the_files_that_jobs_need(tmp_path):
         one.wait()
         for _ in range(300):
             idle.append(socket.create_connection(("127.0.0.1", one.port), timeout=10))
-        first = http.client.HTTPConnection("127.0.0.1", one.port, timeout=60)
-        headers = {"content-type": "application/json"}
-        first.request("POST", "/v1/jobs", b"{}", headers)
-        name = json.load(first.getresponse())["id"]
+        name = one.client.create()
         for kind, body in (LEARN, STEP):
-            first.request("POST", f"/v1/jobs/{name}/requests/{kind}", json.dumps(body), headers)
-            assert "result" in json.load(first.getresponse())
+            one.client.ask(name, kind, body)
         for connection in idle:
             connection.close()
-        one.client.call("GET", f"/v1/jobs/{name}")
+        one.client.call("GET", f"training_runs/{name}")
     finally:
         one.kill()

@@ -9,7 +9,18 @@ import torch.distributed as dist
 from distributed import spawn
 from safetensors.torch import load_file
 from test_engine import assert_near
-from test_jobs import Course, adapter_of, asker, config_of, file_of
+from test_jobs import (
+    Course,
+    adapter_of,
+    answer_to,
+    asker,
+    config_of,
+    file_of,
+    new,
+    prompting,
+    rate,
+    texts,
+)
 from test_jobs_server import Process
 
 from moetrain.jobs.scheduler import Service
@@ -32,9 +43,9 @@ def serve(folder, runs, failing=False):
             JobSession(*resolve_run(config)).follow()
             continue
         with Service(config) as service:
-            names = {seed: service.create(seed=seed)["id"] for seed in seeds}
+            names = {seed: new(service, seed) for seed in seeds}
             courses = {seed: Course(seed, asker(service, names[seed])) for seed in seeds}
-            live, bad = list(courses.values()), service.create()["id"]
+            live, bad = list(courses.values()), new(service)
             while live:
                 live = [course for course in live if course.go_on()]
                 if failing and number == 0:
@@ -52,11 +63,11 @@ def serve(folder, runs, failing=False):
 
 def fail(service, name):
     """What another job may get wrong."""
-    service.ask(name, "forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
-    assert "no save 'x'" in service.ask(name, "load", {"name": "x"})["error"]
+    answer_to(service, name, "forward_backward", texts([1, 2, 3]))
+    assert "no save" in answer_to(service, name, "load_weights", {"path": "x"})["error"]
     forward_backward = service.session.engine.forward_backward
     service.session.engine.forward_backward = lambda *args: forward_backward(*args) and 1 / 0
-    answer = service.ask(name, "forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
+    answer = answer_to(service, name, "forward_backward", texts([1, 2, 3]))
     assert "ZeroDivisionError" in answer["error"]
     del service.session.engine.forward_backward
 
@@ -91,6 +102,7 @@ def test_jobs_on_two_ranks(tmp_path, mesh, on_one):
     for seed in SEEDS:
         assert_near(together[seed][2], single[seed][2], 1e-2)
         for mine, theirs in zip(together[seed][0], single[seed][0], strict=True):
+            mine, theirs = (one | one.get("metrics", {}) for one in (mine, theirs))
             for key in set(mine) & {"loss", "grad_norm", "logprobs"}:
                 assert flat(mine[key]) == pytest.approx(flat(theirs[key]), rel=1e-3, abs=1e-4)
 
@@ -104,18 +116,21 @@ def test_a_service_of_two_processes(tmp_path):
     words = ["launch.nproc=2", "parallel.ep=2", "train.global_batch_size=4"]
     service = Process(tmp_path / "out", *words)
     try:
-        job = service.client.create()
-        job.forward_backward(data=[{"tokens": [1, 2, 3]}])
-        before = job.forward(data=[{"tokens": [4, 5]}])
-        job.optim_step(lr=1e-2)
-        assert job.forward(data=[{"tokens": [4, 5]}]) != before
-        sampled = job.sample(prompts=[[1], [2], [3]], max_tokens=5)["completions"]
-        assert [[len(c["tokens"]) for c in group] for group in sampled] == [[5]] * 3
+        client, look = service.client, ("forward", texts([4, 5]))
+        name = client.create()
+        client.ask(name, "forward_backward", texts([1, 2, 3]))
+        before = client.ask(name, *look)
+        client.ask(name, "optim_step", rate(1e-2))
+        assert client.ask(name, *look) != before
+        client.ask(name, "save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        for prompt in ([1], [2], [3]):
+            found = client.ask(name, "asample", prompting(prompt, 5, num_samples=2))
+            assert [len(one["tokens"]) for one in found["sequences"]] == [5, 5]
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(60) == 143
     finally:
         service.kill()
-    checkpoints = sorted((tmp_path / "out" / "jobs" / job.id / "checkpoints").iterdir())
+    checkpoints = sorted((tmp_path / "out" / "jobs" / name / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step-00000003", "step-00000005"]
     assert json.loads((checkpoints[-1] / "state.json").read_text())["steps"] == 1
-    assert os.listdir(tmp_path / "out" / "jobs") == [job.id]
+    assert sorted(os.listdir(tmp_path / "out" / "jobs"))[1] == name

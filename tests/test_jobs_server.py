@@ -1,4 +1,4 @@
-"""The job service as a process, behind HTTP: killed, cancelled, asked by many, and by strangers."""
+"""The job service as a process, behind HTTP: killed, left, asked by many, and by strangers."""
 
 import hashlib
 import http.client
@@ -10,15 +10,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from command_lines import settled
-from test_jobs import WORDS, Course, adapter_of, config_of, run_alone
+from test_jobs import WORDS, Course, adapter_of, config_of, rate, run_alone, target_of, texts
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_proto_response
 
 from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
-from moetrain.jobs.client import Client, RequestFailed
 from moetrain.jobs.run import JobRun
 
 JOBS, SEEDS = 30, 15
@@ -32,13 +37,109 @@ def free_port():
         return free.getsockname()[1]
 
 
+def message_of(body, name, number, forward_only=False):
+    """The bytes that the SDK sends for a pass over texts."""
+    data = []
+    for datum in body["data"]:
+        inputs = {key: values for key, values in datum.items() if key != "tokens"}
+        tokens = types.ModelInput.from_ints(datum["tokens"])
+        data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+    how = body.get("loss_fn", "cross_entropy"), body.get("loss_fn_config")
+    given = types.ForwardBackwardInput(data=data, loss_fn=how[0], loss_fn_config=how[1])
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=given, model_id=name, seq_id=number
+    )
+    message = forward_backward_request_to_proto(request)
+    message.forward_only = forward_only
+    return message.SerializeToString()
+
+
+def result_of(kind, data):
+    """The result in a message, as the service keeps it."""
+    if kind == "asample":
+        found = deserialize_proto_response(data, types.SampleResponse)
+        sequences = [
+            {"tokens": one.tokens, "logprobs": one.logprobs, "stop_reason": one.stop_reason}
+            for one in found.sequences
+        ]
+        return {"prompt_logprobs": found.prompt_logprobs, "sequences": sequences}
+    found = deserialize_proto_response(data, types.ForwardBackwardOutput)
+    logprobs = [one["logprobs"].data for one in found.loss_fn_outputs]
+    return {"logprobs": logprobs, "loss": found.metrics["loss:sum"]}
+
+
+class Failed(Exception):
+    """A request was answered with an error."""
+
+    def __init__(self, status, problem):
+        super().__init__(problem)
+        self.status = status
+
+
+class Remote:
+    """A service by HTTP, without the SDK's patience of minutes: it asks until it is answered."""
+
+    def __init__(self, port, token=None):
+        self.url, self.token, self.seqs = f"http://127.0.0.1:{port}/api/v1/", token, {}
+
+    def call(self, method, path, body=b"", kind="application/json"):
+        """The answer's JSON, or bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": kind} | ({"x-api-key": self.token} if self.token else {})
+        request = urllib.request.Request(self.url + path, data or None, headers, method=method)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(request) as reply:
+                    is_json = reply.headers["content-type"] == "application/json"
+                    return json.load(reply) if is_json else reply.read()
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise Failed(error.code, json.load(error)["error"]) from None
+            except (http.client.HTTPException, OSError):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
+
+    def create(self, seed=0):
+        session = self.call("POST", "create_session", {})["session_id"]
+        lora = {"rank": 8, "seed": seed}
+        new = {"session_id": session, "model_seq_id": 0, "base_model": "debug"}
+        new["lora_config"] = lora
+        return self.retrieve(self.call("POST", "create_model", new)["request_id"])["model_id"]
+
+    def retrieve(self, name, kind=""):
+        answer = {"type": "try_again"}
+        while isinstance(answer, dict) and answer.get("type") == "try_again":
+            answer = self.call("POST", "retrieve_future", {"request_id": name})
+        if isinstance(answer, bytes):
+            return result_of(kind, answer)
+        if "error" in answer:
+            raise Failed(answer["category"], answer["error"])
+        return answer
+
+    def submit(self, name, kind, body):
+        job, body = target_of(name, kind, body)
+        seq = self.seqs[job] = self.seqs.get(job, 0) + 1
+        if kind in ("forward", "forward_backward"):
+            data = message_of(body, job, seq, kind == "forward")
+            return self.call("POST", "forward_backward", data, "application/x-protobuf")
+        at = {"sampling_session_id": job, "seq_id": seq - 1}
+        at = at if kind == "asample" else {"model_id": job, "seq_id": seq}
+        return self.call("POST", kind, {**body, **at})
+
+    def ask(self, name, kind, body):
+        found = self.retrieve(self.submit(name, kind, body)["request_id"], kind)
+        return json.loads(json.dumps(found).replace(name.partition(":")[0], "SESSION"))
+
+
 class Process:
     """The service in a process of its own, which can be killed and started again."""
 
     def __init__(self, folder, *words, token=None):
         self.folder, self.port = folder, free_port()
         self.words = [*WORDS, f"output_dir={folder}", f"jobs.port={self.port}", *words]
-        self.client = Client(f"http://127.0.0.1:{self.port}", token, patience=60)
+        self.client = Remote(self.port, token)
         self.start()
 
     def start(self):
@@ -48,7 +149,7 @@ class Process:
 
     def wait(self):
         """Until it serves."""
-        self.client.call("GET", "/health")
+        self.client.call("GET", "get_server_capabilities")
 
     def kill(self):
         self.process.kill()
@@ -69,20 +170,22 @@ def start(tmp_path):
         one.kill()
 
 
-def follow(client, seed, is_cancelled, counts):
+def follow(port, seed, is_cancelled, counts):
     """One client's job from start to end, or to the middle; every answer is counted."""
-    job = client.create(seed=seed)
-    course = Course(seed, lambda kind, body: job.ask(kind, **body))
+    client = Remote(port)
+    name = client.create(seed)
+    course = Course(seed, lambda kind, body: client.ask(name, kind, body))
     while course.go_on():
         counts.append(seed)
         if is_cancelled and len(course.results) == 3:
-            assert job.cancel()["status"] == "cancelled"
-            with pytest.raises(RequestFailed, match="this job is cancelled"):
-                job.optim_step(lr=1.0)
             if seed % 2:
-                job.delete()
+                client.call("DELETE", f"training_runs/{name}")
+            else:
+                client.call("POST", f"sessions/{name.partition(':')[0]}/finish", {})
+            with pytest.raises(Failed, match="there is no such thing"):
+                client.ask(name, "optim_step", rate(1.0))
             return None
-    return course.results, job.id
+    return course.results, name
 
 
 def test_thirty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
@@ -102,7 +205,7 @@ def test_thirty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
     killer.start()
     try:
         with ThreadPoolExecutor(10) as clients:
-            work = [(service.client, n % SEEDS, n in CANCELLED, counts) for n in range(JOBS)]
+            work = [(service.port, n % SEEDS, n in CANCELLED, counts) for n in range(JOBS)]
             found = list(clients.map(lambda words: follow(*words), work))
     finally:
         over.set()
@@ -115,140 +218,217 @@ def test_thirty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
             results, name = result
             assert (results, adapter_of(service.folder, name)) == alone[number % SEEDS], number
     left = list((service.folder / "jobs").iterdir())
-    assert len(left) == JOBS - sum(number % SEEDS % 2 for number in CANCELLED)
+    runs = [path for path in left if ":train:" in path.name]
+    assert len(runs) == JOBS - len(CANCELLED)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A service for many tests, which takes the token "secret"."""
+    """A service for many tests, which takes the token "tml-secret"."""
     folder = tmp_path_factory.mktemp("served")
-    (folder / "key").write_text("secret\n")
+    (folder / "key").write_text("tml-secret\n")
     one = Process(
         folder / "out",
         "jobs.auth=token",
         f"jobs.token_file={folder / 'key'}",
         "jobs.max_request_mib=1",
-        token="secret",
+        token="tml-secret",
     )
     one.wait()
     yield one
     one.kill()
 
 
-def send(served, method, path, data=b"", token="secret", kind="application/json"):
+def send(served, method, path, data=b"", token="tml-secret", kind="application/json"):
     """Status and body of a request by hand."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     headers = {"content-type": kind}
     if token is not None:
-        headers["authorization"] = f"Bearer {token}"
-    connection.request(method, path, data, headers)
+        headers["x-api-key"] = token
+    connection.request(method, f"/api/v1/{path}", data, headers)
     reply = connection.getresponse()
     return reply.status, reply.read()
 
 
 def test_who_has_no_token_is_told_nothing(served):
-    job = served.client.create()
-    here = f"/v1/jobs/{job.id}"
+    name = served.client.create()
     for method, path in (
-        ("GET", here),
-        ("DELETE", here),
-        ("POST", "/v1/jobs"),
-        ("POST", here + "/cancel"),
-        ("POST", here + "/requests/optim_step"),
-        ("GET", here + "/answers/0"),
-        ("GET", here + "/saves/a/adapter_config.json"),
-        ("GET", "/health"),
+        ("GET", f"training_runs/{name}"),
+        ("DELETE", f"training_runs/{name}"),
+        ("GET", f"training_runs/{name}/checkpoints"),
+        ("GET", f"training_runs/{name}/checkpoints/external_weights/a/adapter_config.json"),
+        ("POST", f"sessions/{name[:32]}/finish"),
+        ("POST", "create_session"),
+        ("POST", "client/config"),
+        ("POST", "optim_step"),
+        ("POST", "retrieve_future"),
+        ("GET", "get_server_capabilities"),
     ):
-        for token in (None, "", "secre", "secret2", "Bearer secret"):
+        for token in (None, "", "tml-secre", "tml-secret2", "Bearer tml-secret"):
             status, body = send(served, method, path, b"{}", token)
             assert (status, list(json.loads(body))) == (401, ["error"])
-    assert job.describe()["status"] == "open"
+    assert send(served, "GET", f"training_runs/{name}")[0] == 200
 
 
 def test_nobody_reads_or_touches_what_is_anothers(served):
     client = served.client
-    mine, theirs = client.create(seed=1), client.create(seed=2)
-    mine.forward_backward(data=[{"tokens": [1, 2, 3]}])
-    mine.optim_step(lr=1e-2)
-    mine.save("a")
-    before = mine.describe()
+    mine, theirs = client.create(1), client.create(2)
+    client.ask(mine, "forward_backward", texts([1, 2, 3]))
+    client.ask(mine, "optim_step", rate(1e-2))
+    for kind in ("weights", "weights_for_sampler", "weights_external"):
+        client.ask(mine, f"save_{kind}", {"path": "a"})
+    before = client.call("GET", f"training_runs/{mine}/checkpoints")
+    assert len(before["checkpoints"]) == 3
     # What there is has no list, and names lead nowhere else.
-    assert send(served, "GET", "/v1/jobs")[0] == 405
-    for name in ("0" * 32, mine.id[:-1], mine.id.upper() + "x", "..", "%2e%2e", "base.json"):
-        assert send(served, "GET", f"/v1/jobs/{name}")[0] == 404, name
-        assert send(served, "DELETE", f"/v1/jobs/{name}")[0] in (404, 405), name
-    for save in ("a", "../../" + mine.id + "/saves/a", "..%2f..%2f" + mine.id + "%2fsaves%2fa"):
-        path = f"/v1/jobs/{theirs.id}/saves/{save}/adapter_config.json"
-        assert send(served, "GET", path)[0] == 404, save
-    for file in ("../../../job.json", "..%2f..%2f..%2fjob.json", "manifest.json"):
-        assert send(served, "GET", f"/v1/jobs/{mine.id}/saves/a/{file}")[0] == 404, file
-    for name in ("../" + mine.id, "..", "/etc/passwd", mine.id + "/a"):
-        with pytest.raises(RequestFailed, match="should match pattern"):
-            theirs.load(name)
-    with pytest.raises(RequestFailed, match="has no save 'a'"):
-        theirs.load("a")
-    theirs.delete()
-    assert mine.describe() == before
-    status, adapter = send(served, "GET", f"/v1/jobs/{mine.id}/saves/a/adapter_model.safetensors")
+    for path in ("training_runs", "sessions", "checkpoints", f"sessions/{mine[:32]}"):
+        assert send(served, "GET", path)[0] == 404
+    for name in ("0" * 32, mine[:-1], mine.upper() + "x", "..", "%2e%2e", "base.json"):
+        for method in ("GET", "DELETE"):
+            assert send(served, method, f"training_runs/{name}")[0] in (404, 405), name
+    for save in ("../../" + mine + "/weights/a", "weights/b", "weights", "job.json", "a"):
+        for name in (mine, theirs):
+            path = f"training_runs/{name}/checkpoints/{save}"
+            assert send(served, "DELETE", path)[0] == 404, save
+    for file in ("../../../job.json", "..%2f..%2f..%2fjob.json", "save.json", "../../job.json"):
+        for save in ("external_weights/a", "weights/a", "external_weights/a/..", ".."):
+            path = f"training_runs/{mine}/checkpoints/{save}/{file}"
+            assert send(served, "GET", path)[0] in (404, 405), path
+    for path in ("../" + mine, "/etc/passwd", f"tinker://{mine}/weights/../a", mine + "/a"):
+        for load in ({"path": path, "optimizer": True}, {"path": path + "/..", "optimizer": False}):
+            with pytest.raises(Failed, match="is not tinker://RUN/weights/NAME"):
+                client.ask(theirs, "load_weights", load)
+    with pytest.raises(Failed, match="there is no save"):
+        client.ask(theirs, "load_weights", {"path": "a"})
+    client.call("DELETE", f"training_runs/{theirs}")
+    assert client.call("GET", f"training_runs/{mine}/checkpoints") == before
+    here = f"training_runs/{mine}/checkpoints/external_weights/a"
+    urls = client.call("GET", f"{here}/external_weights_urls")["urls"]
+    file = f"{here}/adapter_model.safetensors"
+    assert urls["adapter_model.safetensors"] == client.url + file
+    status, adapter = send(served, "GET", file)
     assert status == 200
-    assert hashlib.sha256(adapter).hexdigest() == adapter_of(served.folder, mine.id, "a")
+    assert hashlib.sha256(adapter).hexdigest() == adapter_of(served.folder, mine, "a")
 
 
 def test_bad_bodies_are_refused_in_one_line(served):
-    job = served.client.create()
-    here = f"/v1/jobs/{job.id}"
-    there = f"{here}/requests/optim_step"
-    for path, data, kind, wanted in (
-        (there, b"{", "application/json", (400, "the body is not JSON")),
-        (there, b"[" * 100_000, "application/json", (400, "the body is not JSON")),
-        (there, b'{"lr": NaN}', "application/json", (400, "the body is not JSON")),
-        (there, b'{"lr": 1}', "text/plain", (415, "the body is not application/json")),
-        (there, b" " * (2 << 20), "application/json", (413, "the body has more than the 1 MiB of")),
-        (here + "/cancel", b"{}", "text/plain", (415, "the body is not application/json")),
-        (here + "/cancel", b'{"a": 1}', "application/json", (400, "'a' is not supported")),
-        (here + "/nothing", b"{}", "application/json", (404, "Not Found")),
-        (here, b"{}", "application/json", (405, "Method Not Allowed")),
-        (there + "?number=7", b'{"lr": 1}', "application/json", (400, "number 7 is ahead")),
-        (there + "?number=x", b'{"lr": 1}', "application/json", (400, "number: Input should be")),
-        (there + "?wait=inf", b'{"lr": 1}', "application/json", (400, "wait: Input should be")),
-        (there + "x", b"{}", "application/json", (400, "'optim_stepx' is not one of")),
-        ("/v1/jobs", b'{"id": "mine"}', "application/json", (400, "id is not 32 hexadecimal")),
-        ("/v1/jobs", b'{"sed": 1}', "application/json", (400, "'sed' is not supported")),
-        ("/v1/jobs", b'{"seed": -1}', "application/json", (400, "seed -1 is out of range")),
-        ("/v1/jobs", b"[]", "application/json", (400, "Input should be a valid dictionary")),
-        ("/v1/jobs", b'{"seed": 1.5}', "application/json", (400, "seed: Input should be a valid")),
+    name, kind = served.client.create(), "application/json"
+    bits = "application/x-protobuf"
+    new = {"session_id": name[:32], "model_seq_id": 5, "lora_config": {"rank": 8}}
+    new["base_model"], many = "debug", dict.fromkeys(map(str, range(65)))
+    at = {"session_id": name[:32], "sampling_session_seq_id": 5}
+    load = {"session_id": name[:32], "model_seq_id": 6, "optimizer": True}
+    for path, data, sent, wanted in (
+        ("optim_step", b"{", kind, (400, "the body is not JSON")),
+        ("optim_step", b"[" * 100_000, kind, (400, "the body is not JSON")),
+        ("optim_step", b'{"lr": NaN}', kind, (400, "the body is not JSON")),
+        ("optim_step", b'{"lr": 1}', "text/plain", (415, "the body is not application/json")),
+        ("optim_step", b" " * (2 << 20), kind, (413, "the body has more than the 1 MiB of")),
+        ("optim_step", b"[]", kind, (400, "the body is not an object")),
+        ("optim_step", {"model_id": name}, kind, (400, "seq_id None is not a number from 1")),
+        ("optim_step", {"model_id": name, "seq_id": 7}, kind, (400, "number 6 is ahead")),
+        (
+            "optim_step",
+            {"model_id": name, "seq_id": 0},
+            kind,
+            (400, "seq_id 0 is not a number from 1"),
+        ),
+        ("optim_step", {"model_id": name, "seq_id": True}, kind, (400, "seq_id True is")),
+        ("optim_step", {"model_id": [name]}, kind, (404, "there is no such thing")),
+        ("optim_stepx", b"{}", kind, (404, "Not Found")),
+        (f"training_runs/{name}", b"{}", kind, (405, "Method Not Allowed")),
+        ("forward_backward", b"{}", kind, (415, "the body is not application/x-protobuf")),
+        ("forward_backward", b"{}", bits, (400, "the body is no such message")),
+        ("forward_backward", b"", bits, (404, "there is no such thing")),
+        ("create_model", {**new, "session_id": "mine"}, kind, (400, "'mine:train:5' is not the i")),
+        ("create_model", {**new, "session_id": name}, kind, (400, "")),
+        ("create_model", {**new, "session_id": "../" + name[:32]}, kind, (400, "")),
+        ("create_model", {**new, "model_seq_id": -1}, kind, (400, "")),
+        ("create_model", {**new, "model_seq_id": "5"}, kind, (400, "model_seq_id: Input should")),
+        ("create_model", {**new, "sed": 1}, kind, (400, "sed: Extra inputs are not permitted")),
+        ("create_model", new | many, kind, (400, "an object has more than 64 keys")),
+        ("create_model", {**new, "lora_config": many}, kind, (400, "an object has more than 64")),
+        ("create_model", b"[]", kind, (400, "Input should be")),
+        ("create_model", {**new, "base_model": "x"}, kind, (400, "base_model 'x' is not 'debug'")),
+        ("create_model", {**new, "lora_config": {"rank": 5}}, kind, (400, "rank 5 is not this")),
+        ("create_model", {**new, "lora_config": None}, kind, (400, "rank 0 is not")),
+        (
+            "create_model",
+            {**new, "lora_config": {"rank": 8, "train_mlp": False}},
+            kind,
+            (400, "train_mlp False, but lora.targets"),
+        ),
+        (
+            "create_model",
+            {**new, "optimizer_config": {"type": "dimuon"}},
+            kind,
+            (400, "optimizer 'dimuon' is not 'adamw'"),
+        ),
+        ("create_sampling_session", at, kind, (400, "a sampling session needs base_model or m")),
+        (
+            "create_sampling_session",
+            {**at, "model_path": "x"},
+            kind,
+            (400, "path: 'x' is not tinker:"),
+        ),
+        ("load_weights", {**load, "path": "x"}, kind, (400, "path: 'x' is not tinker://RUN/")),
+        (
+            "load_weights",
+            {**load, "path": f"tinker://{name}/weights/a"},
+            kind,
+            (404, "there is no s"),
+        ),
+        ("asample", b"[]", kind, (400, "the body is not an object")),
+        (
+            "asample",
+            {"sampling_session_id": name, "seq_id": -1},
+            kind,
+            (400, "seq_id -1 is not a n"),
+        ),
+        ("retrieve_future", {"request_id": f"{name}:x"}, kind, (404, "there is no such thing")),
+        ("retrieve_future", {"request_id": f"{name}:0"}, kind, (400, "there was no request 0")),
+        ("retrieve_future", {"request_id": f"{name}:" + "9" * 5000}, kind, (404, "there is no s")),
+        ("asample", {"sampling_session_id": name, "seq_id": 0}, kind, (400, "'asample' is no req")),
+        ("telemetry", b'{"a": ', kind, (400, "the body is not JSON")),
     ):
-        status, body = send(served, "POST", path, data, kind=kind)
-        problem = json.loads(body)["error"]
-        assert (status, problem[: len(wanted[1])]) == wanted
+        body = data if isinstance(data, bytes) else json.dumps(data).encode()
+        status, told = send(served, "POST", path, body, kind=sent)
+        problem = json.loads(told)["error"]
+        assert (status, problem[: len(wanted[1])]) == wanted, (path, data)
         assert "\n" not in problem
-    assert (job.describe()["status"], job.describe()["next_number"]) == ("open", 0)
+    assert served.client.ask(name, "forward", texts([1, 2, 3]))["loss"] > 0
 
 
-def test_an_answer_can_be_asked_for_later(served):
-    job = served.client.create()
-    body = json.dumps({"prompts": [[1, 2]], "max_tokens": 40, "n": 4}).encode()
-    here = f"/v1/jobs/{job.id}"
-    status, reply = send(served, "POST", here + "/requests/sample?wait=0", body)
-    assert (status, json.loads(reply)) == (202, {"number": 0})
-    status, reply = send(served, "GET", here + "/answers/0?wait=60")
-    assert status == 200
-    assert [len(c["tokens"]) for c in json.loads(reply)["result"]["completions"][0]] == [40] * 4
-    assert send(served, "GET", here + "/answers/1")[0] == 400
-    status, reply = send(served, "POST", here + "/requests/optim_step", b'{"lr": 1}')
-    assert (status, json.loads(reply)["number"]) == (422, 1)
+def test_a_refused_request_takes_its_number(served):
+    """The SDK has counted it, and sends the next one."""
+    client = served.client
+    name = client.create()
+    for kind, body, says in (
+        ("optim_step", {"adam_params": {"beta1": 2.0}}, "beta1"),
+        ("forward_backward", texts([1, 50]), "not all of 0 to 49"),
+        ("forward_backward", {**texts([1, 2]), "loss_fn": "gspo"}, "'gspo' is not one of"),
+        ("optim_step", rate(1.0), "there was no forward_backward"),
+        ("load_weights", {"path": "tinker://x", "optimizer": True}, "is not tinker://RUN/"),
+    ):
+        with pytest.raises(Failed, match=says) as failed:
+            client.ask(name, kind, body)
+        assert failed.value.status == "user"
+    first = client.submit(name, "forward", texts([1, 2, 3]))
+    client.seqs[name] -= 1
+    assert client.submit(name, "forward", texts([1, 2, 3])) == first  # sent again
+    found = [client.retrieve(first["request_id"], "forward") for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0]["loss"] > 0
 
 
 def test_the_service_stops_in_order(start):
     service = start("jobs.save_interval=100")
-    job = service.client.create()
-    job.forward_backward(data=[{"tokens": [1, 2, 3]}])
-    job.optim_step(lr=1e-2)
+    name = service.client.create()
+    service.client.ask(name, "forward_backward", texts([1, 2, 3]))
+    service.client.ask(name, "optim_step", rate(1e-2))
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(60) == 143
-    assert [path.name for path in (service.folder / "jobs" / job.id / "checkpoints").iterdir()] == [
-        "step-00000002"
-    ]
+    checkpoints = service.folder / "jobs" / name / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
 
 
 def test_a_token_is_made_for_who_listens_to_others(tmp_path):
@@ -267,9 +447,13 @@ def test_a_token_is_made_for_who_listens_to_others(tmp_path):
         assert (token is not None) == has_token, words
         if has_token:
             assert len(token) > 40
+            assert token.startswith("tml-")
             assert JobRun.access_of(config_of(tmp_path, *words)).token() == token
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-    for text, says in (("", "holds no token"), (None, "cannot be read")):
+    for text, says in (
+        ("", "holds no token"),
+        (None, "cannot be read"),
+    ):
         if text is not None:
             (tmp_path / "mine").write_text(text)
         name = "mine" if text is not None else "nowhere"

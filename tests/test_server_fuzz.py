@@ -12,7 +12,8 @@ import threading
 import time
 
 import pytest
-from test_jobs import config_of
+from test_jobs import config_of, rate, texts
+from test_jobs_server import message_of, result_of
 from test_rollout import make_model
 
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -33,7 +34,7 @@ VALUES = [None, True, -1, 0, 3, 0.5, 1e308, 5e-324, 10**400, 2**63, 2**31, 1 << 
 VALUES += ["\ud800", "\0\n", "é" * 9000, [], [[]], {}, {"a": 1}, [1, 2], ["a", 1], [None], [-1]]
 VALUES += [[2**70], [10**400], ["a"] * 30, [0.5] * 9, [["a"]], [[1], [2]], [True], DEEP]
 VALUES += [[{"role": "user", "content": "a"}], [{"role": 1, "content": "\ud800"}], [{"role": "a"}]]
-VALUES += [[{"tokens": [1, 2], "mask": [1, 1]}], [{"tokens": []}], [{"tokens": [1, 2], "x": 1}]]
+VALUES += [[{"tokens": [1, 2], "weights": [1, 1]}], [{"tokens": []}], [{"tokens": [1, 2], "x": 1}]]
 VALUES += [[{"role": "user", "content": "a", "more": [[[]]]}], {"clip_low": 10**400}, "sort"]
 BODIES = [
     b"",
@@ -171,16 +172,34 @@ class Jobs(Target):
         self.over = False
         self.worker = threading.Thread(target=self.work)
         self.worker.start()
-        here = [f"/v1/jobs/{self.service.create(seed=n)['id']}/requests/" for n in range(2)]
-        self.own, asked = here[0] + "sample", here[1]
+        session, lora = "ab" * 16, {"rank": 8}
+        at = {"session_id": session}
+        self.own, self.name = f"{session}:sample:0", f"{session}:train:1"
+        for name in (self.own, self.name, f"{session}:sample:1"):
+            self.service.create(name)
+        params = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}}
+        params |= {"sampling_session_id": f"{session}:sample:1"}
+        run, load = {"model_id": self.name}, {"path": f"tinker://{self.name}/weights/a"}
+        number = {"sampling_session_seq_id": 7, "base_model": "debug"}
         self.good = {
-            "/v1/jobs": {"seed": 1},
-            asked + "sample": {"prompts": [[1, 2]], "max_tokens": 2},
-            asked + "forward": {"data": [{"tokens": [1, 2, 3]}]},
-            asked + "forward_backward": {"data": [{"tokens": [1, 2, 3]}]},
-            asked + "optim_step": {"lr": 1e-3},
-            asked + "save": {"name": "a"},
+            "create_model": {"model_seq_id": 1, "base_model": "debug", "lora_config": lora, **at},
+            "create_sampling_session": {**at, **number},
+            "asample": {"seq_id": 0, **params},
+            "forward_backward": message_of(texts([1, 2, 3]), self.name, 2),
+            "optim_step": {"seq_id": 1, **run, **rate(1e-3)},
+            "save_weights": {"seq_id": 3, "path": "a", **run},
+            "save_weights_for_sampler": {"seq_id": 3, "path": "a", **run},
+            "save_weights_external": {"seq_id": 3, "path": "a", **run},
+            "load_weights": {"seq_id": 3, "optimizer": True, **run, **load},
+            "load_weights?": {"model_seq_id": 1, "optimizer": True, **at, **load},
+            "sessions/x/finish": {},
+            "retrieve_future": {"request_id": f"{self.name}:0"},
+            "get_info": run,
+            "telemetry": {},
+            "create_session": {},
         }
+        self.good = {f"/api/v1/{path}": body for path, body in self.good.items()}
+        self.seq = 0
 
     def work(self):
         while not self.over:
@@ -194,13 +213,19 @@ class Jobs(Target):
         self.service.close()
 
     def plain(self):
-        body = {"prompts": [[1, 2]], "max_tokens": 9, "seed": 1, "logprobs": 2}
-        status, _, told = post(self.port, self.own, dumped(body))
+        self.seq += 1
+        asked = {"max_tokens": 9, "seed": 1}
+        body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": asked}
+        body |= {"sampling_session_id": self.own, "seq_id": self.seq, "topk_sample_logprobs": 2}
+        status, _, told = post(self.port, "/api/v1/asample", dumped(body))
         assert status == 200
-        return json.loads(told)["result"]
+        asked = {"request_id": json.loads(told)["request_id"]}
+        status, _, told = post(self.port, "/api/v1/retrieve_future", dumped(asked))
+        assert status == 200
+        return result_of("asample", told)
 
     def check_error(self, body):
-        assert set(body) <= {"error", "number"}
+        assert set(body) == {"error"}
         return body["error"]
 
     def check_end(self):
@@ -259,6 +284,12 @@ def hostile(target, draw):
     """What is sent, and what comes."""
     path = draw.choice(list(target.good))
     kind = draw.choice(["value"] * 6 + ["body", "type", "frame", "path"])
+    if isinstance(target.good[path], bytes):
+        data, sort = bytearray(target.good[path]), "application/x-protobuf"
+        for _ in range(draw.choice([0, 1, 1, 3, 9])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        data = bytes(data[: draw.choice([len(data)] * 3 + [draw.randrange(len(data))])])
+        return path, data, post(target.port, path, data, sort)
     if kind == "value":
         body = dict(target.good[path])
         for _ in range(draw.choice([1, 1, 2])):

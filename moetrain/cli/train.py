@@ -95,6 +95,8 @@ _PROGRAMS = {
         foreign=(
             # Jobs bring data, steps and learning rates with them.
             *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
+            *("optim.beta", "optim.eps", "optim.weight_decay", "optim.max_grad_norm"),
+            *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
             *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
             "train.patience",

@@ -206,17 +206,18 @@ class JobsSection(Section):
     """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
     who can connect; auto: none if jobs.host is a loopback address, else token."""
     token_file: MaybePath = None
-    """File with the bearer token; unset: output_dir/token, which is created if it is missing."""
+    """File with the bearer token, the API key; unset: output_dir/token, created if missing."""
     max_jobs: PositiveInt = 256
-    """Jobs that may exist at once; further ones are refused until some are deleted."""
-    max_queued: PositiveInt = 64
-    """Requests of one job that may wait at once."""
+    """Training runs and samplers that may exist at once; further ones are refused."""
+    max_queued: PositiveInt = 1024
+    """Requests of one training run, or to one sampler, that may wait at once."""
     max_request_mib: int = Field(default=64, gt=0, le=1024)
     """Largest request, in MiB."""
     max_completions: PositiveInt = 1024
-    """Completions that one sample request may ask for, over all its prompts."""
+    """Completions of one sample request, and of the requests to a sampler served together."""
     max_saves: PositiveInt = 16
-    """Named saves of one job."""
+    """Saves of one kind of a training run, and samplers of a session, where the idlest gives way
+    to another."""
     max_loaded: PositiveInt = 8
     """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
     16 in the middle of a step. Others are read from disk at each turn."""

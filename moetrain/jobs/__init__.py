@@ -1,7 +1,7 @@
 """A service that fine-tunes many adapters beside one model that stays loaded.
 
-A *job* is an adapter, its optimizer's state and a sequence of requests from a client (``api``:
-forward_backward, optim_step, sample, ...). Jobs take turns (``scheduler``) at one engine and one
-generator, which are built once (``session``); requests and answers are on the disk (``store``), and
-clients come by HTTP (``server``, ``client``).
+A *job* is a training run (an adapter with its optimizer's state) or a sampler of saved weights,
+and a sequence of requests from a client (``api``). Jobs take turns (``scheduler``) at one engine
+and one generator, which are built once (``session``); requests and answers are on the disk
+(``store``), and clients are those of the ``tinker`` SDK (``server``).
 """

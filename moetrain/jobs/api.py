@@ -1,42 +1,37 @@
 """The requests that a client may send to its job: bodies of JSON, checked before they are queued.
 
-A request that is taken up can be served: the model has its token ids, its rows fit, its numbers are
-finite. Otherwise one line says what is wrong (:class:`Refused`).
+They are those of the ``tinker`` SDK (0.38), without the ids of model and request; :class:`Pass` is
+what the SDK sends as a protobuf message. A request that is taken up can be served: the model has
+its token ids, its rows fit, its numbers are finite. Otherwise one line says what is wrong
+(:class:`Refused`).
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from moetrain.config.rl import PolicyName, RlSection
 from moetrain.config.sources import shortened
+from moetrain.jobs.losses import ClientLoss
 from moetrain.rl.rows import Sample
 from moetrain.rollout.request import JsonBody, Request, SamplingParams
 
+JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
+"""Session (a random number), kind and number of a job; the SDK makes ids of training runs so."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Pattern of a save's name, which names a folder and leads nowhere else."""
+SAVES = ("weights", "sampler_weights", "external_weights")
+"""Kinds of saves, as paths have them."""
+_SOURCE = re.compile(rf"tinker://({JOB_ID.pattern})/(weights|sampler_weights)/({_NAME})")
 _FP32_LARGEST = float(np.finfo(np.float32).max)
-_LOSS_SETTINGS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "ratio",
-    "entropy_coef",
-    "aggregation",
-    "temperature",
-    "max_tokens",
-)
-"""Settings of ``rl`` that a request may have: it brings advantages, and no reference."""
-_MOST_TEXTS = 65_536
+MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 _Ints = Annotated[list[int], Field(fail_fast=True)]
 _Floats = Annotated[list[float], Field(fail_fast=True)]
-_Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)]
 
 
 class Refused(ValueError):
@@ -60,6 +55,10 @@ class Limits:
     max_completions: int
     max_logprobs: int
     """Log-probabilities of likeliest tokens in one answer."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a text where a request names none."""
+    has_texts: bool = False
+    """Whether there is a tokenizer, which texts to stop at need."""
 
     def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         """Raise ValueError unless the model has all ``tokens``, at least one."""
@@ -70,8 +69,6 @@ class Limits:
 
     def parse(self, kind: str, body: object) -> "_JobBody":
         """Parse and check the JSON value ``body`` of a request ``kind``; raises Refused."""
-        if kind not in KINDS:
-            raise Refused(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
         try:
             request = KINDS[kind].model_validate(body)
             request.check(self)
@@ -81,193 +78,233 @@ class Limits:
 
 
 class _JobBody(JsonBody):
-    changes: ClassVar[bool] = False
-    """Whether it changes the job's state, and so is served again where that was lost."""
-
     def check(self, limits: Limits) -> None:
         """Raise ValueError if the request can never be served."""
 
 
 class _Datum(JsonBody):
-    """One text to train on, or to score."""
+    """One text to train on, or to score: a target, and numbers, for every token of its input."""
 
     tokens: _Ints
-    mask: _Flags | None = None
-    """1: this token is trained; None: all but the first, which nothing predicts."""
+    target_tokens: _Ints
+    weights: _Floats | None = None
+    """What each target counts in cross-entropy; None: 1."""
     logprobs: _Floats | None = None
-    """Log-probability of each token when it was sampled; ignored where the mask is 0."""
-    advantages: float | _Floats | None = None
-    """One for all tokens, or one for each."""
+    """Log-probability of each target when it was sampled."""
+    advantages: _Floats | None = None
 
-    def check(self, name: str, limits: Limits) -> None:
-        """Raise ValueError if no row holds the text, or fp32 one of its numbers."""
+    def check(self, name: str, limits: Limits, loss: str) -> None:
+        """Raise ValueError if no row holds the text, or ``loss`` needs other numbers."""
         limits.check_tokens(name, self.tokens)
-        if len(self.tokens) > limits.longest_row + 1:
+        limits.check_tokens(f"{name}.target_tokens", self.target_tokens)
+        if len(self.tokens) > limits.longest_row:
             raise ValueError(
                 f"{name} has {len(self.tokens)} tokens, and a row of data.seq_len "
-                f"{limits.longest_row} takes {limits.longest_row + 1}; shorten it"
+                f"{limits.longest_row} takes {limits.longest_row}; shorten it"
             )
-        for values in (self.logprobs, self.advantages):
-            largest = np.max(np.abs(values or 0.0))
-            if largest > _FP32_LARGEST:
+        needed, unused = {"logprobs", "advantages"}, {"weights"}
+        if loss == "cross_entropy":
+            needed, unused = set(), needed
+        for key in ("target_tokens", "weights", "logprobs", "advantages"):
+            values = getattr(self, key)
+            if values is None and key in needed:
+                raise ValueError(f"{name} has no {key}, which loss {loss!r} needs")
+            if values is None:
+                continue
+            if key in unused:
+                raise ValueError(f"{name} has {key}, of which loss {loss!r} has no use")
+            if len(values) != len(self.tokens):
+                raise ValueError(f"{name} has {len(values)} {key} for {len(self.tokens)} tokens")
+            if key != "target_tokens" and (largest := np.max(np.abs(values))) > _FP32_LARGEST:
                 raise ValueError(f"{name}: {largest} is infinite in fp32")
 
-
-class _Texts(_JobBody):
-    """A request for a forward pass over texts."""
-
-    data: list[_Datum] = Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)
-
-    def samples(self) -> list[Sample]:
-        """Return :attr:`data` as :mod:`moetrain.rl` packs it; ValueError as there."""
-        found = []
-        for number, one in enumerate(self.data):
-            mask = [0] + [1] * (len(one.tokens) - 1) if one.mask is None else one.mask
-            advantage = 0.0 if one.advantages is None else one.advantages
-            found.append(Sample.of(one.tokens, mask, advantage, number, one.logprobs))
-        return found
-
-    def check(self, limits: Limits) -> None:
-        for i, datum in enumerate(self.data):
-            datum.check(f"data[{i}]", limits)
-        if not any(sample.is_action.any() for sample in self.samples()):
-            raise ValueError("no token is learned: every mask is 0")
+    def sample(self, group: int) -> Sample:
+        """Return the text as :mod:`moetrain.rl.rows` packs it, weights in place of advantages."""
+        factors = self.weights if self.advantages is None else self.advantages
+        found = Sample.of(
+            [*self.tokens, 0],
+            [0] + [1] * len(self.tokens),
+            1.0 if factors is None else [0.0, *factors],
+            group,
+            None if self.logprobs is None else [0.0, *self.logprobs],
+        )
+        return replace(found, targets=np.array(self.target_tokens, np.int64))
 
 
-class ForwardBackward(_Texts):
-    """A request to add the gradients of a loss to those of the step."""
+class Pass(_JobBody):
+    """A request for a forward pass over texts: a loss, and every target's log-probability."""
 
-    changes = True
-
-    loss: Literal["cross_entropy"] | PolicyName = "cross_entropy"
-    loss_settings: dict[str, Any] = Field(default={})
-    """Settings of a policy's loss, by their names in ``rl``."""
-
-    def policy(self) -> RlSection | None:
-        """Return the settings of a policy's loss; None: cross-entropy. ValueError: they are bad."""
-        if odd := sorted(set(self.loss_settings) - set(_LOSS_SETTINGS)):
-            known = ", ".join(_LOSS_SETTINGS)
-            raise ValueError(f"loss_settings: {shortened(odd[0])} is not one of {known}")
-        if self.loss == "cross_entropy":
-            if self.loss_settings:
-                raise ValueError("loss_settings: cross_entropy has none; leave them out")
-            return None
-        values = {"ratio": "rollout", **self.loss_settings, "policy": self.loss}
-        try:
-            settings = RlSection.model_validate(values, strict=True)
-            settings.check()
-        except ValueError as error:  # pydantic's, or ConfigError
-            raise ValueError(f"loss_settings: {JsonBody.complaint(error)}") from None
-        if settings.ratio == "proximal":
-            raise ValueError(
-                "loss_settings: ratio 'proximal' is the trainer's own before the update; send "
-                "these as logprobs (a forward request gives them) with ratio rollout"
-            )
-        return settings
+    data: list[_Datum] = Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)
+    loss_fn: str = "cross_entropy"
+    loss_fn_config: dict[str, float] = Field(default={}, max_length=8)
 
     def check(self, limits: Limits) -> None:
-        super().check(limits)
-        policy = self.policy()
+        ClientLoss.of(self.loss_fn, self.loss_fn_config)
         for i, datum in enumerate(self.data):
-            for key in ("advantages", "logprobs"):
-                has = getattr(datum, key) is not None
-                if policy is None and has:
-                    raise ValueError(f"data[{i}] has {key}, of which cross_entropy has no use")
-                is_needed = key == "advantages" or (policy and policy.ratio == "rollout")
-                if policy and is_needed and not has:
-                    raise ValueError(f"data[{i}] has no {key}, which loss {self.loss!r} needs")
+            datum.check(f"data[{i}]", limits, self.loss_fn)
 
 
-class Forward(_Texts):
-    """A request for the log-probability of every trained token; other tokens get 0."""
-
-    temperature: float = Field(default=1.0, gt=0)
+class _AdamParams(JsonBody):
+    learning_rate: float = Field(default=1e-4, ge=0, le=1e6)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, gt=0, le=1e6)
+    weight_decay: float = Field(default=0.0, ge=0, le=1e6)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+    """0: gradients are not clipped."""
 
 
 class OptimStep(_JobBody):
     """A request to update the adapter with the step's gradients."""
 
-    changes = True
+    adam_params: _AdamParams
 
-    lr: float = Field(gt=0, le=1e6)
+
+class _Chunk(JsonBody):
+    tokens: _Ints
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class _ModelInput(JsonBody):
+    chunks: Annotated[list[_Chunk], Field(fail_fast=True, max_length=MOST_TEXTS)]
+
+
+class _SamplingParams(JsonBody):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | _Ints | None = None
+    """None: the model's own end; an empty list: none."""
+    temperature: float = 1.0
+    top_k: int = Field(default=-1, ge=-1)
+    """-1, as 0: all tokens."""
+    top_p: float = 1.0
 
 
 class Sampling(_JobBody):
-    """A request to continue prompts with the adapter as it is."""
+    """A request to continue a prompt."""
 
-    prompts: list[_Ints] = Field(min_length=1, fail_fast=True)
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    """Seed of the first prompt, and each further prompt has the next; None: it follows from the
-    job's seed and the request's number."""
-    n: int = 1
-    stop_ids: _Ints = Field(default=[])
-    logprobs: int = 0
-    tempered: bool = False
+    prompt: _ModelInput
+    sampling_params: _SamplingParams
+    num_samples: int = Field(default=1, ge=1)
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] | None = None
 
-    def requests(self, seed: int) -> list[Request]:
-        """Return the generator's requests, one a prompt; ``seed`` is used if none was given."""
-        given = self.model_dump(exclude={"seed", "prompts", "stop_ids"})
-        first = seed if self.seed is None else self.seed
-        return [
-            Request(
-                str(i),
-                tuple(prompt),
-                SamplingParams(**given, stop_ids=tuple(self.stop_ids), seed=(first + i) % 2**63),
-            )
-            for i, prompt in enumerate(self.prompts)
-        ]
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+    def request(self, seed: int, limits: Limits) -> Request:
+        """Return the generator's request; ``seed`` is used if none was given."""
+        asked, tokens = self.sampling_params, self.tokens
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        ids = limits.end_ids if stop is None else [x for x in stop if isinstance(x, int)]
+        longest = limits.longest_text - len(tokens)
+        params = SamplingParams(
+            max_tokens=longest if asked.max_tokens is None else asked.max_tokens,
+            temperature=asked.temperature,
+            top_k=max(asked.top_k, 0),
+            top_p=asked.top_p,
+            seed=(seed if asked.seed is None else asked.seed) % (2**63 - 1),
+            n=self.num_samples,
+            stop_ids=tuple(ids),
+            stop=tuple(x for x in stop or () if isinstance(x, str)),
+            logprobs=self.topk_sample_logprobs,
+            prompt_logprobs=bool(self.prompt_logprobs),
+        )
+        return Request(str(seed), tuple(tokens), params)
 
     def check(self, limits: Limits) -> None:
-        completions = len(self.prompts) * self.n
-        if completions > limits.max_completions:
+        tokens, asked = self.tokens, self.sampling_params
+        limits.check_tokens("prompt", tokens)
+        if len(tokens) + (asked.max_tokens or 1) > limits.longest_text:
             raise ValueError(
-                f"{len(self.prompts)} prompts x n {shortened(self.n)} are more than "
-                f"jobs.max_completions {limits.max_completions}; ask in parts"
+                f"prompt: {len(tokens)} tokens and max_tokens {shortened(asked.max_tokens or 1)} "
+                f"are more than the {limits.longest_text} that one text may have"
             )
-        self.requests(0)
-        for i, prompt in enumerate(self.prompts):
-            limits.check_tokens(f"prompts[{i}]", prompt)
-            if len(prompt) + self.max_tokens > limits.longest_text:
-                raise ValueError(
-                    f"prompts[{i}]: {len(prompt)} tokens and max_tokens "
-                    f"{shortened(self.max_tokens)} are more than the {limits.longest_text} that "
-                    "one text may have"
-                )
-        if self.logprobs > limits.vocab_size:
-            raise ValueError(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
-        if self.logprobs * self.max_tokens * completions > limits.max_logprobs:
+        if self.num_samples > limits.max_completions:
             raise ValueError(
-                f"logprobs {self.logprobs} of every token are more than an answer of "
+                f"num_samples {shortened(self.num_samples)} are more than jobs.max_completions "
+                f"{limits.max_completions}; ask in parts"
+            )
+        if self.prompt_logprobs_last_n and not self.prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n is for prompt_logprobs; ask for these too")
+        params = self.request(0, limits).params
+        if params.stop and not limits.has_texts:
+            raise ValueError("stop: there is no tokenizer (data.tokenizer); give token ids")
+        if params.logprobs > limits.vocab_size:
+            raise ValueError(
+                f"topk_sample_logprobs {shortened(params.logprobs)} are more than there are tokens"
+            )
+        if params.logprobs * params.max_tokens * params.n > limits.max_logprobs:
+            raise ValueError(
+                f"topk_sample_logprobs {params.logprobs} of every token are more than an answer of "
                 "jobs.max_request_mib holds; ask in parts"
             )
 
 
 class Save(_JobBody):
-    """A request to keep the job's state, adapter and moments, under a name."""
+    """A request to keep the job's state, or its adapter in PEFT's format, under a name."""
 
-    name: str = Field(pattern=f"^{_NAME}$")
+    path: str | None = Field(default=None, pattern=f"^{_NAME}$")
+    overwrite: bool = False
+    ttl_seconds: int | None = Field(default=None, ge=3600, le=315_360_000)
+    """Seconds after which the save is removed; None: it stays."""
 
-    @staticmethod
-    def may_be_named(name: str) -> bool:
-        return re.fullmatch(_NAME, name) is not None
+    def check(self, limits: Limits) -> None:
+        if self.path is None:
+            raise ValueError("path is missing; give the save a name")
 
 
-class _Load(Save):
-    """A request to go back to a save."""
+class SaveForSampler(Save):
+    """A request to keep the adapter, under a name or for one new sampler alone."""
 
-    changes = True
+    kind: Literal["snapshot"] = "snapshot"
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=10**8)
+
+    def check(self, limits: Limits) -> None:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("it takes path or sampling_session_seq_id, and not both")
+
+
+class Load(_JobBody):
+    """A request to go on from a save, of any job whose path the client knows."""
+
+    path: str
+    optimizer: bool
+    """Whether the moments are loaded too; otherwise they are zero."""
+
+    def check(self, limits: Limits) -> None:
+        if "/weights/" not in source_of(self.path) and self.optimizer:
+            raise ValueError("path: sampler_weights have no optimizer state; load weights")
+
+
+class _Unserved(_JobBody):
+    """A request that was refused, in its place among the job's requests."""
+
+    problem: str
+
+
+def source_of(path: str) -> str:
+    """Return where a save's ``path`` leads under the folder of jobs; Refused: it is none."""
+    if _SOURCE.fullmatch(path) is None:
+        raise Refused(f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service")
+    return path.removeprefix("tinker://")
 
 
 KINDS: Mapping[str, type[_JobBody]] = {
-    "forward_backward": ForwardBackward,
-    "forward": Forward,
+    "forward_backward": Pass,
+    "forward": Pass,
     "optim_step": OptimStep,
-    "sample": Sampling,
-    "save": Save,
-    "load": _Load,
+    "asample": Sampling,
+    "save_weights": Save,
+    "save_weights_for_sampler": SaveForSampler,
+    "save_weights_external": Save,
+    "load_weights": Load,
+    "unserved": _Unserved,
 }
+CHANGES = ("forward_backward", "optim_step", "load_weights")
+"""Kinds that change the job's state, and so are served again where that was lost."""

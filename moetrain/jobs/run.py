@@ -100,4 +100,5 @@ class JobRun:
         """Return the address of the server, and who may use it."""
         jobs = config.jobs
         own_file = Path(config.output_dir) / "token"
-        return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
+        given = jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs."
+        return Access(*given, ("starlette", "uvicorn", "tinker"))

@@ -3,14 +3,13 @@
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread: a request at a time
 
-Jobs with something to do take turns, one request each. A request is on the disk before its sender
-is told so, and its answer before the next one runs: after a crash the next process goes on from
-the newest checkpoint of each job and computes again what that has not seen. An error within a
+Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
+or all that wait at a sampler, which are generated together. A request is on the disk before its
+sender is told so, and its answer before the next one runs: after a crash the next process goes on
+from the newest checkpoint of each job and computes again what that has not seen. An error within a
 request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
-import re
-import secrets
 import shutil
 import threading
 import time
@@ -18,23 +17,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from os.path import dirname
 from pathlib import Path
 from typing import Any
 
 from moetrain.config import Config, logger
-from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import KINDS, Refused
-from moetrain.jobs.session import JobSession
-from moetrain.jobs.store import DamagedJob, Job, check_base
+from moetrain.config.sources import RunFailed, shortened
+from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Refused
+from moetrain.jobs.session import SAMPLERS, JobSession
+from moetrain.jobs.store import SAVE, DamagedJob, Job, check_base, checkpoint_of, read_save
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
-_ID = re.compile(r"[0-9a-f]{32}")
 _REMOVED = ".removed"
 
 
 class Service(AbstractContextManager["Service"]):
-    """A session and the jobs that take turns at it. For use without HTTP, see :meth:`ask`."""
+    """A session and the jobs that take turns at it."""
 
     STOPPED = "the service was stopped; ask again when it runs"
     """The error of requests that had no answer when it ended."""
@@ -57,12 +56,14 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
-            self.jobs = {job.id: job for job in self._find()}
+            self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
         self._removals: list[tuple[Job, Future[None]]] = []
+        self._remains: list[Path] = []
+        """Folders of saves that were removed."""
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -81,14 +82,14 @@ class Service(AbstractContextManager["Service"]):
             for job in self.jobs.values():
                 job.tell_waiting(self.STOPPED)
 
-    def _find(self) -> list[Job]:
+    def _read_jobs(self) -> list[Job]:
         root = self.folder / "jobs"
         root.mkdir(mode=0o700, exist_ok=True)
         found = []
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif _ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
+            elif JOB_ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
                 found.append(Job(folder))
                 try:
                     found[-1].look()
@@ -107,56 +108,109 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(self, name: str | None = None, seed: int = 0) -> dict[str, Any]:
-        """Make a new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
+    def create(self, name: str, seed: int = 0, source: str | None = None) -> Job:
+        """Make a new job; to ask again for ``name``, an id, is safe.
+
+        ``source``: the save that a sampler has, or that the first request of a run is to load, as
+        a path under the folder of jobs; None: the weights that all jobs begin with.
 
         Raises:
-            Refused: ``name`` or ``seed`` is not valid, the job has another seed or is being
+            Refused: ``name``, ``seed`` or ``source`` is not valid, the job has another or is being
                 deleted, or there are ``jobs.max_jobs`` already.
             OSError: it cannot be written, and there is no such job.
         """
-        name = secrets.token_hex(16) if name is None else name
-        if not _ID.fullmatch(name):
-            raise Refused("id is not 32 hexadecimal digits (of a random number that is secret)")
+        if not JOB_ID.fullmatch(name):
+            raise Refused(f"{shortened(name)} is not the id of a job")
         if not 0 <= seed < 2**63:
             raise Refused(f"seed {seed!r:.40} is out of range")
+        root = self.folder / "jobs"
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                if len(self.jobs) >= most:
+                if source is not None:  # its step too: a save may give way to another of its name
+                    source = str(checkpoint_of(root / source).relative_to(root))
+                job = Job(root / name, seed, source=source)
+                if job.is_sampler:
+                    self._make_room(job.session)
+                if sum(job.status != "finished" for job in self.jobs.values()) >= most:
                     problem = f"there are {most} jobs, as many as jobs.max_jobs; delete some"
                     raise Refused(problem, 429)
                 if any(job.id == name for job, _ in self._removals):  # whose folder is still there
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
-                job = Job(self.folder / "jobs" / name, seed)
                 job.begin()
                 self.jobs[name] = job
-            elif job.seed not in (None, seed):
-                raise Refused(f"this job has seed {job.seed}")
-            return job.describe()
+            elif job.seed not in (None, seed) or source not in (None, dirname(job.source or "")):
+                raise Refused(f"this job has seed {job.seed}, or another source")
+            return job
 
-    def _of(self, name: str) -> Job:
-        if name not in self.jobs:
-            raise Refused("there is no such thing", 404)
-        return self.jobs[name]
+    def _make_room(self, session: str) -> None:
+        """Remove the sampler of ``session`` that was idle for longest, if it has many."""
+        mine = [x for x in self.jobs.values() if x.session == session and x.is_sampler]
+        if len(mine) >= self.config.jobs.max_saves:
+            if not (idle := [job for job in mine if not job.has_work]):
+                raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
+            self.delete(idle[0].id)
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """Describe a job to its client. This and all below raise Refused where there is none."""
+    def finish(self, session: str) -> None:
+        """End the jobs of a session; runs that have saves keep them."""
         with self._lock:
-            return self._of(name).describe()
+            for job in [job for job in self.jobs.values() if job.session == session]:
+                if job.is_sampler or not self.saves(job.id):
+                    self.delete(job.id)
+                else:
+                    self.end(job.id)
+
+    def end(self, name: str) -> None:
+        """Drop a job's waiting requests, and take up no more. OSError: it goes on."""
+        with self._lock:
+            job = self.find(name)
+            if job.status == "open":
+                job.note("finished")
+                job.tell_waiting("finished")
+
+    def saves(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
+        folder = self.find(name).folder
+        paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
+        found = {f"{x.parent.name}/{x.name}": save for x in paths if (save := read_save(x))}
+        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
+
+    def folder_of(self, name: str, save: str) -> Path:
+        """Return the folder of a save; Refused: there is none."""
+        if save not in self.saves(name):
+            raise Refused("there is no such thing", 404)
+        return self.find(name).folder / save
+
+    def remove_save(self, name: str, save: str) -> None:
+        """Remove a save, and with the last one a run that is finished; Refused: there is none."""
+        with self._lock:
+            folder = self.folder_of(name, save)
+            (folder / SAVE).unlink()  # and the rest between turns: one may write another there
+            self._remains.append(folder)
+            self._lock.notify()
+        if self.find(name).status == "finished" and not self.saves(name):
+            self.delete(name)
+
+    def find(self, name: str) -> Job:
+        """Return a job. This and all below raise Refused where there is none."""
+        if (job := self.jobs.get(name)) is None:
+            raise Refused("there is no such thing", 404)
+        return job
 
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Take up a request and return its number. It is on the disk when this returns.
 
-        ``number``: the place in the job's order that the client gives it, so that it can be sent
-        again; None: the next.
+        ``number``: what the client calls it, so that it can be sent again; None: the next. It is a
+        place in a run's order, and anything to a sampler.
 
         Raises Refused: it is not taken up.
         """
-        self.describe(name)  # raises Refused before the body is parsed
+        job = self.find(name)  # raises Refused before the body is parsed
+        if job.is_sampler is not (kind == "asample"):
+            raise Refused(f"{shortened(kind)} is no request to this kind of job")
         text = self.session.limits.parse(kind, body).model_dump_json()
         with self._lock:
-            job = self._of(name)
+            job = self.find(name)
             job.check_open()
             taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
             self._lock.notify()
@@ -168,7 +222,7 @@ class Service(AbstractContextManager["Service"]):
         Refused: there was no such request, or it was too long ago.
         """
         with self._lock:
-            job = self._of(name)
+            job = self.find(name)
             if not 0 <= number < job.accepted:
                 job.check_open()
                 raise Refused(f"there was no request {number}; the next is {job.accepted}")
@@ -185,47 +239,21 @@ class Service(AbstractContextManager["Service"]):
             future.set_result(answer)
             return future
 
-    def cancel(self, name: str) -> dict[str, Any]:
-        """Cancel a job's waiting requests, and take up no more."""
-        with self._lock:
-            job = self._of(name)
-            if job.status == "open":
-                job.note("cancelled")
-                job.tell_waiting("cancelled")
-            return job.describe()
-
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone."""
         with self._lock:
-            job = self._of(name)
-            if job.status == "open":
-                try:
-                    job.note("cancelled")
-                except OSError:  # a full disk must not keep anybody from making room
-                    job.status = "cancelled"
-                job.tell_waiting("cancelled")
+            job = self.find(name)
+            try:
+                self.end(name)
+            except OSError:  # a full disk must not keep anybody from making room
+                job.status = "finished"
+                job.tell_waiting("finished")
             del self.jobs[name]
             future: Future[None] = Future()
             future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
             self._removals.append((job, future))
             self._lock.notify()
             return future
-
-    def saved_file(self, name: str, save: str, file: str) -> Path:
-        """Return the path of a file of a save's adapter, in PEFT's format."""
-        with self._lock:
-            path = self._of(name).folder / "saves" / save / "adapter" / file
-            # The routes let no name through that leads out of the folder.
-            if not path.is_file():
-                raise Refused("there is no such thing", 404)
-            return path
-
-    def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
-        """Submit a request and take turns until its answer is there, all from one thread."""
-        future = self.answer(name, self.submit(name, kind, body, number))
-        while not future.done():
-            self.turn()
-        return future.result()
 
     # ---- the worker's thread -------------------------------------------------------------------
 
@@ -239,8 +267,8 @@ class Service(AbstractContextManager["Service"]):
             self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
         assert job.seed is not None  # else it was set aside
         try:
-            self.session.sit(job.id, job.seed, str(job.folder))
-            while self.session.now.seen < job.done:  # what is in no checkpoint
+            self.session.sit(job.id, job.seed, str(job.folder), job.source)
+            while not job.is_sampler and self.session.now.seen < job.done:  # in no checkpoint
                 if self._is_given_up(job):
                     return True
                 self._serve_again(job, self.session.now.seen)
@@ -259,7 +287,7 @@ class Service(AbstractContextManager["Service"]):
     def _serve_again(self, job: Job, number: int) -> None:
         """Bring ``job`` to where it was after request ``number``, which has an answer."""
         answer = job.answer_of(number)
-        if "result" in answer and KINDS[answer["kind"]].changes:
+        if "result" in answer and answer["kind"] in CHANGES:
             self.session.serve(number)
         else:
             self.session.pass_over(number, "error" in answer and not answer["refused"])
@@ -268,39 +296,61 @@ class Service(AbstractContextManager["Service"]):
         number, session = job.done, self.session
         session.is_given_up = partial(self._is_given_up, job)
         try:
-            result = session.serve(number)
-            if result is None:  # it was given up
+            if job.is_sampler:
+                results = session.sample(number, job.accepted - number)
+            else:
+                results = [session.serve(number)]
+                if (new := results[0].pop("sampler", None)) is not None:
+                    try:
+                        self.create(**new)
+                    except Refused:  # nobody has its weights
+                        shutil.rmtree(self.folder / "jobs" / new["source"], ignore_errors=True)
+                        raise
+            if results is None:  # they were given up
                 session.forget(job.id)
                 return
-            answer: dict[str, Any] = {"result": result}
+            answers: list[dict[str, Any]] = [{"result": result} for result in results]
         except (RunFailed, OSError, DamagedJob):
             raise
         except Refused as error:
-            answer = {"error": str(error), "refused": True}
+            answers = [{"error": str(error), "refused": True}]
             session.pass_over(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            answer = {"error": _line_of(error), "refused": False}
+            failed = {"error": _line_of(error), "refused": False}
+            answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
-            logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
+            logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
+        waiting = []
         with self._lock:
-            try:
-                job.answer(number, answer)
-            except OSError:  # a checkpoint at the end must not have seen what has no answer
-                session.forget(job.id)
-                raise
-            future = job.waiting.pop(number, None)
-        if "error" in answer:
+            for i, answer in enumerate(answers, number):
+                try:
+                    job.answer(i, answer)
+                except OSError:  # a checkpoint at the end must not have seen what has no answer
+                    session.forget(job.id)
+                    raise
+                waiting.append((job.waiting.pop(i, None), answer))
+            if job.is_sampler:
+                job.prune(job.done)
+        if "error" in answers[0]:
             session.probe()
-        new, seconds = session.now.seen - session.now.saved, 60 * self.config.checkpoint.minutes
+        if not job.is_sampler:
+            self._save_if_due(job)
+        for future, answer in waiting:
+            if future is not None:
+                future.set_result(answer)
+
+    def _save_if_due(self, job: Job) -> None:
+        session, minutes = self.session, self.config.checkpoint.minutes
+        new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
-        is_due = new > 0 and (by_time or new >= self.config.jobs.save_interval)
+        # What was loaded need not be there any more when requests are served again.
+        has_loaded = job.known(job.done - 1)["kind"] == "load_weights"
+        is_due = new > 0 and (by_time or has_loaded or new >= self.config.jobs.save_interval)
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
             session.save()
             job.saved_time = time.monotonic()
             with self._lock:
                 job.prune(session.oldest_saved)
-        if future is not None:
-            future.set_result(answer)
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()
@@ -308,16 +358,22 @@ class Service(AbstractContextManager["Service"]):
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            if not self._removals and not any(job.has_work for job in self.jobs.values()):
+            is_idle = not self._removals and not self._remains
+            if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
+        while self._remains:
+            if read_save(folder := self._remains.pop()) is None:
+                shutil.rmtree(folder, ignore_errors=True)
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
+            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
+                shutil.rmtree((gone.parent / str(job.source)).parent, ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

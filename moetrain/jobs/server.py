@@ -1,125 +1,352 @@
-"""The service as an HTTP server of JSON. :mod:`moetrain.rollout.access` authenticates clients.
+"""The service as an HTTP server that speaks the protocol of the ``tinker`` SDK (0.38).
 
-:class:`JobRoutes` has the routes, which docs/jobs.md describes. A request is answered when it is
-done, with its ``number`` and ``result``, or an ``error`` of one line; after ``?wait=SECONDS`` (60),
-with its number alone and status 202. With ``?number=N`` it is the job's request N, which can be
-sent again and is done once.
+:class:`JobRoutes` has the routes. What a training run or a sampler is asked is taken up, numbered
+by the client (``seq_id``), and answered with the id of a future; ``retrieve_future`` waits for it.
+A request that is refused takes its number all the same: its future says why. Passes over texts
+come as protobuf messages, and their results and samples leave as such; all else is JSON.
+
+Whoever knows the id of a session may use its jobs, and no route lists ids. A sampler's ids are its
+session's. :mod:`moetrain.rollout.access` authenticates clients.
 """
 
 import asyncio
+import math
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Self
+from itertools import islice
+from os.path import dirname
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
+from tinker import types
+from tinker.proto import tinker_public_pb2 as wire
 
-from moetrain.jobs.api import Refused, Save
+from moetrain.config.sources import shortened
+from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, source_of
 from moetrain.jobs.scheduler import Service
 from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.request import JsonBody
 
-_NOT_KEPT = "it was not taken up: it cannot be kept"
+_PROTOBUF = "application/x-protobuf"
+_WAIT_SECONDS = 20.0
+"""Time that a future is waited for, less than the 45 that the SDK waits for an answer."""
+_CHUNK_BYTES = 5_000_000
+"""Largest part of a batch that the SDK sends at once, by its own estimate."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-class _NewJob(JsonBody):
-    id: str | None = None
-    """None: the service draws one."""
-    seed: int = 0
-
-
-class _Query(BaseModel):
-    """What a request's path or query may say beside a name."""
-
-    number: int | None = Field(default=None, ge=0, lt=10**8)
-    wait: float = Field(default=60.0, ge=0, le=600)
-    """Seconds that the HTTP request may wait for an answer."""
-
-    @classmethod
-    def of(cls, request: HTTPRequest) -> Self:
-        return cls.model_validate({**request.query_params, **request.path_params})
+_FUTURE = re.compile(rf"({JOB_ID.pattern}):(new|[0-9]{{1,8}})")
+_DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
+_MOST_KEYS = 64
+"""Keys of an object in a request that the SDK's own types parse, which complain of each."""
+_OF_JOBS = ("base_model", "model_id", "model_seq_id", "optimizer_config", "sampling_session_id")
+_OF_JOBS += ("seq_id", "session_id", "type", "user_metadata")
+"""Keys of a request that say whose it is; the others are what is asked."""
+_T = TypeVar("_T", bound=BaseModel)
 
 
 class JobRoutes(JsonServer):
-    """The HTTP application of a service."""
+    """The HTTP application of a service.
+
+    Most routes are functions that run in another thread. Those of POST take the body; all take the
+    names in the path, and return the answer's JSON, nothing, or a future that ends with nothing.
+    """
 
     @staticmethod
     def error_body(status: int, problem: str) -> dict[str, str]:
         return {"error": problem}
 
     def __init__(self, service: Service) -> None:
-        self.service = service
-        job = "/v1/jobs/{job}"
-        table = [
-            ("/v1/jobs", "POST", self.create),
-            (job, "GET", self.describe),
-            (job, "DELETE", self.delete),
-            (job + "/cancel", "POST", self.cancel),
-            (job + "/requests/{kind}", "POST", self.ask),
-            (job + "/answers/{number}", "GET", self.answer),
-            (job + "/saves/{name}/{file}", "GET", self.saved),
-        ]
-        routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
-        super().__init__(
-            routes,
-            service.config.jobs.max_request_mib,
-            "jobs.max_request_mib",
-            {
-                Refused: lambda error: (error.status, str(error)),
-                OSError: lambda error: (507, f"{_NOT_KEPT}: {error.strerror}"),
-            },
-        )
+        self.service, self.config = service, service.config
+        self.model = self.config.model.path or self.config.model.preset
+        """The base model's name for clients."""
+        lora, jobs = self.config.lora, self.config.jobs
+        self.about = {"base_model": self.model, "is_lora": True, "lora_rank": lora.rank}
+        longest = min(service.session.limits.longest_text, self.config.data.seq_len)
+        known = {"model_name": self.model, "max_context_length": longest}
+        most = min(_CHUNK_BYTES, jobs.max_request_mib << 19)
+        sizes = {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": most}
+        kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+        table: dict[str, Callable[..., Any]] = {
+            "POST client/config": lambda body: sizes,
+            "POST client/dynamic_config": lambda body: {},
+            "POST telemetry": lambda body: {"status": "accepted"},
+            "POST session_heartbeat": lambda body: {},
+            "POST create_session": lambda body: {"session_id": secrets.token_hex(16)},
+            "POST sessions/{session}/finish": lambda body, session: service.finish(session),
+            "POST create_model": self.create_model,
+            "POST load_weights": self.load_weights,
+            "POST create_sampling_session": self.create_sampler,
+            "POST forward_backward": self.forward_backward,
+            **{f"POST {kind}": partial(self.ask, kind) for kind in kinds},
+            "POST asample": self.sample,
+            "POST get_info": self.info,
+            "GET get_server_capabilities": lambda: {"supported_models": [known]},
+            "GET samplers/{job}": self.sampler,
+            "GET training_runs/{job}": self.run,
+            "DELETE training_runs/{name}": service.delete,
+            "GET training_runs/{job}/checkpoints": self.saves,
+            "DELETE training_runs/{name}/checkpoints/{save:path}": service.remove_save,
+        }
+        saves = "/api/v1/training_runs/{job}/checkpoints/external_weights"
+        routes = [Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"])]
+        routes.append(Route(f"{saves}/{{save}}/{{file}}", self.external))
+        for place, work in table.items():
+            method, path = place.split()
+            handler = partial(self._handle, work)
+            routes.append(Route(f"/api/v1/{path}", handler, methods=[method]))
+        refusals = {
+            Refused: lambda error: (error.status, str(error)),
+            OSError: lambda error: (507, f"it cannot be kept: {error.strerror}"),
+        }
+        super().__init__(routes, jobs.max_request_mib, "jobs.max_request_mib", refusals)
 
-    # ---- routes --------------------------------------------------------------------------------
+    async def _handle(self, work: Callable[..., Any], request: HTTPRequest) -> Response:
+        names = request.path_params
+        if request.method == "POST":
+            wanted = {"wanted": _PROTOBUF} if work == self.forward_backward else {}
+            answer = await self.read(request, partial(work, **names), **wanted)
+        else:
+            answer = await asyncio.to_thread(work, **names)
+        if isinstance(answer, Future):  # of a removal, which a long turn may hold up
+            answer = await asyncio.wrap_future(answer)
+        return answer if isinstance(answer, Response) else self.reply(answer or {})
 
-    async def create(self, request: HTTPRequest) -> Response:
-        new = await self.read(request, _NewJob.model_validate)
-        return self.reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
+    # ---- jobs of a session ---------------------------------------------------------------------
 
-    async def describe(self, request: HTTPRequest) -> Response:
-        known = await asyncio.to_thread(self.service.describe, request.path_params["job"])
-        return self.reply(known)
+    def create_model(self, body: Any) -> Any:
+        new = _parsed(types.CreateModelRequest, body)
+        self._check_base(new.base_model, new.optimizer_config)
+        rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
+        if lora.rank != rank:
+            raise Refused(f"rank {shortened(lora.rank)} is not this service's lora.rank {rank}")
+        for part, is_trained in self.service.session.trains.items():
+            if is_trained and not getattr(lora, f"train_{part}"):
+                raise Refused(f"train_{part} False, but lora.targets of this service has such")
+        name = f"{new.session_id}:train:{new.model_seq_id}"
+        self.service.create(name, zlib.crc32(name.encode()) if lora.seed is None else lora.seed)
+        return {"request_id": f"{name}:new"}
 
-    async def cancel(self, request: HTTPRequest) -> Response:
-        await self.read(request, JsonBody.model_validate)  # which has no keys
-        known = await asyncio.to_thread(self.service.cancel, request.path_params["job"])
-        return self.reply(known)
+    def _check_base(self, base: str | None, optimizer: Any = None) -> None:
+        if base not in (None, self.model):
+            raise Refused(f"base_model {shortened(base)} is not {self.model!r}")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise Refused(f"optimizer {shortened(optimizer.type)} is not 'adamw'")
 
-    async def delete(self, request: HTTPRequest) -> Response:
-        gone = await asyncio.to_thread(self.service.delete, request.path_params["job"])
-        await asyncio.wrap_future(gone)
-        return self.reply({})
+    def load_weights(self, body: Any) -> Any:
+        if not isinstance(body, dict) or "session_id" not in body:
+            return self.ask("load_weights", body)
+        new = _parsed(types.LoadWeightsRequest, body)
+        self._check_base(new.base_model, new.optimizer_config)
+        name = f"{new.session_id}:train:{new.model_seq_id}"
+        self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
+        number = self.service.submit(name, "load_weights", _asked(body), 0)
+        return {"request_id": f"{name}:{number}"}
 
-    async def ask(self, request: HTTPRequest) -> Response:
-        name, kind = request.path_params["job"], request.path_params["kind"]
-        query = _Query.of(request)
-        take = partial(self.service.submit, name, kind, number=query.number)
-        return await self._answer(name, await self.read(request, take), query.wait)
+    def create_sampler(self, body: Any) -> Any:
+        new = _parsed(types.CreateSamplingSessionRequest, body)
+        self._check_base(new.base_model)
+        if new.base_model is None and new.model_path is None:
+            raise Refused("a sampling session needs base_model or model_path")
+        name = f"{new.session_id}:sample:{new.sampling_session_seq_id}"
+        source = None if new.model_path is None else source_of(new.model_path)
+        self.service.create(name, zlib.crc32(name.encode()), source)
+        return {"sampling_session_id": name}
 
-    async def answer(self, request: HTTPRequest) -> Response:
-        query = _Query.of(request)
-        assert query.number is not None  # it is in the path
-        return await self._answer(request.path_params["job"], query.number, query.wait)
+    # ---- requests and futures ------------------------------------------------------------------
 
-    async def _answer(self, name: str, number: int, wait: float) -> Response:
-        future: Future[dict[str, Any]]
-        future = await asyncio.to_thread(self.service.answer, name, number)
+    def ask(self, kind: str, body: Any) -> Any:
+        asked = _asked(body)
+        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: asked)
+
+    def forward_backward(self, data: bytes) -> Any:
+        try:
+            message = wire.ForwardBackwardRequest.FromString(data)
+        except DecodeError as error:
+            raise Refused(f"the body is no such message: {error}") from None
+        kind = "forward" if message.forward_only else "forward_backward"
+        return self._numbered(kind, message.model_id, message.seq_id, lambda: _pass(message))
+
+    def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> Any:
+        """Take up a request to a training run, or that it was refused."""
+        job = self.service.find(str(name))
+        first = int(job.source is None)  # of a run that begins with a load, that is 0
+        if type(seq) is not int or not first <= seq < 10**8:
+            raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
+        try:
+            self.service.submit(job.id, kind, body(), seq - first)
+        except Refused as error:
+            if error.status != 400:
+                raise
+            self.service.submit(job.id, "unserved", {"problem": str(error)}, seq - first)
+        return {"request_id": f"{job.id}:{seq - first}"}
+
+    def sample(self, body: Any) -> Any:
+        asked, name, seq = _asked(body), str(body.get("sampling_session_id")), body.get("seq_id")
+        if type(seq) is not int or not 0 <= seq < 2**63:
+            raise Refused(f"seq_id {shortened(seq)} is not a number")
+        number = self.service.submit(name, "asample", asked, seq)
+        ids = [f"{name}:{seq}:{i}" for i in range(asked.get("num_samples", 1))]
+        return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
+
+    async def retrieve(self, request: HTTPRequest) -> Response:
+        """Answer with a future's result, or after some seconds that it takes longer."""
+        asked = await self.read(request, partial(_parsed, types.FutureRetrieveRequest))
+        if (found := _FUTURE.fullmatch(asked.request_id)) is None:
+            raise Refused("there is no such thing", 404)
+        name, number = found[1], found[5]
+        if number == "new":
+            return self.reply({"model_id": self.service.find(name).id})
+        future = await asyncio.to_thread(self.service.answer, name, int(number))
         # Others may wait for the same future: a timeout here must not cancel it.
         waiting = asyncio.shield(asyncio.wrap_future(future))
         try:
-            answer = await asyncio.wait_for(waiting, wait)
+            answer = await asyncio.wait_for(waiting, _WAIT_SECONDS)
         except TimeoutError:
-            return self.reply({"number": number}, 202)
-        if "result" in answer:
-            return self.reply({"number": number, "result": answer["result"]})
-        status = 503 if answer["error"] == Service.STOPPED else 422
-        return self.reply({"number": number, "error": answer["error"]}, status)
+            again = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
+            return self.reply(again)
+        if "error" in answer:
+            if answer["error"] == Service.STOPPED:
+                raise Refused(Service.STOPPED, 503)
+            category = "user" if answer.get("refused") else "server"
+            return self.reply({"error": answer["error"], "category": category})
+        result = answer["result"]
+        for key, encode in (("sequences", _samples_message), ("logprobs", _pass_message)):
+            if key in result:
+                data = await asyncio.to_thread(encode, result)
+                return Response(data, media_type=_PROTOBUF)
+        return self.reply(result)
 
-    async def saved(self, request: HTTPRequest) -> Response:
-        name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
-        if file not in _FILES or not Save.may_be_named(save):
+    # ---- what there is -------------------------------------------------------------------------
+
+    def info(self, body: Any) -> Any:
+        job = self.service.find(_parsed(types.GetInfoRequest, body).model_id)
+        tokenizer = self.config.data.tokenizer if self.config.is_set("data.tokenizer") else None
+        data = {"model_name": self.model, "tokenizer_id": tokenizer}
+        return {"model_id": job.id, "model_data": data, **self.about}
+
+    def sampler(self, job: str) -> Any:
+        source = self.service.find(job).source
+        path = None if source is None else f"tinker://{dirname(source)}"
+        return {"sampler_id": job, "base_model": self.model, "model_path": path}
+
+    def run(self, job: str) -> Any:
+        known = self.service.find(job)
+        asked = _time((known.folder / "requests").stat().st_mtime)
+        state = {"corrupted": known.status == "failed", "last_request_time": asked}
+        return {**self.about, "training_run_id": job, "model_owner": "", **state}
+
+    def saves(self, job: str) -> Any:
+        kinds = {"weights": "training", "sampler_weights": "sampler"}
+        found = [
+            {
+                "checkpoint_id": path,
+                "checkpoint_type": kinds.get(path.partition("/")[0], "external"),
+                "time": _time(save["time"]),
+                "tinker_path": f"tinker://{job}/{path}",
+                "expires_at": None if save["expires"] is None else _time(save["expires"]),
+            }
+            for path, save in self.service.saves(job).items()
+        ]
+        return {"checkpoints": found}
+
+    async def external(self, request: HTTPRequest) -> Response:
+        """Answer with a file of a save in PEFT's format, or with where its files are."""
+        job, save, file = (request.path_params[name] for name in ("job", "save", "file"))
+        folder = await asyncio.to_thread(self.service.folder_of, job, f"external_weights/{save}")
+        if file in _FILES:
+            return FileResponse(folder / file)
+        if file != "external_weights_urls":
             raise Refused("there is no such thing", 404)
-        return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
+        here = f"{request.base_url}{dirname(request.url.path)[1:]}"
+        urls = {one: f"{here}/{one}" for one in _FILES}
+        return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def _parsed(kind: type[_T], body: Any) -> _T:
+    """Parse a request as the SDK defines it, with exact types."""
+    parts = (body, *body.values()) if isinstance(body, dict) else ()
+    if any(isinstance(one, dict) and len(one) > _MOST_KEYS for one in parts):
+        raise Refused(f"an object has more than {_MOST_KEYS} keys")
+    return kind.model_validate(body, strict=True)
+
+
+def _asked(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise Refused("the body is not an object")
+    return {key: value for key, value in body.items() if key not in _OF_JOBS}
+
+
+def _pass(message: Any) -> dict[str, Any]:
+    """Return a message's pass over texts as :class:`moetrain.jobs.api.Pass` has it; or Refused."""
+    config = {key: one.number for key, one in message.loss_fn_config_v2.items()}
+    if any(one.WhichOneof("value") == "text" for one in message.loss_fn_config_v2.values()):
+        raise Refused("loss_fn_config has a text, and no loss here takes one")
+    data = []
+    for i, datum in enumerate(islice(message.data, MOST_TEXTS + 1)):
+        chunks = [chunk.encoded_text.tokens for chunk in datum.model_input]
+        try:
+            if any(chunk.WhichOneof("chunk") != "encoded_text" for chunk in datum.model_input):
+                raise ValueError("its model_input has a chunk that is not text")
+            one = {name: _numbers(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+            data.append({**one, "tokens": np.frombuffer(b"".join(chunks), "<i4").tolist()})
+        except ValueError as error:
+            raise Refused(f"data[{i}]: {error}") from None
+    return {"data": data, "loss_fn": message.loss_fn, "loss_fn_config": config}
+
+
+def _numbers(tensor: Any) -> list[Any]:
+    if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
+        raise ValueError("a tensor has two dimensions, and each position takes one number")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError("a tensor is not of int32, int64 or float32")
+    return np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).tolist()
+
+
+def _floats(values: list[float | None]) -> bytes:
+    return np.array(values, np.float64).astype("<f4").tobytes()  # None: NaN
+
+
+def _pass_message(result: dict[str, Any]) -> bytes:
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics["loss:sum"] = math.nan if result["loss"] is None else result["loss"]
+    texts = result["logprobs"]
+    record = message.loss_fn_outputs.add(num_datums=len(texts)).fields["logprobs"]
+    record.data = b"".join(map(_floats, texts))
+    record.offsets = np.cumsum([0, *(4 * len(x) for x in texts)]).astype("<i8").tobytes()
+    record.dtype = wire.DTYPE_FLOAT32
+    return message.SerializeToString()
+
+
+def _samples_message(result: dict[str, Any]) -> bytes:
+    message = wire.SampleResponse()
+    if result["prompt_logprobs"] is not None:
+        message.prompt_logprobs = _floats(result["prompt_logprobs"])
+    for one in result["sequences"]:
+        is_stop = one["stop_reason"] == "stop"
+        sequence = message.sequences.add(
+            stop_reason=wire.STOP_REASON_STOP if is_stop else wire.STOP_REASON_LENGTH,
+            tokens=np.array(one["tokens"], "<i4").tobytes(),
+            logprobs=_floats(one["logprobs"]),
+        )
+        if rows := one.get("topk"):  # pairs of a token and its log-probability
+            tops = sequence.topk_sampled_logprobs
+            tops.k, tops.length = len(rows[0]), len(rows)
+            tops.token_ids = np.array([[k for k, _ in row] for row in rows], "<i4").tobytes()
+            tops.logprobs = b"".join(_floats([x for _, x in row]) for row in rows)
+    return message.SerializeToString()

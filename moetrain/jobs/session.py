@@ -17,10 +17,12 @@ middle of a collective, for which the others wait until that gives up, as in any
 
 import json
 import math
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,26 +30,37 @@ import torch
 
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
-from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import Forward, ForwardBackward, Limits, OptimStep, Refused, Sampling, Save
+from moetrain.data.tokenizer import load_tokenizer
+from moetrain.jobs.api import (
+    Limits,
+    Load,
+    OptimStep,
+    Pass,
+    Refused,
+    Sampling,
+    Save,
+    SaveForSampler,
+    source_of,
+)
+from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job
+from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
-from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.ranks import sharing_heads
-from moetrain.rollout.request import Completion
+from moetrain.rollout.request import Completion, end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.train.objectives import Objective, Pretraining
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.state import Snapshots
 
+SAMPLERS = "samplers"
+"""Folder of a run with weights that belong to one sampler each."""
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
@@ -99,7 +112,9 @@ class JobSession:
         pages, most = Pages.number_for(config), config.rl.max_sequences
         heads, self.leaders = sharing_heads(self.world, experts)
         sizes = {"num_pages": pages, "max_sequences": most}
-        self.generator = Generator(model, None, **sizes, experts=experts, heads=heads)
+        named = config.is_set("data.tokenizer")
+        tokenizer = load_tokenizer(config.data.tokenizer) if named else None
+        self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = Limits(
             arch.vocab_size,
@@ -107,6 +122,8 @@ class JobSession:
             self.generator.longest,
             config.jobs.max_completions,
             (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
+            () if tokenizer is None else end_ids(self.engine.model, tokenizer),
+            tokenizer is not None,
         )
         self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
@@ -116,10 +133,12 @@ class JobSession:
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
         # Kept: pipelines announce each new objective, which must be new on all ranks at once.
-        self._objectives: dict[RlSection | None, Objective[Any]]
-        self._objectives = {None: Pretraining.of(config, arch)}
+        self._losses: dict[ClientLoss, ClientLoss] = {}
         self.fingerprint = self.engine.fingerprint  # collective: now, when every rank is here
         self.now = JobState()
+        adapted = "\n".join(self.engine.stages.trained)
+        parts = {"unembed": "head", "mlp": "moe|mlp|expert", "attn": "attn"}
+        self.trains = {part: bool(re.search(words, adapted)) for part, words in parts.items()}
 
     # ---- several ranks -------------------------------------------------------------------------
 
@@ -139,14 +158,14 @@ class JobSession:
 
     def run_here(self, method: Callable[..., _R], *args: Any) -> _R:
         """Run a method that every rank runs now; what fails on one rank fails on all."""
-        self.is_told = True
+        before, self.is_told = self.is_told, True
         result = error = None
         try:
             result = method(self, *args)
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
             error = failure
         finally:
-            self.is_told = False
+            self.is_told = before
         others = self.world.any("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -157,8 +176,10 @@ class JobSession:
     # ---- who sits here -------------------------------------------------------------------------
 
     @_together
-    def sit(self, job: str, seed: int, folder: str) -> None:
+    def sit(self, job: str, seed: int, folder: str, source: str | None = None) -> None:
         """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
+
+        A sampler's comes from ``source``, a checkpoint's path under the folder of jobs, if any.
 
         ConfigError: its checkpoints are damaged; RunFailed: there is no room for the job before it.
         """
@@ -172,9 +193,13 @@ class JobSession:
             self.now = held
             return
         now = JobState(job, seed, Path(folder))
-        found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
+        if Job(now.folder).is_sampler:
+            now.kinds = ("model",)
+            found = None if source is None else open_checkpoint(now.folder.parent / source)
+        else:
+            found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
         if found is not None:
-            self.engine.restore(now, found)
+            self.engine.restore(now, found, now.kinds)
         else:
             self.engine.begin(seed)
         now.saved = now.seen
@@ -240,14 +265,14 @@ class JobSession:
     @_together
     def save(self) -> None:
         """Write a checkpoint of the current job, between two steps; raises RunFailed."""
+        assert self.engine.is_between_steps
         self._write(RunFolder(self.now.folder).checkpoints)
         self.now.saved = self.now.seen
 
-    def _write(self, root: Path) -> None:
-        assert self.engine.is_between_steps
+    def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
         now = self.now
         progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
-        self.snapshots.save(root, progress, {}, failed=False)
+        self.snapshots.save(root, progress, {}, failed=False, kinds=kinds)
         self.snapshots.wait()
 
     @property
@@ -259,20 +284,17 @@ class JobSession:
     # ---- requests ------------------------------------------------------------------------------
 
     @_together
-    def serve(self, number: int) -> dict[str, Any] | None:
+    def serve(self, number: int) -> dict[str, Any]:
         """Serve request ``number`` of the current job, and return the result.
-
-        None: :attr:`is_given_up` said so; call :meth:`forget` before the job goes on.
 
         Raises:
             Refused: the job's state does not allow it, and is unchanged.
             DamagedJob: the request's file is damaged.
-            Exception: any other; call :meth:`forget` then too.
+            Exception: any other; call :meth:`forget` then.
         """
         entry = Job.request_in(self.now.folder, number)
         request = self.limits.parse(entry["kind"], entry["body"])
-        self.draw_seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
-        torch.manual_seed(self.draw_seed)  # dropout's
+        torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # dropout's
         result = getattr(self, f"_{entry['kind']}")(request)
         self.now.seen = number + 1
         return result
@@ -283,25 +305,47 @@ class JobSession:
             self.engine.forget()
         self.now.seen = number + 1
 
-    def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
-        policy = request.policy()
-        if policy is not None and policy not in self._objectives:
-            own = PolicyObjective(policy)
-            self._objectives[policy] = Pretraining.of(self.config, self.engine.arch, own=own)
-        samples = request.samples()
-        dealt = self._dealt(samples)
-        totals = self.engine.forward_backward(dealt.batches, self._objectives[policy])
-        self.now.tokens += sum(len(sample.tokens) - 1 for sample in samples)
-        terms = {name: _finite(value.item()) for name, value in totals.terms.items()}
-        return {"loss": _finite(totals.total.item()), "terms": terms}
+    def _unserved(self, request: Any) -> dict[str, Any]:
+        raise Refused(request.problem)
+
+    def _forward_backward(self, request: Pass) -> dict[str, Any]:
+        self.now.tokens += sum(len(datum.tokens) for datum in request.data)
+        return self._forward(request, learns=True)
+
+    def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
+        engine, loss = self.engine, ClientLoss.of(request.loss_fn, request.loss_fn_config)
+        loss = self._losses.setdefault(loss, loss)
+        dealt = self._dealt([datum.sample(i) for i, datum in enumerate(request.data)])
+        # Other stages, and graphs that are replayed, pass the loss by.
+        shows = engine.pipeline is None and engine.graphs is None
+        scored = [] if shows else score(engine, dealt.batches)
+        loss.seen.clear()
+        run = engine.forward_backward if learns else engine.forward
+        totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together
+        if shows:  # the last ones: a pass may have been run again
+            scored = [x_BS.float().cpu() for x_BS in loss.seen[-len(dealt.batches) :]]
+        loss.seen.clear()
+        found = dealt.by_sample(scored, lambda logprobs: logprobs[1:].tolist())
+        outputs = [[_finite(x) for x in logprobs] for logprobs in found]
+        return {"logprobs": outputs, "loss": _finite(totals.total.item())}
 
     def _optim_step(self, request: OptimStep) -> dict[str, Any]:
         if self.engine.is_between_steps:
             raise Refused("there was no forward_backward since the last step")
-        outcome = self.engine.step(request.lr)
-        skipped, norm = bool(outcome.skipped.item()), _finite(outcome.grad_norm.item())
+        asked, optimizer = request.adam_params, self.engine.optimizer
+        numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
+        optimizer.settings = optimizer.settings._replace(**numbers)
+        limit = asked.grad_clip_norm or math.inf
+        change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
+        config = optimizer.config.model_copy(update=change)
+        if self.engine.graphs is not None and optimizer.config != config:
+            self.engine.graphs.clear()  # they hold the numbers
+        optimizer.config = config
+        outcome = self.engine.step(asked.learning_rate)
+        skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
         self.now.steps += not skipped
-        return {"grad_norm": norm, "skipped": skipped, "steps": self.now.steps}
+        metrics = {"grad_norm": norm, "skipped": float(skipped), "steps": float(self.now.steps)}
+        return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
     def _dealt(self, samples: Sequence[Sample]) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
@@ -312,17 +356,28 @@ class JobSession:
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
         return Dealt(self.engine, samples, range(len(samples)), length, rows)
 
-    def _forward(self, request: Forward) -> dict[str, Any]:
-        dealt = self._dealt(request.samples())
-        scored = score(self.engine, dealt.batches, request.temperature)
-        found = dealt.by_sample(scored, torch.Tensor.tolist)
-        return {"logprobs": [[_finite(x) for x in logprobs] for logprobs in found]}
+    @_together
+    def sample(self, first: int, count: int) -> list[dict[str, Any]] | None:
+        """Serve requests of a sampler together, ``first`` and up to ``count`` in all.
 
-    def _sample(self, request: Sampling) -> dict[str, Any] | None:
+        None: :attr:`is_given_up` said so.
+        """
         self.update_weights()  # empties the cache, so that nothing depends on the job before
-        generator, requests = self.generator, request.requests(self.draw_seed)
+        generator = self.generator
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
+        asked: list[Sampling] = []
+        requests, total = [], 0
+        for number in range(first, first + count):
+            entry = Job.request_in(self.now.folder, number)
+            body = self.limits.parse("asample", entry["body"])
+            assert isinstance(body, Sampling)
+            total += body.num_samples
+            if asked and total > self.limits.max_completions:
+                break
+            seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
+            asked.append(body)
+            requests.append(replace(body.request(seed, self.limits), id=str(number - first)))
         done: dict[tuple[int, int], dict[str, Any]] = {}
         leaders, rank = self.leaders, self.world.rank
         mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
@@ -331,56 +386,82 @@ class JobSession:
             while generator.goes_on(generator.is_busy):  # others may need this rank's experts
                 for c in generator.step():
                     if c.finish_reason is not None:
-                        done[int(c.request_id), c.index] = _described(c, request)
+                        i = int(c.request_id)
+                        done[i, c.index] = _described(c, asked[i])
                 if self.is_given_up():
                     for one in mine:
                         generator.abort(one.id)
         finally:
             for one in mine:
                 generator.abort(one.id)
-        if self.is_given_up():
-            done.clear()
-        parts = self.world.gather(done)
-        if not all([parts[rank] for rank in leaders][: len(requests)]):  # of those that had any
-            return None
+        parts = self.world.gather({} if self.is_given_up() else done)
         found = {key: c for part in parts for key, c in part.items()}
-        return {
-            "completions": [[found[i, k] for k in range(request.n)] for i in range(len(requests))]
-        }
+        if len(found) < sum(one.num_samples for one in asked):
+            return None
+        return [
+            {
+                "prompt_logprobs": found[i, 0].pop("prompt_logprobs", None),
+                "sequences": [found[i, k] for k in range(one.num_samples)],
+            }
+            for i, one in enumerate(asked)
+        ]
 
-    def _save(self, request: Save) -> dict[str, Any]:
+    def _save_weights(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
             raise Refused("a step is not over: its gradients are part of no save; step first")
-        root, name = self.now.folder / "saves", request.name
-        found = list_checkpoints(root / name)
-        # One of this very request: it was saved, and its answer was not.
-        if found and step_of(found[-1]) != self.now.seen:
-            raise Refused(f"there is a save {name!r} already; choose another name")
-        others = [path for path in root.iterdir() if path.name != name] if root.is_dir() else []
-        if len(others) >= self.config.jobs.max_saves:
-            raise Refused(f"this job has {len(others)} saves, as many as jobs.max_saves")
-        self.engine.save_peft(root / name / "adapter")
-        self._write(root / name)
-        return {"name": name, "steps": self.now.steps}
+        return self._keep(request, "weights", self._write)
 
-    def _load(self, request: Save) -> dict[str, Any]:
-        found = list_checkpoints(self.now.folder / "saves" / request.name)
-        if not found:
-            raise Refused(f"this job has no save {request.name!r}")
-        self.engine.forget()
-        self.engine.restore(self.now, open_checkpoint(found[-1]))
-        return {"name": request.name, "steps": self.now.steps}
+    def _save_weights_for_sampler(self, request: SaveForSampler) -> dict[str, Any]:
+        write = partial(self._write, kinds=("model",))
+        if request.path is not None:
+            return self._keep(request, "sampler_weights", write)
+        number = str(request.sampling_session_seq_id)
+        self._keep(request.model_copy(update={"path": number}), SAMPLERS, write)
+        name = f"{str(self.now.id).partition(':')[0]}:sample:{number}"
+        seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
+        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{SAMPLERS}/{number}"}
+        return {"sampling_session_id": name, "sampler": new}
+
+    def _save_weights_external(self, request: Save) -> dict[str, Any]:
+        return self._keep(request, "external_weights", self.engine.save_peft)
+
+    def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
+        """Let ``write`` save the current job in the folder of a save; returns the save's path."""
+        folder, seen = self.now.folder / kind / str(request.path), self.now.seen
+        most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
+        is_main = self.world.is_main
+        problem = make_room(folder, seen, request.overwrite, most) if is_main else ""
+        if problem := self.world.broadcast(problem):
+            raise Refused(problem)
+        write(folder)
+        if is_main:
+            write_save(folder, seen, request.ttl_seconds)
+        return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
+
+    def _load_weights(self, request: Load) -> dict[str, Any]:
+        engine, root = self.engine, self.now.folder.parent
+        found = open_checkpoint(checkpoint_of(root / source_of(request.path)))
+        engine.forget()
+        engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
+        if not request.optimizer:
+            engine.optimizer.begin()
+            self.now.steps = 0
+        return {"path": request.path, "model_id": self.now.id}
 
 
-def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
+def _described(completion: Completion, asked: Sampling) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens": completion.tokens,
         "logprobs": [_finite(x) for x in completion.logprobs],
-        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.finish_reason,
     }
-    if request.logprobs:  # the keys as JSON has them
+    if asked.topk_sample_logprobs:
         tops = completion.top_logprobs
-        row["top_logprobs"] = [{str(k): _finite(x) for k, x in top.items()} for top in tops]
+        row["topk"] = [[[k, _finite(x)] for k, x in top.items()] for top in tops]
+    if asked.prompt_logprobs and completion.index == 0:
+        scores = [None, *map(_finite, completion.prompt_logprobs)]
+        unscored = max(0, len(scores) - (asked.prompt_logprobs_last_n or len(scores)))
+        row["prompt_logprobs"] = [None] * unscored + scores[unscored:]
     return row
 
 

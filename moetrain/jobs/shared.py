@@ -4,6 +4,7 @@ Between two steps a job's state is what a checkpoint holds. In the middle of one
 besides, which fit this layout alone and are of no use to another process.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class JobState:
     """Sums of the forward_backwards of an unfinished step."""
     file: Path | None = None
     """The file that holds the tensors; None: they are in memory."""
+    kinds: Sequence[str] = Engine.GROUPS
+    """Groups of the engine's state that are its own; a sampler has no moments."""
 
     def put_down(self, file: Path) -> str:
         """Move the tensors to ``file``; return what is wrong, or an empty string."""
@@ -93,8 +96,8 @@ class SharedEngine(Engine):
             draw_values(self.fsdp, self.config.model.init_std, seed, all=False)
         self.optimizer.begin()
 
-    def restore(self, job: JobState, found: Checkpoint) -> None:
-        for group in self.GROUPS:  # one at a time: each takes host memory
+    def restore(self, job: JobState, found: Checkpoint, groups: Sequence[str]) -> None:
+        for group in groups:  # one at a time: each takes host memory
             self.load_state({group: found.group(group)})
         state = found.state
         job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
@@ -109,7 +112,7 @@ class SharedEngine(Engine):
                 assert bucket.squares_B is not None
                 copies[f"{i}.gradient"] = _to_host(bucket.gradient_N)
                 copies[f"{i}.squares"] = _to_host(bucket.squares_B)
-        copies |= {name: _to_host(tensor) for name, tensor in self._tensors().items()}
+        copies |= {name: _to_host(tensor) for name, tensor in self._tensors(job).items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         job.tensors, job.since_step = copies, self._since_step
@@ -118,7 +121,7 @@ class SharedEngine(Engine):
     @torch.no_grad()
     def copy_in(self, job: JobState) -> None:
         """Put back what :meth:`copy_out` has copied, which ``job`` then holds no longer."""
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._tensors(job).items():
             tensor.copy_(job.tensors[name], non_blocking=True)
         self.forget()
         for i, bucket in enumerate(self.fsdp.buckets):
@@ -135,8 +138,8 @@ class SharedEngine(Engine):
         self._since_step = job.since_step
         job.tensors, job.since_step = {}, []
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        groups = self.state().items()
+    def _tensors(self, job: JobState) -> dict[str, torch.Tensor]:
+        groups = ((group, parts) for group, parts in self.state().items() if group in job.kinds)
         return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
 
 

@@ -1,20 +1,25 @@
 """Jobs on the disk: each file is there whole or not at all, and damage is found and named.
 
-    jobs/<id>/job.json                 seed, and whether it is open, cancelled or failed
+    jobs/<id>/job.json                 seed, source, and whether it is open or finished
               requests/00000007.json   from when it was taken up until a checkpoint has seen it
               answers/00000007.json    the newest, for clients that ask again
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
-              saves/<name>/            the same under a name, and the adapter in PEFT's format
+              weights/<name>/          the same under a name, with a save.json that makes it a save
+              sampler_weights/<name>/  the adapter alone; samplers/<number>/ for one sampler
+              external_weights/<name>/ the adapter in PEFT's format
 
 Anything else in requests/ and answers/, except hidden files, is damage, and so is a missing file.
-JSON files end with a checksum, but for those of earlier versions. A request's number is its place
-in the job's order, from 0; sent again under its number, it gets the first one's answer.
+JSON files end with a checksum. A request's number is its place in the job's order, from 0; sent
+again under its number, it gets the first one's answer. Requests to a sampler come in any order:
+each has a key, under which it can be sent again. A sampler has no checkpoints.
 """
 
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -30,10 +35,10 @@ from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, Refused
 from moetrain.train.run_folder import RunFolder
 
-_KEPT_ANSWERS = 100
+_KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
-_Status = Literal["open", "cancelled", "failed"]
-_JOB = "job.json"
+_Status = Literal["open", "finished", "failed"]
+_JOB, SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
 _NAME = re.compile(r"([0-9]{8,})\.json")
@@ -97,6 +102,51 @@ def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[st
     return value
 
 
+def write_save(folder: Path, seen: int, ttl: int | None) -> None:
+    """Make what is in ``folder`` a save of a job that has seen so many requests."""
+    now = time.time()
+    expires = None if ttl is None else now + ttl
+    _write_durably(folder / SAVE, {"seen": seen, "time": now, "expires": expires})
+
+
+def read_save(folder: Path) -> dict[str, Any] | None:
+    """Read what :func:`write_save` wrote; None: there is no such save, or not any longer."""
+    if not (folder / SAVE).exists():
+        return None
+    known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
+    return None if (known["expires"] or math.inf) < time.time() else known
+
+
+def checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint of a save; Refused: there is no such save, or not any longer."""
+    try:
+        found = list_checkpoints(folder) if read_save(folder) is not None else []
+    except DamagedJob as error:  # another job's, which costs this one nothing
+        raise Refused(str(error)) from None
+    if not found:
+        raise Refused(f"there is no save {'/'.join(folder.parts[-3:])}", 404)
+    return found[-1]
+
+
+def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
+    """Clear ``folder`` for a save of a job that has seen so many requests; returns why not.
+
+    Saves beside it whose time is over are removed, and ``most`` may be left.
+    """
+    others = [path for path in folder.parent.glob("*") if path != folder]
+    for path in others:
+        if read_save(path) is None:
+            shutil.rmtree(path)
+    known, left = read_save(folder), sum(path.exists() for path in others)
+    # One of this very request: it was saved, and its answer was not.
+    if known is not None and known["seen"] != seen and not overwrite:
+        return f"there is a save {folder.name!r} already; choose another name, or overwrite it"
+    if left >= most:
+        return f"this job has {left} saves, as many as jobs.max_saves"
+    shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
 def _file(kind: str, number: int) -> str:
     return f"{kind}/{number:08d}.json"
 
@@ -110,6 +160,9 @@ class Job:
     """None: its job.json is damaged."""
     status: _Status = "open"
     error: str | None = None
+    """Why it has failed, which is not written down: the next start may find it put right."""
+    source: str | None = None
+    """What it began with: a save's checkpoint, under the folder of jobs; None: its seed."""
     accepted: int = 0
     """Requests that there are."""
     done: int = 0
@@ -119,7 +172,9 @@ class Job:
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Kind and digest of requests, which their answers repeat."""
+    """Kind, digest and key of requests, which their answers repeat."""
+    _numbers_of: dict[str, int] = field(default_factory=dict)
+    """The number of each key."""
 
     @property
     def id(self) -> str:
@@ -127,9 +182,17 @@ class Job:
         return self.folder.name
 
     @property
+    def session(self) -> str:
+        return self.id.partition(":")[0]
+
+    @property
+    def is_sampler(self) -> bool:
+        return ":sample:" in self.id
+
+    @property
     def label(self) -> str:
         """A name for the log, which must not show ids."""
-        return self.id[:8]
+        return self.id[:8] + self.id[32:]
 
     @property
     def has_work(self) -> bool:
@@ -156,14 +219,17 @@ class Job:
     def look(self) -> None:
         """Read from the disk how the job was left; DamagedJob: a file is not as it should be."""
         try:
-            known = _load(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
-            if len(known) != 3 or known["status"] not in get_args(_Status):
+            known = _load(self.folder, _JOB, seed=int, status=str, source=(str, NoneType))
+            if len(known) != 3 or known["status"] not in get_args(_Status)[:2]:
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
-            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            self.seed, self.status, self.source = known["seed"], known["status"], known["source"]
             checkpoints = RunFolder(self.folder).checkpoints
             checkpoints.mkdir(parents=True, exist_ok=True)
             seen = max(filter(None, map(step_of, list_checkpoints(checkpoints))), default=0)
             self._count(seen)
+            if self.is_sampler:
+                kept = self._numbers(_REQUESTS) | self._numbers(_ANSWERS)
+                self._numbers_of = {self.known(number)["key"]: number for number in kept}
         except OSError as error:
             name = Path(os.fsdecode(error.filename or "")).name
             raise DamagedJob(f"its folder ({name})", error.strerror) from None
@@ -175,7 +241,7 @@ class Job:
 
         DamagedJob, OSError: a file is not as it should be, missing, or one too many.
         """
-        for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS, "saves"))):
+        for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS))):
             folder.mkdir(exist_ok=True)
             remove_temporaries(folder)
         for kind in (_REQUESTS, _ANSWERS):
@@ -188,32 +254,24 @@ class Job:
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
         # Requests that every checkpoint has seen may be gone; later ones are needed to go on.
-        for kind, known, end in ((_REQUESTS, requests, accepted), (_ANSWERS, answers, done)):
-            if (lost := next((n for n in range(seen, end) if n not in known), None)) is not None:
+        first, oldest = (done, done - len(answers)) if self.is_sampler else (seen, seen)
+        wanted = (_REQUESTS, requests, first, accepted), (_ANSWERS, answers, oldest, done)
+        for kind, known, start, end in wanted:
+            if (lost := next((n for n in range(start, end) if n not in known), None)) is not None:
                 raise DamagedJob(_file(kind, lost), "it is not there")
         self.accepted = accepted
         self.done = done
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
-        _write_durably(self.folder / _JOB, {"seed": self.seed, "status": status, "error": None})
-        self.status, self.error = status, None
+        known = {"seed": self.seed, "status": status, "source": self.source}
+        _write_durably(self.folder / _JOB, known)
+        self.status = status
 
     def check_open(self) -> None:
         """Raise Refused unless the job is open."""
         if self.status != "open":
             raise Refused(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
-
-    def describe(self) -> dict[str, Any]:
-        waiting = self.accepted - self.done if self.status == "open" else 0
-        return {
-            "id": self.id,
-            "status": self.status,
-            "error": self.error,
-            "seed": self.seed,
-            "next_number": self.accepted,
-            "waiting": waiting,
-        }
 
     def tell_waiting(self, error: str) -> None:
         for future in self.waiting.values():
@@ -225,35 +283,45 @@ class Job:
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
+        ``number``: what its client calls it, which is a sampler's key; None: the next.
+
         Raises Refused: another request has ``number``, or ones before it have not come; as many as
         ``most`` wait already.
         """
+        number = key = self.accepted if number is None else number
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
-        if number is not None and number < self.accepted:
-            if self._known(number)["digest"] != entry["digest"]:
-                raise Refused(f"number {number} was another request; the next is {self.accepted}")
+        if self.is_sampler:
+            entry["key"] = str(key)
+            number = self._numbers_of.get(str(key), self.accepted)
+        if number < self.accepted:
+            if self.known(number)["digest"] != entry["digest"]:
+                raise Refused(f"number {key} was another request; the next is {self.accepted}")
             return number
-        if number not in (None, self.accepted):
+        if number > self.accepted:
             raise Refused(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Refused(f"{most} requests of this job wait already (jobs.max_queued)", 429)
         _write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
+        if self.is_sampler:
+            self._numbers_of[str(key)] = self.accepted
         self.accepted += 1
         return self.accepted - 1
 
-    def _known(self, number: int) -> dict[str, str]:
+    def known(self, number: int) -> dict[str, str]:
+        """Return kind, digest and a sampler's key of a request."""
         if number not in self._entries:
             is_kept = (self.folder / _file(_REQUESTS, number)).exists()
             entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
-            self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
+            names = {"kind", "digest", "key"} & set(entry)
+            self._entries[number] = {name: entry[name] for name in names}
         return self._entries[number]
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         """Keep the ``result`` or the ``error`` of the request that was served last."""
         assert number == self.done
         path = self.folder / _file(_ANSWERS, number)
-        _write_durably(path, {**self._known(number), **answer})
+        _write_durably(path, {**self.known(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
@@ -262,14 +330,16 @@ class Job:
         Refused: it was too long ago; DamagedJob, which is one too: its file is damaged.
         """
         if not os.path.lexists(self.folder / _file(_ANSWERS, number)):
+            kept = self._kept
             raise Refused(
-                f"the answer to request {number} is no longer kept: the last {_KEPT_ANSWERS} are"
+                f"the answer to request {number} is no longer kept: the last {kept} are", 410
             )
         return self._read(_ANSWERS, number)
 
     def _read(self, kind: str, number: int) -> dict[str, Any]:
         name = _file(kind, number)
-        entry = _load(self.folder, name, kind=str, digest=str)
+        more = {"key": str} if self.is_sampler else {}
+        entry = _load(self.folder, name, kind=str, digest=str, **more)
         outcome = {"body"} if kind == _REQUESTS else {"result", "error"}
         if entry["kind"] not in KINDS or not outcome & set(entry):
             raise DamagedJob(name, "it is not what this version of moetrain writes")
@@ -278,10 +348,16 @@ class Job:
     def prune(self, seen: int) -> None:
         """Remove files that are not needed once every checkpoint has seen so many requests."""
         self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
-        for kind, end in ((_REQUESTS, self.done), (_ANSWERS, self.done - _KEPT_ANSWERS)):
+        oldest = self.done - self._kept
+        self._numbers_of = {key: n for key, n in self._numbers_of.items() if n >= oldest}
+        for kind, end in ((_REQUESTS, self.done), (_ANSWERS, oldest)):
             for number in self._numbers(kind):
                 if number < min(seen, end):
                     (self.folder / _file(kind, number)).unlink()
+
+    @property
+    def _kept(self) -> int:
+        return _KEPT_SAMPLES if self.is_sampler else _KEPT_ANSWERS
 
     def _numbers(self, kind: str) -> set[int]:
         names = map(_NAME.fullmatch, os.listdir(self.folder / kind))

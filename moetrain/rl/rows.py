@@ -59,6 +59,8 @@ class Sample:
     """Number of the prompt."""
     routes: np.ndarray | None = None
     """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
+    targets: np.ndarray | None = None
+    """int64 [n - 1]: what every token but the last predicts; None: the token after it."""
 
     @classmethod
     def of(
@@ -325,8 +327,9 @@ def _batch(
     for i, start, length in places:
         sample, here = samples[i], slice(start, start + length)
         acts = sample.is_action[1:]
+        ahead = sample.tokens[1:] if sample.targets is None else sample.targets
         rows["tokens_BS"][here] = sample.tokens[:-1]
-        rows["targets_BS"][here] = np.where(acts, sample.tokens[1:], IGNORE_INDEX)
+        rows["targets_BS"][here] = np.where(acts, ahead, IGNORE_INDEX)
         rows["is_pad_BS"][here] = False
         rows["logprobs_BS"][here] = np.where(acts, sample.logprobs[1:], 0)
         rows["advantages_BS"][here] = np.broadcast_to(sample.advantage, length + 1)[1:]

@@ -41,15 +41,17 @@ class Access:
     """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
     own_file: Path
     section: str = ""
+    packages: tuple[str, ...] = ("starlette", "uvicorn")
 
     def check(self) -> None:
         """Raise ConfigError for contradictory settings, or packages that are not installed."""
         if not 0 <= self.port <= 65535:
             raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
-        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
-            raise self._error("port", f"{problem}; pip install 'moetrain[serve]'")
+            extra = self.section[:-1] or "serve"
+            raise self._error("port", f"{problem}; pip install 'moetrain[{extra}]'")
         if self.is_open and self.token_file is not None:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
@@ -84,7 +86,8 @@ class Access:
         """Return status and problem of a request by :meth:`token`'s result; None: it is served."""
         if token is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode()):
+            given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            if hmac.compare_digest(given.strip(), token.encode()):
                 return None
             return 401, "no bearer token, or another than the server's"
         host = headers.get(b"host", b"").decode("latin-1")
@@ -125,4 +128,5 @@ def _is_loopback(host: str) -> bool:
 
 def _write_secret(path: Path) -> None:
     path.touch(0o600, exist_ok=False)  # before there is anything in it
-    path.write_text(secrets.token_urlsafe(32) + "\n", "utf-8")
+    # Its beginning is what the tinker SDK knows an API key by.
+    path.write_text(f"tml-{secrets.token_urlsafe(32)}\n", "utf-8")

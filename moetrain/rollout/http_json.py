@@ -38,6 +38,8 @@ _SLOWEST = 16 << 10
 _RESUMED = 48 << 10
 """Bytes that were read when asyncio lets a writer go on: above 64 KiB it waits for a quarter."""
 
+_JSON = "application/json"
+
 _T = TypeVar("_T")
 
 
@@ -101,8 +103,8 @@ class JsonServer:
     async def _health(self, request: Request) -> Response:
         return self.reply({"status": "ok"})
 
-    async def read(self, request: Request, parse: Callable[[Any], _T]) -> _T:
-        """Parse the JSON body of ``request`` with ``parse``, in another thread.
+    async def read(self, request: Request, parse: Callable[[Any], _T], wanted: str = _JSON) -> _T:
+        """Parse the body of ``request``, of type ``wanted``, with ``parse``, in another thread.
 
         Raises:
             HTTPException: the body has another type, is too large or no JSON.
@@ -110,8 +112,8 @@ class JsonServer:
         """
         # Browsers let any page post other types to a local server without a preflight request.
         kind = request.headers.get("content-type", "").partition(";")[0]
-        if kind.strip().lower() != "application/json":
-            raise HTTPException(415, "the body is not application/json")
+        if kind.strip().lower() != wanted:
+            raise HTTPException(415, f"the body is not {wanted}")
         data, most = bytearray(), self.most_mib << 20
         try:
             async for chunk in request.stream():
@@ -125,7 +127,8 @@ class JsonServer:
                     raise HTTPException(429, problem)
             # Parsed values take many times the memory of their JSON.
             async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
-                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
+                made = _parsed if wanted == _JSON else bytes
+                return await asyncio.to_thread(lambda: parse(made(bytes(data))))
         finally:
             self.arriving -= len(data)
 

@@ -8,7 +8,7 @@ trained is :mod:`moetrain.train.engine`'s business.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -300,6 +300,7 @@ class Snapshots(Saver):
         *,
         failed: bool,
         keeps: int | None = None,
+        kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
 
@@ -310,6 +311,7 @@ class Snapshots(Saver):
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
+            kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
         """
@@ -319,7 +321,8 @@ class Snapshots(Saver):
             rng["cpu"] = TensorSlice.all_of(torch.get_rng_state())
             if engine.world.device.type == "cuda":
                 rng["cuda"] = TensorSlice.all_of(torch.cuda.get_rng_state(engine.world.device))
-        groups = {**engine.state(), "rng": rng, **tensors}
+        mine = engine.state()
+        groups = {**{kind: mine[kind] for kind in kinds}, "rng": rng, **tensors}
         state = {
             **progress,
             "architecture": engine.arch.model_dump(mode="json"),

@@ -16,6 +16,10 @@ For each token, with log-probability lp, advantage A, and the ratio r = exp(lp -
                old is generation's)
     reinforce  -A lp                                         Williams 1992
 
+Without bounds, clip is importance sampling, -r A. With a target's weight for A, reinforce is
+cross-entropy; with beta times the k2 below it is DRO, -A lp + beta / 2 (lp - old)^2 (arXiv
+2405.19107).
+
 Estimates of KL(p || q), where d = log p / q of a token that was drawn from p (Schulman,
 http://joschu.net/blog/kl-approx.html):
 
