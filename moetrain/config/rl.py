@@ -10,13 +10,13 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from moetrain.config.sections import MaybePath, Section
 from moetrain.config.sources import ConfigError
 
-PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
+_PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
 
 # 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
 # GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one. dppo: DPPO's
 # bounds of the divergence, down and up.
-_CLIP_RANGES: dict[PolicyName, tuple[float, float]] = {
+_CLIP_RANGES: dict[_PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
@@ -35,7 +35,7 @@ _MASK_RANGES = {
 class RlSection(Section):
     """Reinforcement learning: loss, advantages, environment and loop (python -m moetrain.rl)."""
 
-    policy: PolicyName = "clip"
+    policy: _PolicyName = "clip"
     """Loss of the policy. clip: the clipped ratio of PPO and GRPO, for each token; gspo: a clipped
     ratio of whole sequences; cispo: every token learns, weighted by its clipped ratio; dppo_tv,
     dppo_kl: the ratio, but no step further away of tokens whose probability has moved too far by

@@ -82,7 +82,7 @@ class Rename:
         return (self.theirs,)
 
 
-class Operation(Protocol):
+class _Operation(Protocol):
     """Says of which file tensors some parameters are made."""
 
     def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
@@ -95,7 +95,7 @@ class Operation(Protocol):
         ...
 
 
-WeightMap = tuple[Operation, ...]
+WeightMap = tuple[_Operation, ...]
 
 
 def match(template: str, name: str) -> dict[str, str] | None:

@@ -1,7 +1,7 @@
 """The expert MLP where the last N experts are copies of other devices', which ops fetch themselves.
 
 It computes :func:`~moetrain.kernels.experts.mlp.expert_mlp`, or the same in e4m3, of matrices with
-[L + N, ...] rows. The last N hold nothing between ops: the forward lets a :class:`Copier` fill them
+[L + N, ...] rows. The last N hold nothing between ops: the forward lets a :class:`_Copier` fill them
 and returns what it got, for the backward to put there again, as they may be another layer's or
 micro-batch's meanwhile; the backward lets it bring the copies' gradients to the experts'. Autograd
 keeps N experts of a layer, or none where the op is recomputed and fetches again.
@@ -30,7 +30,7 @@ from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
 
 
-class Copier(Protocol):
+class _Copier(Protocol):
     """Moves experts between devices, all of which call it alike."""
 
     rank: int
@@ -43,7 +43,7 @@ class Copier(Protocol):
         """Add the last N rows, on every device, to those of the experts."""
 
 
-COPIERS: weakref.WeakValueDictionary[str, Copier] = weakref.WeakValueDictionary()
+COPIERS: weakref.WeakValueDictionary[str, _Copier] = weakref.WeakValueDictionary()
 """By the name that ops take."""
 
 

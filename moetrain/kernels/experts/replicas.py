@@ -44,7 +44,7 @@ _PLAN_WARPS = 4
 _BLOCK, _COPY_WARPS, _PARTS = 8192, 8, 32  # numbers a program moves at once, parts of an expert
 
 
-class ReplicaPlan(NamedTuple):
+class _ReplicaPlan(NamedTuple):
     """A plan as one rank sees it, int32 on the counts' device; no plan makes the host wait."""
 
     experts_WN: torch.Tensor
@@ -61,7 +61,7 @@ class ReplicaPlan(NamedTuple):
 
 def plan_replicas(
     counts_WE: torch.Tensor, spare: int, rank: int, least: int = 1, backend: Backend = "auto"
-) -> ReplicaPlan:
+) -> _ReplicaPlan:
     """Plan where copies go, as ``rank`` sees it.
 
     Args:
@@ -75,7 +75,7 @@ def plan_replicas(
     if not use_fast(backend, counts_WE):
         return _plan_reference(counts_WE, spare, rank, least)
     kinds = [(ranks, spare), *[(ranks, experts)] * 3, (experts,)]
-    plan = ReplicaPlan(*(counts_WE.new_empty(shape) for shape in kinds))
+    plan = _ReplicaPlan(*(counts_WE.new_empty(shape) for shape in kinds))
     sizes = (ranks, experts, triton.next_power_of_2(ranks), triton.next_power_of_2(experts))
     _plan_kernel[(1,)](
         counts_WE.contiguous(), *plan, spare, rank, max(1, least), *sizes, num_warps=_PLAN_WARPS
@@ -83,7 +83,7 @@ def plan_replicas(
     return plan
 
 
-def _plan_reference(counts_WE: torch.Tensor, spare: int, rank: int, least: int) -> ReplicaPlan:
+def _plan_reference(counts_WE: torch.Tensor, spare: int, rank: int, least: int) -> _ReplicaPlan:
     ranks, experts = counts_WE.shape
     local = experts // ranks
     counts_E = counts_WE.sum(0).tolist()
@@ -113,7 +113,7 @@ def _plan_reference(counts_WE: torch.Tensor, spare: int, rank: int, least: int) 
     stay_WE = torch.minimum(counts_WE, rows_WE)
     before_E = (counts_WE - stay_WE)[:rank].sum(0)
     bounds_WE = (rows_WE - stay_WE).cumsum(0) - before_E + stay_WE[rank]
-    return ReplicaPlan(
+    return _ReplicaPlan(
         counts_WE.new_tensor(experts_WN).view(ranks, spare),
         rows_WE,
         counts_WE.new_tensor(places),
@@ -177,7 +177,7 @@ def _plan_kernel(
 def place_ids(
     ids_TK: torch.Tensor,
     indices: ExpertIndices,
-    plan: ReplicaPlan,
+    plan: _ReplicaPlan,
     rank: int,
     backend: Backend = "auto",
 ) -> torch.Tensor:

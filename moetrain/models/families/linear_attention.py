@@ -63,8 +63,8 @@ class GatedDeltaNet(AttentionPart):
             problem = f"linear_num_value_heads {heads} is not a multiple of"
             raise ValueError(f"{problem} linear_num_key_heads {keys}")
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "LinearAttention":
-        return LinearAttention(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_LinearAttention":
+        return _LinearAttention(self, kernels)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class GatedDeltaNet(AttentionPart):
         }
 
 
-class LinearAttention(LinearMixer):
+class _LinearAttention(LinearMixer):
     """The module of :class:`GatedDeltaNet`."""
 
     def __init__(self, sizes: GatedDeltaNet, kernels: KernelsSection) -> None:

@@ -78,7 +78,7 @@ class _Join(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Readout(Part):
+class _Readout(Part):
     """Describes the norm between a block for further tokens and the head."""
 
     name: ClassVar[str] = "readout"
@@ -112,7 +112,7 @@ class FurtherTokens(Architecture):
         if not like:
             raise ValueError(f"mtp_layers {self.mtp_layers}, and no block has full attention")
         own = mixers[like[-1]], self.feed_forward(like[-1])
-        return ((*own, Join.of(self), Readout.of(self)),) * self.mtp_layers
+        return ((*own, Join.of(self), _Readout.of(self)),) * self.mtp_layers
 
 
 def num_further_layers(config: Mapping[str, Any]) -> int:

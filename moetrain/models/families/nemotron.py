@@ -23,10 +23,10 @@ from moetrain.models.families.take_rows import TakeRows
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
-Mixer = Literal["mamba", "attention", "moe", "mlp"]
-_LETTERS: Mapping[str, Mixer] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_Mixer = Literal["mamba", "attention", "moe", "mlp"]
+_LETTERS: Mapping[str, _Mixer] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 """Letters of ``hybrid_override_pattern``."""
-_NEWER: Mapping[str, Mixer] = {"linear_attention": "mamba", "full_attention": "attention"}
+_NEWER: Mapping[str, _Mixer] = {"linear_attention": "mamba", "full_attention": "attention"}
 """Names that transformers 5 writes in ``layers_block_type``."""
 _DEFAULT = ["mamba", "moe", "attention", "mlp"]
 
@@ -36,7 +36,7 @@ class _NemotronH(Architecture):
 
     kinds = (GroupedQueryAttention, SquaredReLUExperts, SquaredReLU, Mamba2)
 
-    mixers: tuple[Mixer, ...] = ()
+    mixers: tuple[_Mixer, ...] = ()
     """The part of each block; empty: attention in all."""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
@@ -92,7 +92,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     if types is None:
         types = _DEFAULT if pattern is None else [_LETTERS.get(x, x) for x in pattern]
     mixers = tuple(_NEWER.get(x, x) if isinstance(x, str) else repr(x) for x in types)
-    unknown = sorted(set(mixers) - set(get_args(Mixer)))
+    unknown = sorted(set(mixers) - set(get_args(_Mixer)))
     if unknown or not mixers:
         found = ", ".join(unknown) or "of no block"
         raise error("config.json", f"layers_block_type {found:.80} are not supported")
