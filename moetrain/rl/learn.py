@@ -132,23 +132,27 @@ class Learner:
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
         """Add the trainer's log-probabilities where the loss needs others than generation's.
 
-        Also returns how far the two are apart on tokens that these very weights have chosen. Where
-        all tokens of every rank's first batch have the same bits in training and in generation, and
-        no batch has a token of earlier weights, the others have them too, and are not scored.
+        Also returns how far the two are apart on tokens that these very weights have chosen, and,
+        of those that are scored, on tokens of each older version. Where all tokens of every rank's
+        first batch have the same bits in training and in generation, and no batch has a token of
+        earlier weights, the others have them too, and are not scored.
         """
         settings = self.config.rl
         first = self._logprobs(batches[:1])
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
-        differs = self.world.sum_rows(seen + torch.tensor([0, old, 0], device=seen.device))[1] > 0
+        differs = self.world.sum_rows(seen[0, 1] + old) > 0
         if differs and (settings.ratio == "proximal" or settings.importance_of != "none"):
             rest = self._logprobs(batches[1:])
             seen += self._compare(batches[1:], rest, version)
             batches = corrected(batches, first + rest, settings)
-        apart, differing, number = self.world.sum_rows(seen).tolist()
+        by_age = self.world.sum_rows(seen).tolist()
+        apart, differing, number = by_age[0]
         self.compared += int(number)
         self.differing += int(differing)
         row = {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
+        if len(by_age) > 1:
+            row |= {f"mismatch/age_{age}": k3 / n for age, (k3, _, n) in enumerate(by_age) if n}
         return batches, row
 
     def _logprobs(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
@@ -158,13 +162,18 @@ class Learner:
     def _compare(
         self, batches: Sequence[RolloutBatch], scored: Sequence[torch.Tensor], version: int
     ) -> torch.Tensor:
-        """Return k3 summed over tokens of ``version``, how many differ, and how many there are."""
-        sums = torch.zeros(3, dtype=torch.float64)
+        """Return k3 summed over tokens, how many differ, and how many there are.
+
+        One row for each age, in versions, up to ``rl.max_staleness``: float64 [ages, 3].
+        """
+        sums = torch.zeros(self.config.rl.max_staleness + 1, 3, dtype=torch.float64)
         for batch, logprobs_BS in zip(batches, scored, strict=True):
-            same_BS = (batch.targets_BS != IGNORE_INDEX) & (batch.versions_BS == version)
-            mine, theirs = logprobs_BS[same_BS], batch.logprobs_BS[same_BS]
-            apart = kl_estimate("k3", theirs.double(), mine.double()).sum()
-            sums += torch.stack([apart, (mine != theirs).double().sum(), same_BS.double().sum()])
+            for age, row in enumerate(sums):
+                is_one_BS = batch.targets_BS != IGNORE_INDEX
+                is_one_BS &= batch.versions_BS == version - age
+                mine, theirs = logprobs_BS[is_one_BS], batch.logprobs_BS[is_one_BS]
+                apart = kl_estimate("k3", theirs.double(), mine.double()).sum()
+                row += torch.stack([apart, (mine != theirs).sum(), is_one_BS.sum()])
         return sums.to(self.world.device)
 
     # ---- the reference -------------------------------------------------------------------------

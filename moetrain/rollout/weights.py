@@ -21,7 +21,7 @@ none; sending only what has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moetrain.config import Config
 from moetrain.data.loader import Data
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Transformer, plan_model
+from moetrain.models.transformer import Transformer, compute_dtype, plan_model
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
@@ -45,18 +47,20 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
-def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
+def replica(
+    engine: Engine, *, whole: bool = False
+) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts.
-    Collective.
+    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
+    as it has if they are to be ``whole``. Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
     model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
     experts = None
-    if world.dims.ep > 1:
+    if world.dims.ep > 1 and not whole:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
@@ -65,19 +69,38 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
             dispatcher = None  # training's narrows tokens, or sends them to copies
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
+    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
+    held = {name: _frozen_here(engine, name) for name, _ in model.named_parameters()}
+    return _allocated(model, engine.stages.rules, world.device, held), experts
+
+
+def blank(config: Config, arch: Architecture, device: torch.device) -> Transformer:
+    """Build the model of a generator whose weights other ranks train, without values."""
+    dtype = compute_dtype(config, device)
+    model, rules = plan_model(config, arch, dtype)
+    model.compute_dtype = dtype
+    return _allocated(model, rules, device, {})
+
+
+def _allocated(
+    model: Transformer,
+    rules: Mapping[str, Rule],
+    device: torch.device,
+    held: Mapping[str, torch.Tensor | None],
+) -> Transformer:
+    """Give ``model``, on meta, the tensors of ``held`` that fit, and memory for all others."""
     for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        dtype = _dtype(engine, engine.stages.rules[name])
-        values = _frozen_here(engine, name)
-        if values is None:
-            values = torch.empty(planned.shape, dtype=dtype, device=world.device)
+        values = held.get(name)
+        if values is None or values.shape != planned.shape:
+            dtype = rules[name].gather or model.compute_dtype
+            values = torch.empty(planned.shape, dtype=dtype, device=device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, torch.zeros_like(buffer, device=world.device))
-    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
-    return model, experts
+            setattr(module, key, torch.zeros_like(buffer, device=device))
+    return model
 
 
 def _replica_bytes(engine: Engine) -> int:
