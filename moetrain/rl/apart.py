@@ -324,9 +324,7 @@ class Fleet(Collector):
             groups = sorted(peer.groups)
             number = sum(len(self.groups[group]) for group in groups)
             self.lost, self.restarted = self.lost + 1, self.restarted + number
-            logger.warning(
-                "generator %d is gone; %d trajectories begin again", peer.index, number
-            )
+            logger.warning("generator %d is gone; %d trajectories begin again", peer.index, number)
             self._waiting = groups + self._waiting
             self._hand_out()
             self._changed.notify_all()

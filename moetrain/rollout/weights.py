@@ -47,9 +47,7 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
-def replica(
-    engine: Engine, *, whole: bool = False
-) -> tuple[Transformer, ExpertParallel | None]:
+def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.

@@ -1,0 +1,161 @@
+"""Ranks that generate beside those that train: the bits of taking turns, and deaths of generators."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import tensors_of
+from distributed import fork_server
+from test_rl_run import EVEN, config_of, lines_of, words_of
+
+from moetrain.cli.train import run_rl
+from moetrain.config import ConfigError
+from moetrain.parallel.world import plan_world
+from moetrain.rl import apart
+from moetrain.train.metrics import read_metrics
+from moetrain.train.setup import resolve_run
+
+OWN = ("generators_lost", "trajectories_restarted")
+
+MORTAL = """
+import os, signal
+from pathlib import Path
+from moetrain.rl.envs import Problem, SolvedEnvironment
+
+class Mortal(SolvedEnvironment):
+    scored = 0
+
+    def __init__(self, prompts, how="SIGKILL", often=0):
+        super().__init__(prompts)
+        self.how, self.often = getattr(signal, how), often
+
+    def problem(self, task):
+        return Problem(f"{task} even ", "bdfh")
+
+    def score(self, problem, answer):
+        self.scored += 1
+        marks = Path(__file__).parent
+        died = len(list(marks.glob("died-*")))
+        if self.scored == 20 and died < self.often:
+            (marks / f"died-{died}-{os.getpid()}").touch()
+            os.kill(os.getpid(), self.how)
+        return sum(ord(c) % 2 == 0 for c in answer) / 6
+"""
+
+
+def be_rank(rank, world, port, words, silence):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    apart._SILENCE_SECONDS = silence
+    os._exit(run_rl(words))
+
+
+def launched(world, words, *, silence=8.0, timeout=180):
+    """Exit codes of the ranks of a run as a launcher would start them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        fork_server().Process(target=be_rank, args=(rank, world, port, words, silence))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(timeout)
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def rows_of(folder):
+    return [{k: v for k, v in row.items() if k not in OWN} for row in lines_of(folder)]
+
+
+def weights_of(folder):
+    return tensors_of(sorted((folder / "checkpoints").iterdir())[-1])["model"]
+
+
+def assert_same_bits(one, other):
+    assert rows_of(one) == rows_of(other)
+    mine, theirs = weights_of(one), weights_of(other)
+    assert all(torch.equal(theirs[name], weight) for name, weight in mine.items())
+
+
+APART = {"rl.placement": "apart"}
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mortal.py").write_text(MORTAL)
+    return {"rl.env": f"{tmp_path}/env/mortal.py:Mortal"}
+
+
+def test_apart_and_together_have_the_same_bits(mortal, tmp_path):
+    """One learner and a generator; two and one. A sequence alone has the bits of any batch."""
+    assert launched(1, words_of(tmp_path / "one", **mortal)) == [0]
+    assert launched(2, words_of(tmp_path / "1+1", **mortal, **APART)) == [0, 0]
+    assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+    two = mortal | {"train.micro_batch_size": 2, "rl.max_sequences": 1, "checkpoint.interval": 1}
+    assert launched(2, words_of(tmp_path / "two", **two)) == [0, 0]
+    assert launched(3, words_of(tmp_path / "2+1", **two, **APART)) == [0, 0, 0]
+    assert_same_bits(tmp_path / "two", tmp_path / "2+1")
+
+
+def test_a_killed_generator_changes_no_bit(mortal, tmp_path):
+    alone = mortal | APART | {"rl.max_sequences": 1, "train.steps": 8}
+    assert launched(2, words_of(tmp_path / "whole", **alone)) == [0, 0]
+    alone["rl.env_args"] = '{"often": 3}'
+    alone["rl.generators"] = 2
+    assert launched(3, words_of(tmp_path / "killed", **alone)) == [0, 0, 0]
+    assert len(list((tmp_path / "env").glob("died-*"))) == 3
+    assert_same_bits(tmp_path / "whole", tmp_path / "killed")
+    last = [row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl") if "reward" in row]
+    assert last[-1]["generators_lost"] == 3
+    assert last[-1]["trajectories_restarted"] >= 3
+
+
+def test_a_stopped_generator_is_replaced(mortal, tmp_path):
+    """It is the only one, in the middle of trajectories that run ahead of the weights."""
+    values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "SIGSTOP"}'}
+    values |= {"rl.max_staleness": 1, "train.steps": 6, "checkpoint.interval": 1}
+    assert launched(2, words_of(tmp_path / "out", **values), silence=3.0) == [0, 0]
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
+    assert [row["prompts"] for row in rows] == [4] * 4
+    assert rows[-1]["generators_lost"] == 1
+    assert rows[-1]["staleness_max"] <= 1
+    assert {"mismatch/age_0", "mismatch/age_1"} <= set().union(*rows)
+
+
+def test_trajectories_under_way_are_resumed(mortal, tmp_path):
+    """Saved by a run apart, they go on in one that takes turns, and in another apart."""
+    values = mortal | {"rl.max_staleness": 2, "train.steps": 4, "checkpoint.interval": 1}
+    values |= {"rl.supervised_steps": 1}
+    assert launched(2, words_of(tmp_path / "out", **values, **APART)) == [0, 0]
+    values["train.steps"] = 5
+    assert launched(1, words_of(tmp_path / "out", **values)) == [0]
+    values["train.steps"] = 6
+    assert launched(2, words_of(tmp_path / "out", **values, **APART)) == [0, 0]
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6]
+    assert all(row["prompts"] == 4 and row["staleness_max"] <= 2 for row in rows)
+
+
+def test_what_cannot_be_apart_is_refused(tmp_path):
+    (tmp_path / "even.py").write_text(EVEN)
+    values = {"rl.env": f"{tmp_path}/even.py:Even", **APART}
+    config, arch = resolve_run(config_of(tmp_path / "out", **values))
+    assert plan_world(config, arch, 3).world_size == 2
+    with pytest.raises(ConfigError, match=r"rl.generators: 1 of 1 processes"):
+        plan_world(config, arch, 1)
+    for name, value in {"rl.sleep": "all", "rl.offload": "true"}.items():
+        with pytest.raises(ConfigError, match=name):
+            config_of(tmp_path / "out", **values, **{name: value})
+    with pytest.raises(ConfigError, match="rl.generators"):
+        config_of(tmp_path / "out", **{"rl.generators": 2})
