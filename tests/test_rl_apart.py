@@ -1,8 +1,7 @@
-"""Ranks that generate beside those that train: the bits of taking turns, and deaths of generators."""
+"""Ranks that generate beside those that train: bits of taking turns, deaths of generators."""
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -157,5 +156,5 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
     for name, value in {"rl.sleep": "all", "rl.offload": "true"}.items():
         with pytest.raises(ConfigError, match=name):
             config_of(tmp_path / "out", **values, **{name: value})
-    with pytest.raises(ConfigError, match="rl.generators"):
+    with pytest.raises(ConfigError, match=r"rl.generators"):
         config_of(tmp_path / "out", **{"rl.generators": 2})

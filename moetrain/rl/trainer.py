@@ -45,8 +45,9 @@ _SHOWN = 8
 """Completions of an evaluation that are written."""
 _PARTS = ("generate", "wait", "rewards", "train", "weights", "offload", "evaluate", "other")
 """generate: trajectories, and waiting for other ranks'; wait: for generators apart; rewards:
-waiting for environments while nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
-offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
+waiting for environments while nothing is left to generate; train: scoring and updates; weights:
+the trainer's into the generator; offload: moments, and the generator's memory, going and coming
+back; other: checkpoints, reports."""
 
 
 class _TimeSplit:
@@ -131,10 +132,7 @@ class RlTrainer(Run):
     generates = True
 
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
-        """Build the run, as :class:`Run`, or, on a rank that only generates, generate.
-
-        Raises SystemExit: this rank has generated for others, and their run is over.
-        """
+        """As :class:`Run`; on a rank that only generates, generate, and raise SystemExit then."""
         generate_if_apart(config)
         super().__init__(config, callbacks=callbacks)
 
@@ -159,8 +157,6 @@ class RlTrainer(Run):
         own = {"stop_ids": ends, "longest": longest}
         self.fleet = Fleet(*parts, **own, world=self.world, config=config) if rl.apart else None
         self.collector = self.fleet or Collector(*parts, **own)
-        self.rolled_at = time.perf_counter()
-        """When the last trajectories came."""
         self.weights_at = -1
         """The step whose weights the generator holds."""
         self.lr = 0.0
@@ -188,7 +184,6 @@ class RlTrainer(Run):
     def fit(self) -> Result:
         """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
-        self.rolled_at = time.perf_counter()
         with self.opened():
             with self.stepping():
                 while self.goes_on:
@@ -299,11 +294,7 @@ class RlTrainer(Run):
         self.time.total["rewards"] += seconds["environment"]
         generated = sum(self.world.gather(self.collector.generated))
         self.generated += generated
-        spent, generators = sum(seconds.values()), self.world.size
-        if self.fleet:  # they go on meanwhile
-            spent, generators = time.perf_counter() - self.rolled_at, rl.generators
-            self.rolled_at += spent
-        rate = generated / max(1e-9, spent)
+        rate = generated / max(1e-9, sum(seconds.values()))
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         self.rollout_row = _figures(found) | {
             "prompts": self.window.taken - first,
@@ -312,7 +303,7 @@ class RlTrainer(Run):
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
             "generated_tokens_per_second": rate,
-            "generated_tokens_per_second_per_device": rate / generators,
+            "generated_tokens_per_second_per_device": rate / (rl.apart or self.world.size),
             **{f"left_out/{reason}": number for reason, number in worth.left_out.items()},
             **(self.fleet.figures() if self.fleet else {}),
         }

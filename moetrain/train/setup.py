@@ -104,16 +104,13 @@ class Session:
             # choice.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.config = config if sleep is None else as_generating(config, arch, device)
-
-
-def as_generating(config: Config, arch: Architecture, device: torch.device) -> Config:
-    """Resolve ``kernels.attention`` auto so that training has the bits of generation, if it can."""
-    kernels, dtype = config.kernels, compute_dtype(config, device)
-    if kernels.attention != "auto" or not cudnn_attention.runs(device, dtype, arch.widest_head()):
-        return config
-    exact = kernels.model_copy(update={"attention": "exact"})
-    return config.model_copy(update={"kernels": exact})
+        generates, kernels = sleep is not None, config.kernels
+        runs = cudnn_attention.runs(device, dtype, arch.widest_head())
+        if generates and kernels.attention == "auto" and runs:
+            # Training then computes the same bits as generation.
+            exact = kernels.model_copy(update={"attention": "exact"})
+            config = config.model_copy(update={"kernels": exact})
+        self.config = config
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:
