@@ -177,23 +177,22 @@ def join_world(config: Config, arch: Architecture) -> World:
     device = claim_device(config, gpu)
     if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if owns_group and (size > 1 or apart):
+    has_gpus = device.type == "cuda" and size > 1  # in a mesh of one nothing travels
+    if owns_group and size == 1 and not apart:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
             store = find_ranks(place, config.launch.join_timeout)
-            if size > 1:
-                dist.init_process_group(
-                    "nccl" if device.type == "cuda" else "gloo",
-                    store=store,
-                    rank=rank,
-                    world_size=size,
-                    timeout=TIMEOUT,
-                    # Binding the device connects the communicator now, and lets others be split
-                    # off it.
-                    device_id=device if device.type == "cuda" else None,
-                )
-    if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "nccl" if has_gpus else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=TIMEOUT,
+                # Binding the device connects the communicator now, and lets others be split off it.
+                device_id=device if has_gpus else None,
+            )
     meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)

@@ -61,7 +61,8 @@ class _Wire:
     """Carries tensors from a learner into a generator's, of the same shapes; raises ``_GONE``."""
 
     def __init__(self, link: Connection, store: dist.Store, *, sends: bool) -> None:
-        self.link, self.sends, self._store, self._group = link, sends, store, None
+        self.link, self.sends, self._store = link, sends, store
+        self._group: Any = None
 
     def carry(self, tensors: Sequence[torch.Tensor], is_gone: Callable[[], bool]) -> None:
         """``is_gone`` is asked while NCCL is at work, which notices no death itself."""
@@ -69,7 +70,7 @@ class _Wire:
         if parts[0].is_cuda:
             return self._by_nccl(parts, is_gone)
         for part in parts:
-            memory = memoryview(part.numpy())
+            memory = part.numpy().data
             self.link.send_bytes(memory) if self.sends else self.link.recv_bytes_into(memory)
 
     def _by_nccl(self, parts: Sequence[torch.Tensor], is_gone: Callable[[], bool]) -> None:
@@ -221,6 +222,7 @@ class Fleet(Collector):
         ahead, size = self.settings.max_staleness, self.settings.group_size
         most = 1 + -(-self.settings.max_sequences // size)
         given: dict[_Peer, list[int]] = {}
+        self._waiting.sort(key=lambda group: group >= 0)  # an evaluation is waited for now
         while self._waiting and self._peers and self._version is not None:
             peer = self._peers[self._waiting[0] % len(self._peers)]
             if ahead:
@@ -252,11 +254,11 @@ class Fleet(Collector):
                     self._announce(peer)
                     self._hand_out()
                 self._changed.notify_all()
-            self._start(self._listen, peer)
-            self._start(self._speak, peer)
+            self._start(self._read, peer)
+            self._start(self._write, peer)
 
-    def _speak(self, peer: _Peer) -> None:
-        with suppress(*_GONE):  # which _listen meets too
+    def _write(self, peer: _Peer) -> None:
+        with suppress(*_GONE):  # which _read meets too
             while True:
                 what, *given = peer.unsaid.get()
                 peer.link.send((what, *given))
@@ -267,7 +269,7 @@ class Fleet(Collector):
                     peer.wire.carry(values, lambda: peer not in self._peers)
                     peer.sent.set()
 
-    def _listen(self, peer: _Peer) -> None:
+    def _read(self, peer: _Peer) -> None:
         with suppress(*_GONE):
             while True:
                 what, found, idle = peer.link.recv()
@@ -363,9 +365,9 @@ class _Serving:
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
         model = blank(config, arch, device)
-        sizes = {"num_pages": setup.num_pages, "max_sequences": config.rl.max_sequences}
-        generator = Generator(model, setup.tokenizer, **sizes)
-        longest, parts = config.data.seq_len, (generator, setup.environment, config.rl)
+        most, longest = config.rl.max_sequences, config.data.seq_len
+        generator = Generator(model, setup.tokenizer, num_pages=setup.num_pages, max_sequences=most)
+        parts = generator, setup.environment, config.rl
         self.collector = Collector(*parts, stop_ids=(), longest=longest)
         self._values = dict((*model.named_parameters(), *model.named_buffers()))
         with suppress(*_GONE):  # a learner's error is its own to report

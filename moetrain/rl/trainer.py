@@ -175,9 +175,7 @@ class RlTrainer(Run):
     @property
     def trained_on(self) -> str:
         rl = self.config.rl
-        where = f", by {rl.apart} ranks apart" * bool(rl.apart)
-        groups = f"{self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
-        return f"{rl.env}: {groups}{where}"
+        return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
 
     # ---- the loop ------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ none; sending only what has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,16 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
+def blank(config: Config, arch: Architecture, device: torch.device) -> Transformer:
+    """Build the model of a generator whose weights other ranks train, without values."""
+    dtype = compute_dtype(config, device)
+    model, rules = plan_model(config, arch, dtype)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        parameter.data = parameter.data.to(rules[name].gather or dtype)  # on meta
+    model.compute_dtype = dtype
+    return model.to_empty(device=device)
+
+
 def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
@@ -67,38 +77,19 @@ def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, Expert
             dispatcher = None  # training's narrows tokens, or sends them to copies
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
-    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
-    held = {name: _frozen_here(engine, name) for name, _ in model.named_parameters()}
-    return _allocated(model, engine.stages.rules, world.device, held), experts
-
-
-def blank(config: Config, arch: Architecture, device: torch.device) -> Transformer:
-    """Build the model of a generator whose weights other ranks train, without values."""
-    dtype = compute_dtype(config, device)
-    model, rules = plan_model(config, arch, dtype)
-    model.compute_dtype = dtype
-    return _allocated(model, rules, device, {})
-
-
-def _allocated(
-    model: Transformer,
-    rules: Mapping[str, Rule],
-    device: torch.device,
-    held: Mapping[str, torch.Tensor | None],
-) -> Transformer:
-    """Give ``model``, on meta, the tensors of ``held`` that fit, and memory for all others."""
     for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        values = held.get(name)
-        if values is None or values.shape != planned.shape:
-            dtype = rules[name].gather or model.compute_dtype
-            values = torch.empty(planned.shape, dtype=dtype, device=device)
+        dtype = _dtype(engine, engine.stages.rules[name])
+        values = _frozen_here(engine, name)
+        if values is None or values.shape != planned.shape:  # of this rank's experts alone
+            values = torch.empty(planned.shape, dtype=dtype, device=world.device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, torch.zeros_like(buffer, device=device))
-    return model
+            setattr(module, key, torch.zeros_like(buffer, device=world.device))
+    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
+    return model, experts
 
 
 def _replica_bytes(engine: Engine) -> int:
