@@ -27,9 +27,9 @@ from moetrain.rl.envs import Problem, SolvedEnvironment
 class Mortal(SolvedEnvironment):
     scored = 0
 
-    def __init__(self, prompts, how="SIGKILL", often=0):
+    def __init__(self, prompts, how="SIGKILL", often=0, at=20):
         super().__init__(prompts)
-        self.how, self.often = getattr(signal, how), often
+        self.how, self.often, self.at = getattr(signal, how), often, at
 
     def problem(self, task):
         return Problem(f"{task} even ", "bdfh")
@@ -38,7 +38,7 @@ class Mortal(SolvedEnvironment):
         self.scored += 1
         marks = Path(__file__).parent
         died = len(list(marks.glob("died-*")))
-        if self.scored == 20 and died < self.often:
+        if self.scored == self.at and died < self.often:
             (marks / f"died-{died}-{os.getpid()}").touch()
             os.kill(os.getpid(), self.how)
         return sum(ord(c) % 2 == 0 for c in answer) / 6
@@ -66,7 +66,7 @@ def launched(world, words, *, silence=8.0, timeout=180):
         process.start()
     try:
         for process in ranks:
-            process.join(timeout)
+            process.join(timeout if process is ranks[0] else 30)
         return [process.exitcode for process in ranks]
     finally:
         for process in ranks:
@@ -146,6 +146,13 @@ def test_a_stopped_generator_is_replaced(mortal, tmp_path):
     assert {"mismatch/age_0", "mismatch/age_1"} <= set().union(*rows)
     # What was read with the weights before is read again: a cache of theirs would be far more off.
     assert all(0 <= row.get("mismatch/age_0", 0) < 1e-9 for row in rows)
+
+
+def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
+    values = mortal | APART | {"rl.env_args": '{"often": 99, "at": 1}', "rl.eval_tasks": 0}
+    values["train.eval_interval"] = 0
+    assert launched(2, words_of(tmp_path / "out", **values))[0] == 1
+    assert len(list((tmp_path / "env").glob("died-*"))) == 10
 
 
 def test_trajectories_under_way_are_resumed(mortal, tmp_path):

@@ -51,6 +51,8 @@ _STEP_SECONDS = 600.0
 """The most between two looks at its commands; then a device hangs, or an environment."""
 _STILLBORN = 3
 """Generators of a rank in a row that died before they served, to end the run."""
+_IN_VAIN = 10
+"""Generators in a row that died before any group was over, to end the run: one kills them."""
 _KEY = "generators"
 """The main learner's address and secret in the run's store."""
 _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
@@ -130,7 +132,7 @@ class Fleet(Collector):
         self._version: int | None = None
         """The weights to generate with; None: they are being written."""
         self._expects = self.settings.generators if world.is_main else 0
-        self._lost = self._restarted = 0
+        self._lost = self._restarted = self._in_vain = 0
         self._idle, self._since = 0.0, time.perf_counter()
         model = self.generator.model
         self._values = dict((*model.named_parameters(), *model.named_buffers()))
@@ -203,6 +205,10 @@ class Fleet(Collector):
         while not condition():
             self._changed.wait(1.0)
             since = time.monotonic() if self._peers else since
+            if self._in_vain >= _IN_VAIN:
+                raise RunFailed(
+                    f"{_IN_VAIN} generators in a row died, and nothing was over between"
+                )
             if time.monotonic() - since > self._limit:
                 problem = f"no generator came within {self._limit:g} s (launch.join_timeout)"
                 raise RunFailed(f"{problem}; {self._lost} died")
@@ -283,6 +289,7 @@ class Fleet(Collector):
                         peer.groups.discard(group[0].group)
                         self.groups[group[0].group] = group
                         self._done.add(group[0].group)
+                        self._in_vain = 0
                     self._hand_out()
                     self._changed.notify_all()
         with self._changed:
@@ -291,6 +298,7 @@ class Fleet(Collector):
             peer.ready.set()
             number = sum(len(self.groups[group]) for group in peer.groups)
             self._lost, self._restarted = self._lost + 1, self._restarted + number
+            self._in_vain += 1
             logger.warning("generator %d is gone: %d trajectories begin again", peer.index, number)
             self._waiting = sorted(peer.groups) + self._waiting
             self._hand_out()

@@ -264,7 +264,7 @@ class RlTrainer(Run):
             sends = self.fleet.updating(self.step) if self.fleet else nullcontext()
             with self.time.part("weights"), sends:
                 self.update_weights()
-            if self.engine.fsdp.frees:  # its memory is the generator's for now
+            if self.engine.fsdp.frees and not self.fleet:  # its memory is the generator's for now
                 self.engine.fsdp.release()
             self.weights_at = self.generator.version = self.step
 
