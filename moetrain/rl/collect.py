@@ -302,13 +302,21 @@ class Collector:
         waited = [t for group in groups for t in self.groups[group]]
         self._hear()
         while self.generator.goes_on(any(not t.is_over for t in waited)):
-            started = time.perf_counter()
-            for completion in self.generator.step():
-                self.generated += 1
-                self._follow(completion)
-            self.seconds["generate"] += time.perf_counter() - started
-            self._hear()
+            self.go_on()
         return [self.groups.pop(group) for group in groups]
+
+    def go_on(self) -> None:
+        """Take one step of the generator, and hear the environments."""
+        started = time.perf_counter()
+        for completion in self.generator.step():
+            self.generated += 1
+            self._follow(completion)
+        self.seconds["generate"] += time.perf_counter() - started
+        self._hear()
+
+    def over(self) -> list[int]:
+        """Return the groups whose trajectories are all over and not handed out."""
+        return [group for group, found in self.groups.items() if all(t.is_over for t in found)]
 
     def under_way(self) -> list[Trajectory]:
         """Return all trajectories not handed out, as they are now, in the order to resume them in.

@@ -29,10 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moetrain.config import Config
 from moetrain.data.loader import Data
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Transformer, plan_model
+from moetrain.models.transformer import Transformer, compute_dtype, plan_model
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
@@ -45,18 +47,28 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
-def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
+def blank(config: Config, arch: Architecture, device: torch.device) -> Transformer:
+    """Build the model of a generator whose weights other ranks train, without values."""
+    dtype = compute_dtype(config, device)
+    model, rules = plan_model(config, arch, dtype)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        parameter.data = parameter.data.to(rules[name].gather or dtype)  # on meta
+    model.compute_dtype = dtype
+    return model.to_empty(device=device)
+
+
+def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts.
-    Collective.
+    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
+    as it has if they are to be ``whole``. Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
     model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
     experts = None
-    if world.dims.ep > 1:
+    if world.dims.ep > 1 and not whole:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
@@ -69,7 +81,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
         owner, _, key = name.rpartition(".")
         dtype = _dtype(engine, engine.stages.rules[name])
         values = _frozen_here(engine, name)
-        if values is None:
+        if values is None or values.shape != planned.shape:  # of this rank's experts alone
             values = torch.empty(planned.shape, dtype=dtype, device=world.device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)

@@ -176,9 +176,9 @@ class RankSizes:
     @staticmethod
     def least_sleep(ranks: "Sequence[RankSizes]", room: float) -> SleepName:
         """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
-        asked = ranks[0].config.rl.sleep
-        if asked != "auto":
-            return asked
+        rl = ranks[0].config.rl
+        if rl.sleep != "auto" or rl.apart:
+            return "cache" if rl.apart else rl.sleep
         ways: tuple[SleepName, ...] = ("never", "cache")
         for sleep in ways:
             if all(rank.peak(sleep).surely_fits(room) for rank in ranks):
