@@ -9,6 +9,7 @@ import torch
 from checkpoints import tensors_of
 from distributed import fork_server
 from test_rl_run import EVEN, config_of, lines_of, words_of
+from toy_environments import YES_NO_MAYBE
 
 from moetrain.cli.train import run_rl
 from moetrain.config import ConfigError
@@ -50,7 +51,7 @@ def be_rank(rank, world, port, words, silence):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    apart._SILENCE_SECONDS = silence
+    apart._SILENCE_SECONDS, apart._IN_VAIN = silence, 3
     os._exit(run_rl(words))
 
 
@@ -95,7 +96,7 @@ WORDS = {
     "train.eval_interval": 0,
     "optim.lr": 3e-3,
     "optim.schedule": "constant",
-    "rl.env": "yes_no_maybe",
+    "rl.env": YES_NO_MAYBE,
     "rl.supervised_steps": 40,
     "rl.supervised_lr": 1e-2,
     "rl.group_size": 8,
@@ -152,7 +153,7 @@ def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
     values = mortal | APART | {"rl.env_args": '{"often": 99, "at": 1}', "rl.eval_tasks": 0}
     values["train.eval_interval"] = 0
     assert launched(2, words_of(tmp_path / "out", **values))[0] == 1
-    assert len(list((tmp_path / "env").glob("died-*"))) == 10
+    assert len(list((tmp_path / "env").glob("died-*"))) == 3
 
 
 def test_trajectories_under_way_are_resumed(mortal, tmp_path):

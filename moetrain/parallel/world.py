@@ -49,8 +49,6 @@ class World:
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous
     """How ranks wait for one another on the host."""
-    store: dist.Store | None = None
-    """Where all processes of the run meet, those of ``rl.generators`` too; None: there is one."""
     endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
     """What :meth:`leave` calls first."""
 
@@ -169,35 +167,33 @@ def join_world(config: Config, arch: Architecture) -> World:
                 "python -m moetrain.train, or with torchrun",
             )
     dims = plan_world(config, arch, size)
-    owns_group, apart, store = not dist.is_initialized(), size > dims.world_size, None
-    if apart and (place is None or not owns_group or rank >= dims.world_size):
+    owns_group, size, apart = not dist.is_initialized(), dims.world_size, config.rl.apart
+    if apart and not (place and owns_group and rank < size):
         problem = "'apart' takes processes of its own, each a rank of a launcher's"
         raise ConfigError("rl.placement", f"{problem}, and a run that generates; use together")
-    size = dims.world_size
     device = claim_device(config, gpu)
     if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    has_gpus = device.type == "cuda" and size > 1  # in a mesh of one nothing travels
-    if owns_group and size == 1 and not apart:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
+        store = find_ranks(place, config.launch.join_timeout) if place and apart else None
+        dist.init_process_group("gloo", store=store or dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
-            store = find_ranks(place, config.launch.join_timeout)
             dist.init_process_group(
-                "nccl" if has_gpus else "gloo",
-                store=store,
+                "nccl" if device.type == "cuda" else "gloo",
+                store=find_ranks(place, config.launch.join_timeout),
                 rank=rank,
                 world_size=size,
                 timeout=TIMEOUT,
                 # Binding the device connects the communicator now, and lets others be split off it.
-                device_id=device if has_gpus else None,
+                device_id=device if device.type == "cuda" else None,
             )
     meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)
     rendezvous = Rendezvous(_get_default_store(), rank, size)
-    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous, store)
+    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
@@ -235,18 +231,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
 
 
 def claim_device(config: Config, gpu: int) -> torch.device:
-    """Make this process's device its current one; ConfigError: there is no such device."""
-    device = _pick_device(config, gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if not allocator_is_set():
-            # Routing changes the size of activations every step, and segments that grow in place
-            # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    return device
-
-
-def _pick_device(config: Config, gpu: int) -> torch.device:
+    """Return this process's device, its current one from now on; ConfigError: there is none."""
     wanted, gpus = config.train.device, torch.cuda.device_count()
     if wanted == "cuda" and gpus == 0:
         raise ConfigError("train.device", "'cuda', but torch sees no CUDA device; use auto or cpu")
@@ -257,4 +242,9 @@ def _pick_device(config: Config, gpu: int) -> torch.device:
             "train.device",
             f"{wanted!r}, but local rank {gpu} needs a GPU of its own and torch sees {gpus}",
         )
+    torch.cuda.set_device(gpu)
+    if not allocator_is_set():
+        # Routing changes the size of activations every step, and segments that grow in place
+        # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return torch.device("cuda", gpu)

@@ -43,11 +43,10 @@ _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
 _SHOWN = 8
 """Completions of an evaluation that are written."""
-_PARTS = ("generate", "wait", "rewards", "train", "weights", "offload", "evaluate", "other")
-"""generate: trajectories, and waiting for other ranks'; wait: for generators apart; rewards:
-waiting for environments while nothing is left to generate; train: scoring and updates; weights:
-the trainer's into the generator; offload: moments, and the generator's memory, going and coming
-back; other: checkpoints, reports."""
+_PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
+"""generate: trajectories, and waiting for other ranks'; rewards: waiting for environments while
+nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
+offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
 
 
 class _TimeSplit:
@@ -146,10 +145,9 @@ class RlTrainer(Run):
         self.supervised = Pretraining.of(config, arch)
         model, experts = replica(self.engine, whole=rl.apart > 0)
         sizes = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
+        heads, self.leaders = sharing_heads(self.world, experts)
         if rl.apart:  # here is only the copy of the weights that is sent
-            sizes, heads, self.leaders = dict.fromkeys(sizes, 1), None, [0]
-        else:
-            heads, self.leaders = sharing_heads(self.world, experts)
+            sizes, self.leaders = dict.fromkeys(sizes, 1), [0]
         self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
@@ -240,7 +238,7 @@ class RlTrainer(Run):
             if self.config.rl.offload:  # only weights stay
                 self.engine.offload("gradients", "moments", "workspaces")
             try:
-                with self.time.part("wait" if self.fleet else "generate"):
+                with self.time.part("generate"):
                     samples = self.roll_out()
             finally:
                 if self.config.rl.offload:
@@ -264,7 +262,7 @@ class RlTrainer(Run):
             sends = self.fleet.updating(self.step) if self.fleet else nullcontext()
             with self.time.part("weights"), sends:
                 self.update_weights()
-            if self.engine.fsdp.frees and not self.fleet:  # its memory is the generator's for now
+            if self.engine.fsdp.frees:  # its memory is the generator's for now
                 self.engine.fsdp.release()
             self.weights_at = self.generator.version = self.step
 
@@ -413,8 +411,7 @@ class RlTrainer(Run):
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
         """Run the clock, with the generator asleep if it must be, while ``samples`` are trained."""
-        sleeps = self.session.sleep != "never" and not self.fleet
-        if sleeps and not self.generator.is_asleep:
+        if self.session.sleep != "never" and not self.generator.is_asleep:
             with self.time.part("offload"):
                 self.generator.sleep(weights=self.session.sleep == "all")
             if self.session.sleep == "all":

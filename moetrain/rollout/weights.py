@@ -34,7 +34,7 @@ from moetrain.data.loader import Data
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Transformer, compute_dtype, plan_model
+from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
@@ -47,14 +47,13 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
-def blank(config: Config, arch: Architecture, device: torch.device) -> Transformer:
-    """Build the model of a generator whose weights other ranks train, without values."""
-    dtype = compute_dtype(config, device)
+def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
+    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters."""
     model, rules = plan_model(config, arch, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
-        parameter.data = parameter.data.to(rules[name].gather or dtype)  # on meta
+        parameter.data = parameter.data.to(rules[name].gather or dtype)
     model.compute_dtype = dtype
-    return model.to_empty(device=device)
+    return model
 
 
 def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, ExpertParallel | None]:
@@ -66,8 +65,7 @@ def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, Expert
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
-    model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
-    experts = None
+    model, experts = blank(config, engine.arch, engine.model.compute_dtype), None
     if world.dims.ep > 1 and not whole:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
@@ -78,17 +76,14 @@ def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, Expert
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):
-        owner, _, key = name.rpartition(".")
-        dtype = _dtype(engine, engine.stages.rules[name])
         values = _frozen_here(engine, name)
-        if values is None or values.shape != planned.shape:  # of this rank's experts alone
-            values = torch.empty(planned.shape, dtype=dtype, device=world.device)
-        parameter = nn.Parameter(values, requires_grad=False)
-        model.get_submodule(owner).register_parameter(key, parameter)
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, torch.zeros_like(buffer, device=world.device))
-    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
+        if values is not None and values.shape == planned.shape:  # else of this rank's experts
+            owner, _, key = name.rpartition(".")
+            parameter = nn.Parameter(values, requires_grad=False)
+            model.get_submodule(owner).register_parameter(key, parameter)
+    model.source = engine.model.source
+    device = world.device
+    model._apply(lambda x: torch.zeros_like(x, device=device) if x.is_meta else x)
     return model, experts
 
 
