@@ -55,7 +55,7 @@ def be_rank(rank, world, port, words, silence):
     os._exit(run_rl(words))
 
 
-def launched(world, words, *, silence=8.0, timeout=180):
+def launched(world, words, *, silence=8.0, timeout=60):
     """Exit codes of the ranks of a run as a launcher would start them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -49,6 +49,8 @@ class World:
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous
     """How ranks wait for one another on the host."""
+    store: dist.Store | None = None
+    """Where those of ``rl.generators`` meet them; None: there are none."""
     endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
     """What :meth:`leave` calls first."""
 
@@ -168,6 +170,7 @@ def join_world(config: Config, arch: Architecture) -> World:
             )
     dims = plan_world(config, arch, size)
     owns_group, size, apart = not dist.is_initialized(), dims.world_size, config.rl.apart
+    store = None
     if apart and not (place and owns_group and rank < size):
         problem = "'apart' takes processes of its own, each a rank of a launcher's"
         raise ConfigError("rl.placement", f"{problem}, and a run that generates; use together")
@@ -180,9 +183,10 @@ def join_world(config: Config, arch: Architecture) -> World:
     elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
+            store = find_ranks(place, config.launch.join_timeout)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=find_ranks(place, config.launch.join_timeout),
+                store=store,
                 rank=rank,
                 world_size=size,
                 timeout=TIMEOUT,
@@ -193,7 +197,7 @@ def join_world(config: Config, arch: Architecture) -> World:
     if size > 1:
         meshes.warm_up(device)
     rendezvous = Rendezvous(_get_default_store(), rank, size)
-    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
+    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous, store)
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, logger
 from moetrain.config.environment import LaunchedPlace, launched_place
@@ -155,8 +154,9 @@ class Fleet(Collector):
         self._lost = self._restarted = self._in_vain = 0
         self._idle, self._since = 0.0, time.perf_counter()
         if world.is_main:
-            place, store, key = launched_place(), _get_default_store(), secrets.token_bytes(32)
+            place, store, key = launched_place(), world.store, secrets.token_bytes(32)
             assert place is not None
+            assert store is not None  # where there are generators
             host = place.address.rpartition(":")[0]
             listens_at = host if host in ("127.0.0.1", "localhost") else ""
             door = connection.Listener((listens_at, 0), backlog=64)
