@@ -3,9 +3,14 @@
 import json
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import tensors_of
 from distributed import fork_server
 from test_rl_run import EVEN, config_of, lines_of, words_of
@@ -15,6 +20,7 @@ from moetrain.cli.train import run_rl
 from moetrain.config import ConfigError
 from moetrain.parallel.world import plan_world
 from moetrain.rl import apart
+from moetrain.rl.rows import Trajectory
 from moetrain.train.metrics import read_metrics
 from moetrain.train.setup import resolve_run
 
@@ -89,6 +95,7 @@ def assert_same_bits(one, other):
 
 
 APART = {"rl.placement": "apart"}
+QUIET = {"train.eval_interval": 0, "rl.eval_tasks": 0}
 WORDS = {
     "model.moe_intermediate_size": 32,
     "train.micro_batch_size": 8,
@@ -123,16 +130,16 @@ def test_apart_and_together_have_the_same_bits(mortal, tmp_path):
 
 
 def test_a_killed_generator_changes_no_bit(mortal, tmp_path):
-    alone = mortal | APART | {"rl.max_sequences": 1, "train.steps": 8}
+    alone = mortal | APART | {"rl.max_sequences": 1, "train.steps": 6}
     assert launched(2, words_of(tmp_path / "whole", **alone)) == [0, 0]
-    alone["rl.env_args"] = '{"often": 3}'
+    alone["rl.env_args"] = '{"often": 2}'
     alone["rl.generators"] = 2
     assert launched(3, words_of(tmp_path / "killed", **alone)) == [0, 0, 0]
-    assert len(list((tmp_path / "env").glob("died-*"))) == 3
+    assert len(list((tmp_path / "env").glob("died-*"))) == 2
     assert_same_bits(tmp_path / "whole", tmp_path / "killed")
     last = [row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl") if "reward" in row]
-    assert last[-1]["generators_lost"] == 3
-    assert last[-1]["trajectories_restarted"] >= 3
+    assert last[-1]["generators_lost"] == 2
+    assert last[-1]["trajectories_restarted"] >= 2
 
 
 def test_a_stopped_generator_is_replaced(mortal, tmp_path):
@@ -189,16 +196,163 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
         config_of(tmp_path / "out", **{"rl.generators": 2})
 
 
-def test_stale_trajectories_teach_as_much(tmp_path):
+def test_stale_trajectories_teach_too(tmp_path):
     """The best word of three, with trajectories that begin up to four updates early."""
-    ends = {}
-    for staleness in (0, 1, 4):
-        folder = tmp_path / str(staleness)
-        values = WORDS | APART | {"rl.max_staleness": staleness, "train.steps": 80}
-        assert launched(2, words_of(folder, **values)) == [0, 0]
-        rows = [row for row in read_metrics(folder / "metrics.jsonl") if "reward" in row]
-        assert max(row["staleness_max"] for row in rows) <= staleness
-        ages = {name for row in rows for name in row if name.startswith("mismatch/age_")}
-        assert ages == {f"mismatch/age_{age}" for age in range(staleness + 1)} or not staleness
-        ends[staleness] = sum(row["reward"] for row in rows[-5:]) / 5
-    assert min(ends.values()) > 0.9, ends
+    values = WORDS | APART | {"rl.max_staleness": 4, "train.steps": 75}
+    assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
+    assert max(row["staleness_max"] for row in rows) <= 4
+    ages = {name for row in rows for name in row if name.startswith("mismatch/age_")}
+    assert ages == {f"mismatch/age_{age}" for age in range(5)}
+    assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.9
+
+
+AGENT = """
+import functools, json, urllib.request
+from moetrain.rl.code_reward import score_code
+
+score = functools.cache(lambda: score_code({"answer": "assert x"}, "x = 1"))
+
+def run(task, base_url):
+    turns = [{"role": "user", "content": f"{task} even"}]
+    for _ in range(2):
+        body = json.dumps({"model": "m", "messages": turns, "max_tokens": 3}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as found:
+            turns.append(json.load(found)["choices"][0]["message"])
+        turns.append({"role": "user", "content": "more"})
+    said = turns[1]["content"] + turns[3]["content"]
+    return score() * sum(ord(c) % 2 == 0 for c in said) / 6
+"""
+
+
+def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
+    """Agents talk to a server in the generator's process; a teacher is the learners'."""
+    one = mortal | {"train.steps": 1, "rl.supervised_steps": 1, "checkpoint.save_hf": "true"}
+    assert launched(1, words_of(tmp_path / "teacher", **one, **QUIET)) == [0]
+    (tmp_path / "agent.py").write_text(AGENT)
+    values = QUIET | {"rl.env": f"agent:{tmp_path}/agent.py:run", "rl.supervised_steps": 0}
+    values |= {"rl.teacher": tmp_path / "teacher" / "hf", "train.steps": 2, "data.seq_len": 256}
+    values |= {"rl.max_sequences": 1}
+    assert launched(1, words_of(tmp_path / "one", **values)) == [0]
+    assert launched(2, words_of(tmp_path / "1+1", **values, **APART)) == [0, 0]
+    assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+    rows = [row for row in lines_of(tmp_path / "one") if "reward" in row]
+    assert all(row["reward"] > 0 and row["teacher_kl"] for row in rows)
+
+
+# ---- hostile or dying peers, without processes ---------------------------------------------------
+
+
+@pytest.fixture
+def fleet(monkeypatch):
+    """A main learner's, whose generators are the test's, and the address of its door."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    store = dist.HashStore()
+    world = SimpleNamespace(is_main=True, store=store, device=torch.device("cpu"))
+    config = config_of("out", **APART, **{"rl.generators": 2, "rl.max_staleness": 1})
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    generator = SimpleNamespace(model=model, borrowed={"bias"})
+    fleet = apart.Fleet(
+        generator, None, config.rl, stop_ids=(7,), longest=9, world=world, config=config
+    )
+    host, port, key = store.get("generators").decode().split()
+    return fleet, (host, int(port)), bytes.fromhex(key)
+
+
+def come(address, key, rank):
+    link = Client(address, authkey=key)
+    link.send((rank, "token"))
+    return link
+
+
+def say(link, groups=(), are_all=False, is_busy=False):
+    link.send((list(groups), are_all, is_busy, 0.0))
+
+
+def hear(link):
+    """The next answer; weights are taken."""
+    assert link.poll(10)
+    answer = link.recv()
+    if answer[0]:
+        link.send(None)
+        for _ in answer[0]:
+            link.recv_bytes()
+    return answer
+
+
+def over(group, reward=0.0):
+    return [Trajectory(group, member, 0, 0, 1.0, reward, is_over=True) for member in range(2)]
+
+
+def test_strangers_hold_up_nobody(fleet):
+    fleet, address, key = fleet
+    silent = [socket.create_connection(address) for _ in range(3)]
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=b"guessed")
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(lambda: fleet.updating(0).__enter__())
+        links = [come(address, key, rank) for rank in (2, 1)]
+        updating.result(10)  # both have come
+    assert len(fleet._peers) == len(links)
+    assert all(sock.close() is None for sock in silent)
+
+
+def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
+    fleet, address, key = fleet
+    one, two = (come(address, key, rank) for rank in (1, 2))
+    with fleet.updating(5):
+        pass
+    for link in (one, two):
+        say(link)
+        assert hear(link)[:2] == (["weight", "bias"], 5)
+    for group in range(2):
+        fleet.start(group, task=3, size=2, seed=0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(fleet.finish, range(2))
+        say(one)
+        assert [(t.group, t.member) for t in hear(one)[3]] == [(0, 0), (0, 1)]
+        say(two)
+        assert [t.group for t in hear(two)[3]] == [1, 1]
+        one.close()
+        say(two, [over(1)])
+        assert [t.group for t in hear(two)[3]] == [0, 0]
+        say(two, [over(0, 1.0)])
+        assert [[t.reward for t in group] for group in found.result(10)] == [[1, 1], [0, 0]]
+    assert fleet.figures()["trajectories_restarted"] == 2
+    assert fleet.figures()["generators_lost"] == 1
+    three = come(address, key, 1)
+    say(three)
+    assert hear(three)[0] == ["weight", "bias"]
+
+
+def test_nothing_begins_with_weights_from_before(fleet):
+    """A group is given while weights are written; and one that dies as it takes them is no end."""
+    fleet, address, key = fleet
+    one, two = (come(address, key, rank) for rank in (1, 2))
+    with fleet.updating(0):
+        pass
+    for link in (one, two):
+        say(link)
+        hear(link)
+    with fleet.updating(1):
+        fleet.start(0, task=3, size=2, seed=0)
+        fleet.finish(())
+        say(one, is_busy=True)
+        names, _, _, begun, _ = hear(one)
+        assert names == begun == []
+        say(one)
+    fleet.finish(())
+    names, version, _, begun, _ = hear(one)
+    assert (names, version) == (["weight"], 1)  # bias is frozen, and it has that
+    say(two)
+    assert two.poll(10)
+    two.recv()
+    two.close()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: fleet.updating(2).__enter__()).result(10)
+    assert fleet.figures()["generators_lost"] == 1

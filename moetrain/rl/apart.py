@@ -69,13 +69,22 @@ _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
 class _Wire:
     """A connection that also carries values of the main learner's model into a generator's."""
 
-    def __init__(
-        self, link: connection.Connection, store: dist.Store, model: Transformer, *, sends: bool
-    ) -> None:
+    index: int | None = None
+    """The generator's rank; None: this is its end."""
+    version: int | None = None
+    """Of the weights that the generator has."""
+    reports = False
+    """Whether it is to send all groups."""
+
+    def __init__(self, link: connection.Connection, store: dist.Store, model: Transformer) -> None:
         """``store``: where both ends meet for NCCL."""
-        self.link, self.sends, self._store = link, sends, store
-        self.values = dict((*model.named_parameters(), *model.named_buffers()))
+        self.link, self._store = link, store
         self._group: Any = None
+        self.values = dict((*model.named_parameters(), *model.named_buffers()))
+        self.groups: dict[int, int] = {}
+        """Those that the generator has, and how many trajectories each is."""
+        self.begun: list[Trajectory] = []
+        """What it was not yet told to begin."""
 
     def is_gone(self) -> bool:
         """Whether the other end was closed, which may have left something to read."""
@@ -90,17 +99,18 @@ class _Wire:
             return self._by_nccl(parts)
         for part in parts:
             memory = part.numpy().data
-            self.link.send_bytes(memory) if self.sends else self.link.recv_bytes_into(memory)
+            go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
+            go(memory)
 
     def _by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
-        device, rank = parts[0].device, int(not self.sends)
+        device, rank = parts[0].device, int(self.index is None)
         torch.cuda.set_device(device)  # the current device is each thread's own
         if self._group is None:
             options = dist.ProcessGroupNCCL.Options()
             self._group = dist.ProcessGroupNCCL(self._store, rank, 2, options)
-        if not self.sends:  # what still reads the old values
+        if self.index is None:  # what still reads the old values
             torch.cuda.synchronize(device)
-        go = self._group.send if self.sends else self._group.recv
+        go = self._group.recv if self.index is None else self._group.send
         with torch.cuda.stream(torch.cuda.Stream(device)):  # else training would wait as well
             works = [go([part], 1 - rank, 0) for part in parts]
         while not all(work.is_completed() for work in works):
@@ -111,27 +121,6 @@ class _Wire:
 
 
 # ---- the main learner ----------------------------------------------------------------------------
-
-
-class _Peer(_Wire):
-    """One generator, as the main learner knows it."""
-
-    index = 0
-    version: int | None = None
-    """Of the weights that it has."""
-    reports = False
-    """Whether it is to send all groups."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, sends=True)
-        self.groups: dict[int, int] = {}
-        """Those that it has, and how many trajectories each is."""
-        self.begun: list[Trajectory] = []
-        """What it was not yet told to begin."""
-
-    @property
-    def load(self) -> int:
-        return sum(self.groups.values())
 
 
 class Fleet(Collector):
@@ -148,10 +137,10 @@ class Fleet(Collector):
         self._changed = threading.Condition()
         self._new: list[Trajectory] = []
         """What no thread knows of, since a group may lack some yet."""
-        self._peers: list[_Peer] = []
+        self._peers: list[_Wire] = []
         self._version: int | None = None
         """The weights to generate with; None: they are being written."""
-        self._lost = self._restarted = self._in_vain = 0
+        self._counts, self._in_vain = {"generators_lost": 0, "trajectories_restarted": 0}, 0
         self._idle, self._since = 0.0, time.perf_counter()
         if world.is_main:
             place, store, key = launched_place(), world.store, secrets.token_bytes(32)
@@ -192,7 +181,9 @@ class Fleet(Collector):
     def updating(self, version: int) -> Iterator[None]:
         """Wait until the last weights have left, and send those that are written inside."""
         with self._changed:
-            self._await(lambda: len(self._peers) >= self._expects or self._lost > 0)
+            self._await(
+                lambda: len(self._peers) >= self._expects or self._counts["generators_lost"]
+            )
             self._await(lambda: all(peer.version == self._version for peer in self._peers))
             self._version = None
         yield
@@ -206,11 +197,7 @@ class Fleet(Collector):
         """Return counts, and seconds without work since the last call, the mean of generators."""
         with self._changed:
             idle, self._idle, self._since = self._idle, 0.0, time.perf_counter()
-        return {
-            "generators_lost": self._lost,
-            "trajectories_restarted": self._restarted,
-            "seconds/generator_idle": idle / self.settings.generators,
-        }
+        return self._counts | {"seconds/generator_idle": idle / self.settings.generators}
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
@@ -220,7 +207,7 @@ class Fleet(Collector):
                 raise RunFailed(problem)
             if not self._changed.wait_for(lambda: self._peers, self._limit):
                 problem = f"no generator came within {self._limit:g} s (launch.join_timeout)"
-                raise RunFailed(f"{problem}; {self._lost} died")
+                raise RunFailed(f"{problem}; {self._counts['generators_lost']} died")
             self._changed.wait(1.0)
 
     def _hand_out(self) -> None:
@@ -236,8 +223,8 @@ class Fleet(Collector):
         most = rl.max_sequences + rl.group_size if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
-            peer = min(self._peers, key=lambda peer: peer.load)
-            if peer.load >= most:
+            peer = min(self._peers, key=lambda peer: (sum(peer.groups.values()), peer.index))
+            if sum(peer.groups.values()) >= most:
                 break
             peer.groups[group] = len(self.groups[group])
             peer.begun += self.groups[group]
@@ -247,18 +234,18 @@ class Fleet(Collector):
     def _welcome(self, door: connection.Listener, *how: Any) -> None:
         while True:
             link = door.accept()
-            threading.Thread(target=self._follow, args=(link, *how), daemon=True).start()
+            threading.Thread(target=self._attend, args=(link, *how), daemon=True).start()
 
-    def _follow(self, link: connection.Connection, store: dist.Store, key: bytes) -> None:
+    def _attend(self, link: connection.Connection, store: dist.Store, key: bytes) -> None:
         peer = None
         with suppress(*_GONE):
             connection.deliver_challenge(link, key)
             connection.answer_challenge(link, key)
             index, token = link.recv()
-            peer = _Peer(link, dist.PrefixStore(token, store), self.generator.model)
+            peer = _Wire(link, dist.PrefixStore(token, store), self.generator.model)
             with self._changed:
                 peer.index = index
-                self._peers = sorted([*self._peers, peer], key=lambda peer: peer.index)
+                self._peers.append(peer)
                 self._hand_out()
             while True:
                 answer = self._answer(peer, *link.recv())
@@ -269,17 +256,20 @@ class Fleet(Collector):
                     with self._changed:
                         peer.version = answer[1]
                         self._changed.notify_all()
-        if peer is None:
-            return
         with self._changed:
-            self._peers.remove(peer)
-            logger.warning("generator %d is gone: %d trajectories begin again", index, peer.load)
-            self._restarted += peer.load
-            self._lost, self._in_vain = self._lost + 1, self._in_vain + 1
-            self._hand_out()
+            if peer in self._peers:
+                self._peers.remove(peer)
+                number = sum(peer.groups.values())
+                logger.warning(
+                    "generator %d is gone: %d trajectories begin again", peer.index, number
+                )
+                self._counts["trajectories_restarted"] += number
+                self._counts["generators_lost"] += 1
+                self._in_vain += 1
+                self._hand_out()
 
     def _answer(
-        self, peer: _Peer, groups: list[list[Trajectory]], are_all: bool, is_busy: bool, idle: float
+        self, peer: _Wire, groups: list[list[Trajectory]], are_all: bool, is_busy: bool, idle: float
     ) -> tuple[Any, ...]:
         with self._changed:
             self._idle += idle
@@ -287,7 +277,7 @@ class Fleet(Collector):
             for number in peer.groups.keys() & {*self.over()}:
                 del peer.groups[number]
                 self._in_vain = 0
-            peer.reports &= not are_all
+            peer.reports = peer.reports and not are_all
             self._hand_out()
             while True:
                 begun: list[Trajectory] = []
@@ -368,21 +358,25 @@ class _Serving:
         """Build a generator and serve."""
         gc.enable()  # off while a command starts
         config, arch = resolve_run(self.config)
-        store = find_ranks(self.place, config.launch.join_timeout, again=True)
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
         model = blank(config, arch, compute_dtype(config, device)).to_empty(device=device)
-        sizes = {"num_pages": setup.num_pages, "max_sequences": config.rl.max_sequences}
-        generator = Generator(model, setup.tokenizer, **sizes)
+        generator = Generator(
+            model,
+            setup.tokenizer,
+            num_pages=setup.num_pages,
+            max_sequences=config.rl.max_sequences,
+        )
         parts = generator, setup.environment, config.rl
         collector = Collector(*parts, stop_ids=(), longest=config.data.seq_len)
-        with suppress(*_GONE):  # a learner's error is its own to report
+        with suppress(*_GONE, RunFailed):  # a learner's error is its own to report
+            store = find_ranks(self.place, _SILENCE_SECONDS, again=True)
             host, port, key = store.get(_KEY).decode().split()
             link = connection.Client((host, int(port)), authkey=bytes.fromhex(key))
             token = secrets.token_hex(8)
             link.send((self.place.rank, token))
             _leave_stopping_to_learners()
-            self._wire = _Wire(link, dist.PrefixStore(token, store), model, sends=False)
+            self._wire = _Wire(link, dist.PrefixStore(token, store), model)
             os.write(self._pipe, b"s")
             self._serve(self._wire, collector)
 
