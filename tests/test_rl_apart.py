@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -27,7 +28,7 @@ from moetrain.train.setup import resolve_run
 OWN = ("generators_lost", "trajectories_restarted")
 
 MORTAL = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 from moetrain.rl.envs import Problem, SolvedEnvironment
 
@@ -36,7 +37,7 @@ class Mortal(SolvedEnvironment):
 
     def __init__(self, prompts, how="SIGKILL", often=0, at=20):
         super().__init__(prompts)
-        self.how, self.often, self.at = getattr(signal, how), often, at
+        self.how, self.often, self.at = how, often, at
 
     def problem(self, task):
         return Problem(f"{task} even ", "bdfh")
@@ -47,7 +48,9 @@ class Mortal(SolvedEnvironment):
         died = len(list(marks.glob("died-*")))
         if self.scored == self.at and died < self.often:
             (marks / f"died-{died}-{os.getpid()}").touch()
-            os.kill(os.getpid(), self.how)
+            if self.how == "sleep":
+                time.sleep(50)
+            os.kill(os.getpid(), getattr(signal, self.how))
         return sum(ord(c) % 2 == 0 for c in answer) / 6
 """
 
@@ -61,8 +64,11 @@ def be_rank(rank, world, port, words, silence):
     os._exit(run_rl(words))
 
 
-def launched(world, words, *, silence=8.0, timeout=60):
-    """Exit codes of the ranks of a run as a launcher would start them."""
+def launched(world, words, *, silence=8.0, timeout=60, kill_at=None):
+    """Exit codes of the ranks of a run as a launcher would start them.
+
+    ``kill_at``: a function; where it first returns true, the main learner is killed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ranks = [
@@ -72,8 +78,12 @@ def launched(world, words, *, silence=8.0, timeout=60):
     for process in ranks:
         process.start()
     try:
+        while kill_at is not None and not kill_at():
+            time.sleep(0.05)
+        if kill_at is not None:
+            ranks[0].kill()
         for process in ranks:
-            process.join(timeout if process is ranks[0] else 30)
+            process.join(timeout if process is ranks[0] else 10)
         return [process.exitcode for process in ranks]
     finally:
         for process in ranks:
@@ -161,6 +171,18 @@ def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
     values["train.eval_interval"] = 0
     assert launched(2, words_of(tmp_path / "out", **values))[0] == 1
     assert len(list((tmp_path / "env").glob("died-*"))) == 3
+
+
+def test_generators_end_with_the_main_learner(mortal, tmp_path):
+    """Even where the environment holds one up: within seconds, and no process is left."""
+    values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "sleep", "at": 3}'}
+    values |= {"rl.step_timeout": 60}
+    died = tmp_path / "env"
+    how = {"kill_at": lambda: [*died.glob("died-*")]}
+    assert launched(2, words_of(tmp_path / "out", **values), **how) == [-9, 0]
+    (mark,) = died.glob("died-*")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.name.split("-")[2]), 0)
 
 
 def test_trajectories_under_way_are_resumed(mortal, tmp_path):

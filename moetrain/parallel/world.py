@@ -201,10 +201,7 @@ def join_world(config: Config, arch: Architecture) -> World:
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """Lay out those of ``size`` ranks that train, by arithmetic alone.
-
-    Raises ConfigError: model or batch do not fit them, or there are none.
-    """
+    """Lay out those of ``size`` ranks that train, by arithmetic; ConfigError: they do not fit."""
     if (apart := config.rl.apart) >= size:
         problem = f"{apart} of {size} processes leave none to train"
         raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")

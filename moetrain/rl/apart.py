@@ -66,6 +66,10 @@ _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
 """What the death of a peer raises."""
 
 
+def _over(groups: dict[int, list[Trajectory]]) -> set[int]:
+    return {number for number, group in groups.items() if all(t.is_over for t in group)}
+
+
 class _Wire:
     """A connection that also carries values of the main learner's model into a generator's."""
 
@@ -134,6 +138,7 @@ class Fleet(Collector):
         super().__init__(*args, **sizes)
         self._device, self._limit = world.device, config.launch.join_timeout
         self._expects = self.settings.generators if world.is_main else 0
+        """Generators to wait for at first."""
         self._changed = threading.Condition()
         self._new: list[Trajectory] = []
         """What no thread knows of, since a group may lack some yet."""
@@ -162,7 +167,7 @@ class Fleet(Collector):
                 self.groups.setdefault(trajectory.group, []).append(trajectory)
             self._new.clear()
             self._hand_out()
-            self._await(lambda: {*groups} <= {*self.over()})
+            self._await(lambda: {*groups} <= _over(self.groups))
             found = [self.groups.pop(group) for group in groups]
         self.generated += sum(t.num_written for group in found for t in group)
         self.seconds["generate"] = time.perf_counter() - self._since
@@ -181,9 +186,7 @@ class Fleet(Collector):
     def updating(self, version: int) -> Iterator[None]:
         """Wait until the last weights have left, and send those that are written inside."""
         with self._changed:
-            self._await(
-                lambda: len(self._peers) >= self._expects or self._counts["generators_lost"]
-            )
+            self._await(lambda: len(self._peers) >= self._expects)
             self._await(lambda: all(peer.version == self._version for peer in self._peers))
             self._version = None
         yield
@@ -219,7 +222,7 @@ class Fleet(Collector):
         self._changed.notify_all()
         if self._version is None or not self._peers:
             return
-        rl, given = self.settings, {*self.over()}.union(*(peer.groups for peer in self._peers))
+        rl, given = self.settings, _over(self.groups).union(*(peer.groups for peer in self._peers))
         most = rl.max_sequences + rl.group_size if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
@@ -260,12 +263,11 @@ class Fleet(Collector):
             if peer in self._peers:
                 self._peers.remove(peer)
                 number = sum(peer.groups.values())
-                logger.warning(
-                    "generator %d is gone: %d trajectories begin again", peer.index, number
-                )
+                text = "generator %d is gone: %d trajectories begin again"
+                logger.warning(text, peer.index, number)
                 self._counts["trajectories_restarted"] += number
                 self._counts["generators_lost"] += 1
-                self._in_vain += 1
+                self._in_vain, self._expects = self._in_vain + 1, 0
                 self._hand_out()
 
     def _answer(
@@ -274,7 +276,7 @@ class Fleet(Collector):
         with self._changed:
             self._idle += idle
             self.groups |= {group[0].group: group for group in groups}
-            for number in peer.groups.keys() & {*self.over()}:
+            for number in peer.groups.keys() & _over(self.groups):
                 del peer.groups[number]
                 self._in_vain = 0
             peer.reports = peer.reports and not are_all
@@ -361,15 +363,11 @@ class _Serving:
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
         model = blank(config, arch, compute_dtype(config, device)).to_empty(device=device)
-        generator = Generator(
-            model,
-            setup.tokenizer,
-            num_pages=setup.num_pages,
-            max_sequences=config.rl.max_sequences,
-        )
+        how: Any = {"num_pages": setup.num_pages, "max_sequences": config.rl.max_sequences}
+        generator = Generator(model, setup.tokenizer, **how)
         parts = generator, setup.environment, config.rl
         collector = Collector(*parts, stop_ids=(), longest=config.data.seq_len)
-        with suppress(*_GONE, RunFailed):  # a learner's error is its own to report
+        try:
             store = find_ranks(self.place, _SILENCE_SECONDS, again=True)
             host, port, key = store.get(_KEY).decode().split()
             link = connection.Client((host, int(port)), authkey=bytes.fromhex(key))
@@ -379,6 +377,9 @@ class _Serving:
             self._wire = _Wire(link, dist.PrefixStore(token, store), model)
             os.write(self._pipe, b"s")
             self._serve(self._wire, collector)
+        except (*_GONE, RunFailed):  # a learner's error is its own to report
+            if self._wire is not None and not self._wire.is_gone():
+                raise
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
         generator, groups = collector.generator, []
@@ -402,7 +403,7 @@ class _Serving:
                     collector.resume(trajectory)
             if collector.groups:
                 collector.go_on()
-            groups += collector.finish(collector.over())
+            groups += collector.finish(_over(collector.groups))
             if are_all:
                 collector.under_way()
                 groups += collector.groups.values()

@@ -314,10 +314,6 @@ class Collector:
         self.seconds["generate"] += time.perf_counter() - started
         self._hear()
 
-    def over(self) -> list[int]:
-        """Return the groups whose trajectories are all over and not handed out."""
-        return [group for group, found in self.groups.items() if all(t.is_over for t in found)]
-
     def under_way(self) -> list[Trajectory]:
         """Return all trajectories not handed out, as they are now, in the order to resume them in.
 
@@ -342,6 +338,10 @@ class Collector:
         for number, task in enumerate(tasks):
             self._shown.start(number, environment.demonstrate, task)
         for number, found in sorted(self._shown.all_finished().items()):
+            problem = (
+                "is none: a Demonstration is a tuple of two or more tokens of 0 to "
+                f"{vocabulary - 1}, and as many truth values, of which the first is false"
+            )
             if isinstance(found, _Failed):
                 problem = f"failed ({found.reason}): {found.detail[:400]}"
             elif (
@@ -353,11 +353,6 @@ class Collector:
             ):
                 shown.append(Demonstration(found.tokens, tuple(map(bool, found.mask))))
                 continue
-            else:
-                problem = (
-                    "is none: a Demonstration is a tuple of two or more tokens of 0 to "
-                    f"{vocabulary - 1}, and as many truth values, of which the first is false"
-                )
             raise RunFailed(f"rl.env: its demonstration of task {tasks[number]} {problem}")
         return shown
 
@@ -434,10 +429,7 @@ class Collector:
     # ---- the policy's side ---------------------------------------------------------------------
 
     def _room(self, trajectory: Trajectory, start: int, unread: int = 0) -> int:
-        """Return how many tokens the policy may still write once it has read ``unread`` more.
-
-        ``start``: where its segment begins.
-        """
+        """Return how many tokens fit behind ``unread`` more in a segment from ``start`` on."""
         return min(
             self.settings.max_tokens - trajectory.num_written,
             self.longest - (len(trajectory.tokens) - start) - unread,

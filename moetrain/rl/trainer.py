@@ -143,7 +143,7 @@ class RlTrainer(Run):
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
-        model, experts = replica(self.engine, whole=rl.apart > 0)
+        model, experts = replica(self.engine)
         sizes = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
         heads, self.leaders = sharing_heads(self.world, experts)
         if rl.apart:  # here is only the copy of the weights that is sent

@@ -56,17 +56,17 @@ def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer
     return model
 
 
-def replica(engine: Engine, *, whole: bool = False) -> tuple[Transformer, ExpertParallel | None]:
+def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
     The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
-    as it has if they are to be ``whole``. Collective.
+    as with ``rl.placement`` apart. Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
     model, experts = blank(config, engine.arch, engine.model.compute_dtype), None
-    if world.dims.ep > 1 and not whole:
+    if world.dims.ep > 1 and not config.rl.apart:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
