@@ -256,7 +256,12 @@ def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     values = QUIET | {"rl.env": f"agent:{tmp_path}/agent.py:run", "rl.supervised_steps": 0}
     values |= {"rl.teacher": tmp_path / "teacher" / "hf", "train.steps": 2, "data.seq_len": 256}
-    values |= {"rl.max_sequences": 1}
+    values |= {
+        "rl.max_sequences": 1,
+        "lora.rank": 8,
+        "rl.kl_coef": 0.1,
+        "rl.routing_replay": "true",
+    }
     assert launched(1, words_of(tmp_path / "one", **values)) == [0]
     assert launched(2, words_of(tmp_path / "1+1", **values, **APART)) == [0, 0]
     assert_same_bits(tmp_path / "one", tmp_path / "1+1")
