@@ -46,7 +46,7 @@ from moetrain.rl.rows import Trajectory
 from moetrain.rl.setup import Setup
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.weights import blank
-from moetrain.train.setup import STOPS, resolve_run
+from moetrain.train.setup import resolve_run
 
 _BEAT_SECONDS = 1.0
 """Seconds between a generator's signs of life, which a thread of it gives."""
@@ -333,7 +333,7 @@ def generate_if_apart(config: Config) -> None:
 
 
 def _leave_stopping_to_learners() -> None:
-    for number in STOPS:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 

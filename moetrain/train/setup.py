@@ -42,7 +42,7 @@ from moetrain.train.memory import RankSizes
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _WORK_FOR_GRAPHS = 2e12
 """FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
@@ -318,7 +318,7 @@ def stop_signals() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
 
-    before = {s: signal.signal(s, note) for s in STOPS}
+    before = {s: signal.signal(s, note) for s in _STOPS}
     try:
         yield received
     finally:
