@@ -107,7 +107,8 @@ class _Wire:
             go(memory)
 
     def _by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
-        device, rank = parts[0].device, int(self.index is None)
+        device = parts[0].device
+        rank = int(self.index is None)
         torch.cuda.set_device(device)  # the current device is each thread's own
         if self._group is None:
             options = dist.ProcessGroupNCCL.Options()
@@ -136,7 +137,8 @@ class Fleet(Collector):
     def __init__(self, *args: Any, world: World, config: Config, **sizes: Any) -> None:
         """The generator that is given has the weights to send, and generates nothing."""
         super().__init__(*args, **sizes)
-        self._device, self._limit = world.device, config.launch.join_timeout
+        self._device = world.device
+        self._limit = config.launch.join_timeout
         self._expects = self.settings.generators if world.is_main else 0
         """Generators to wait for at first."""
         self._changed = threading.Condition()
@@ -145,10 +147,13 @@ class Fleet(Collector):
         self._peers: list[_Wire] = []
         self._version: int | None = None
         """The weights to generate with; None: they are being written."""
-        self._counts, self._in_vain = {"generators_lost": 0, "trajectories_restarted": 0}, 0
-        self._idle, self._since = 0.0, time.perf_counter()
+        self._counts = {"generators_lost": 0, "trajectories_restarted": 0}
+        self._in_vain = 0
+        self._idle = 0.0
+        self._since = time.perf_counter()
         if world.is_main:
-            place, store, key = launched_place(), world.store, secrets.token_bytes(32)
+            key = secrets.token_bytes(32)
+            place, store = launched_place(), world.store
             assert place is not None
             assert store is not None  # where there are generators
             host = place.address.rpartition(":")[0]
@@ -222,7 +227,8 @@ class Fleet(Collector):
         self._changed.notify_all()
         if self._version is None or not self._peers:
             return
-        rl, given = self.settings, _over(self.groups).union(*(peer.groups for peer in self._peers))
+        rl = self.settings
+        given = _over(self.groups).union(*(peer.groups for peer in self._peers))
         most = rl.max_sequences + rl.group_size if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
@@ -267,7 +273,8 @@ class Fleet(Collector):
                 logger.warning(text, peer.index, number)
                 self._counts["trajectories_restarted"] += number
                 self._counts["generators_lost"] += 1
-                self._in_vain, self._expects = self._in_vain + 1, 0
+                self._in_vain += 1
+                self._expects = 0
                 self._hand_out()
 
     def _answer(
@@ -318,7 +325,8 @@ def generate_if_apart(config: Config) -> None:
             _Serving(config, place, writing).run()
             os._exit(0)
         os.close(writing)
-        stillborn, beats = stillborn + 1, b"."
+        stillborn += 1
+        beats = b"."
         while beats and select.select([reading], [], [], _SILENCE_SECONDS)[0]:
             beats = os.read(reading, 4096)
             if b"s" in beats:
@@ -386,14 +394,17 @@ class _Serving:
         idle = spoke = 0.0
         waits = are_all = False
         while True:
-            now, is_busy = time.monotonic(), bool(collector.groups)
+            now = time.monotonic()
+            is_busy = bool(collector.groups)
             self._stepped = now if is_busy else math.inf
             if not waits and (groups or are_all or not is_busy or now - spoke > _PAUSE):
                 wire.link.send((groups, are_all, is_busy, idle))
                 groups, idle, spoke, waits = [], 0.0, now, True
             if waits and (not is_busy or wire.link.poll()):
                 names, version, collector.stop_ids, begun, are_all = wire.link.recv()
-                idle, waits = idle + (not is_busy) * (time.monotonic() - now), False
+                waits = False
+                if not is_busy:
+                    idle += time.monotonic() - now
                 if names:
                     wire.link.send(None)
                     wire.carry(names)
