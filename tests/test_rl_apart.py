@@ -339,6 +339,8 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
         assert hear(link)[:2] == (["weight", "bias"], 5)
     for group in range(2):
         fleet.start(group, task=3, size=2, seed=0)
+    say(one, is_busy=True)
+    assert hear(one)[3] == []  # groups may lack some yet
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(fleet.finish, range(2))
         say(one)
