@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -178,8 +179,8 @@ def test_generators_end_with_the_main_learner(mortal, tmp_path):
     values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "sleep", "at": 3}'}
     values |= {"rl.step_timeout": 60}
     died = tmp_path / "env"
-    how = {"kill_at": lambda: [*died.glob("died-*")]}
-    assert launched(2, words_of(tmp_path / "out", **values), **how) == [-9, 0]
+    words = words_of(tmp_path / "out", **values)
+    assert launched(2, words, kill_at=lambda: [*died.glob("died-*")]) == [-9, 0]
     (mark,) = died.glob("died-*")
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.name.split("-")[2]), 0)
@@ -280,10 +281,10 @@ def fleet(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1234")
     store = dist.HashStore()
-    world = SimpleNamespace(is_main=True, store=store, device=torch.device("cpu"))
+    world: Any = SimpleNamespace(is_main=True, store=store, device=torch.device("cpu"))
     config = config_of("out", **APART, **{"rl.generators": 2, "rl.max_staleness": 1})
     model = torch.nn.Linear(2, 2).requires_grad_(False)
-    generator = SimpleNamespace(model=model, borrowed={"bias"})
+    generator: Any = SimpleNamespace(model=model, borrowed={"bias"})
     fleet = apart.Fleet(
         generator, None, config.rl, stop_ids=(7,), longest=9, world=world, config=config
     )
