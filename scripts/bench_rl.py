@@ -1,10 +1,12 @@
 """Time whole steps of reinforcement learning: generation, updates, and what lies between.
 
-    torchrun --nproc-per-node 4 scripts/bench_rl.py [--layers 24] [--section.key value ...]
+    torchrun --nproc-per-node 4 scripts/bench_rl.py [--layers 24] [--section.key=value ...]
 
 Random weights of ``qwen3-30b-a3b``, cut to ``--layers``; prompts of ``--prompt`` random tokens in
 groups of 8, ``--responses`` tokens each (none ends before), ``--sequences`` trajectories a rank and
-step. The reward is the share of even tokens, so that every group has a spread. The first step
+step. With ``--mean M`` lengths are skewed instead: each token ends a response with a probability of
+1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart`` all ranks count, and share.
+The reward is the share of even tokens, so that every group has a spread. The first step
 compiles, captures and connects and is not counted.
 
 A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
@@ -27,7 +29,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
-from moetrain.rl.envs import Episode, Turn
+from moetrain.rl.envs import Episode, Prompts, Turn
 from moetrain.rl.trainer import RlTrainer
 
 GROUP = 8
@@ -52,22 +54,22 @@ class Noises:
 
     num_tasks: int | None = None
 
-    def __init__(self, length: int, vocabulary: int) -> None:
-        self.length, self.vocabulary = length, vocabulary
+    def __init__(self, prompts: Prompts, length: int) -> None:
+        self.length, self.vocabulary = length, prompts.tokenizer.vocab_size
 
     def episode(self, task: int) -> Noise:
         return Noise(task, self.length, self.vocabulary)
 
 
 class Bench(RlTrainer):
-    """A run in which nothing ends a response but its length."""
+    """A run in which nothing ends a response but its length, or chance."""
 
-    prompt = 256
+    mean: int | None = None
 
     def build(self, arch: Architecture) -> None:
         super().build(arch)
-        self.collector.environment = Noises(self.prompt, self.tokenizer.vocab_size)
-        self.collector.stop_ids = ()
+        ends = self.tokenizer.vocab_size // self.mean if self.mean else 0
+        self.collector.stop_ids = tuple(range(ends))  # all tokens are about as likely
 
     def finish(self) -> None:
         """Leave nothing: these weights are of no use."""
@@ -79,13 +81,16 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--responses", type=int, default=2048)
+    parser.add_argument("--mean", type=int)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output_dir", type=Path, required=True)
     args, words = parser.parse_known_args()
     place = launched_place()
     ranks = 1 if place is None else place.world_size
-    Bench.prompt = args.prompt
+    Bench.mean = args.mean
+    own = dict(word.removeprefix("--").split("=", 1) for word in words)
+    apart = int(own.get("rl.generators", "1")) if own.get("rl.placement") == "apart" else 0
     row = args.prompt + args.responses
     settings = {
         "model.preset": "qwen3-30b-a3b",
@@ -95,15 +100,16 @@ def main() -> int:
         "train.micro_batch_size": 2,
         "train.global_batch_size": ranks * args.sequences,
         "train.eval_interval": 0,
-        "parallel.ep": ranks,
+        "parallel.ep": ranks - apart,
         "optim.lr": 1e-6,
         "rl.group_size": GROUP,
         "rl.max_tokens": args.responses,
-        "rl.max_sequences": args.sequences,
-        "rl.cache_tokens": args.sequences * (row + 64),
+        "rl.max_sequences": args.sequences * ranks // (apart or ranks),
+        "rl.cache_tokens": args.sequences * ranks // (apart or ranks) * (row + 64),
+        "rl.env": f"{__file__}:Noises",
+        "rl.env_args": json.dumps({"length": args.prompt}),
         "rl.eval_tasks": 0,
         "rl.ratio": "rollout",
-        "rl.offload": "yes",
         "compile.enabled": "yes",
         "checkpoint.at_end": "no",
         "checkpoint.minutes": 0,
@@ -111,10 +117,11 @@ def main() -> int:
         "log.tensorboard": "no",
         "output_dir": args.output_dir,
     }
-    given = [f"{key}={value}" for key, value in settings.items()]
-    trainer = Bench(Config.load(None, [*given, *words]))
+    settings |= {} if apart else {"rl.offload": "yes"}
+    given = [f"{key}={value}" for key, value in (settings | own).items()]
+    trainer = Bench(Config.load(None, given))
     world = trainer.world
-    hardware = f"{world.size} x {device_name(world.device)}, {world.dims.describe()}"
+    hardware = f"{ranks} x {device_name(world.device)}, {world.dims.describe()}, apart {apart}"
     main_rank = world.is_main
     trainer.fit()
     if not main_rank:
@@ -122,7 +129,7 @@ def main() -> int:
     lines = (args.output_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "step_seconds" in row][1:]
     print(f"{hardware}, commit {commit()}: {args.layers} layers")
-    print(report(rows, world.size, args), flush=True)
+    print(report(rows, ranks, args), flush=True)
     is_exact = trainer.config.kernels.attention == "exact"
     return 1 if is_exact and any(row.get("mismatch_share") for row in rows) else 0
 

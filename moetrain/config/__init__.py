@@ -137,6 +137,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.sample_tokens", _OF_TEXT, _SOME),
     _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
+    _Need("rl.generators", {"rl.placement": {"apart"}}),
+    _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),

@@ -223,10 +223,11 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].strip()
 
 
-def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
+def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> dist.Store:
     """Connect to the store, and wait until all ranks of ``place.world_size`` have.
 
-    ``seconds``: how long to wait for them (``launch.join_timeout``).
+    ``seconds``: how long to wait for them (``launch.join_timeout``); ``again``: they have, and this
+    process takes the place of one that is gone.
 
     Raises:
         ConfigError: the address is unknown, or ranks contradict one another.
@@ -257,7 +258,8 @@ def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
         )
         # A launcher's store outlives the ranks, and knows those that it has started before.
         store = dist.PrefixStore(f"moetrain/{place.restarts}", store)
-        _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
+        if not again:
+            _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:
         raise RunFailed(
             f"rank {place.rank} of {place.world_size} could not meet the others at "

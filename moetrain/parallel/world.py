@@ -49,6 +49,8 @@ class World:
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous
     """How ranks wait for one another on the host."""
+    store: dist.Store | None = None
+    """Where those of ``rl.generators`` meet them; None: there are none."""
     endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
     """What :meth:`leave` calls first."""
 
@@ -129,7 +131,8 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def join_world(config: Config, arch: Architecture) -> World:
     """Join the run: check the layout, then make and warm up the communicators.
 
-    Collective over the world. A default process group that exists already is used as it is.
+    Collective over the world. A default process group that exists already is used as it is. The
+    last ranks of ``rl.generators`` are no part of the world, and of no group of it.
 
     Raises:
         ConfigError: the layout does not fit, there is no GPU for this rank, or a launcher's
@@ -166,24 +169,24 @@ def join_world(config: Config, arch: Architecture) -> World:
                 "python -m moetrain.train, or with torchrun",
             )
     dims = plan_world(config, arch, size)
-    device = _pick_device(config, gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if not allocator_is_set():
-            # Routing changes the size of activations every step, and segments that grow in place
-            # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    owns_group, size, apart = not dist.is_initialized(), dims.world_size, config.rl.apart
+    store = None
+    if apart and not (place and owns_group and rank < size):
+        problem = "'apart' takes processes of its own, each a rank of a launcher's"
+        raise ConfigError("rl.placement", f"{problem}, and a run that generates; use together")
+    device = claim_device(config, gpu)
     if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    owns_group = not dist.is_initialized()
     if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = find_ranks(place, config.launch.join_timeout) if place and apart else None
+        dist.init_process_group("gloo", store=store or dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
+            store = find_ranks(place, config.launch.join_timeout)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=find_ranks(place, config.launch.join_timeout),
+                store=store,
                 rank=rank,
                 world_size=size,
                 timeout=TIMEOUT,
@@ -194,12 +197,15 @@ def join_world(config: Config, arch: Architecture) -> World:
     if size > 1:
         meshes.warm_up(device)
     rendezvous = Rendezvous(_get_default_store(), rank, size)
-    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
+    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous, store)
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """Lay out ``size`` ranks, by arithmetic alone; ConfigError: model or batch do not fit them."""
-    dims = ParallelDims.resolve(config.parallel, size, arch)
+    """Lay out those of ``size`` ranks that train, by arithmetic; ConfigError: they do not fit."""
+    if (apart := config.rl.apart) >= size:
+        problem = f"{apart} of {size} processes leave none to train"
+        raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")
+    dims = ParallelDims.resolve(config.parallel, size - apart, arch)
     t, seq_len = config.train, config.data.seq_len
     t.micro_batches(dims.data_ranks)
     rows = t.global_batch_size // dims.data_ranks
@@ -225,7 +231,8 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     return dims
 
 
-def _pick_device(config: Config, gpu: int) -> torch.device:
+def claim_device(config: Config, gpu: int) -> torch.device:
+    """Return this process's device, its current one from now on; ConfigError: there is none."""
     wanted, gpus = config.train.device, torch.cuda.device_count()
     if wanted == "cuda" and gpus == 0:
         raise ConfigError("train.device", "'cuda', but torch sees no CUDA device; use auto or cpu")
@@ -236,4 +243,9 @@ def _pick_device(config: Config, gpu: int) -> torch.device:
             "train.device",
             f"{wanted!r}, but local rank {gpu} needs a GPU of its own and torch sees {gpus}",
         )
+    torch.cuda.set_device(gpu)
+    if not allocator_is_set():
+        # Routing changes the size of activations every step, and segments that grow in place
+        # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return torch.device("cuda", gpu)

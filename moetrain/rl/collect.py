@@ -302,13 +302,17 @@ class Collector:
         waited = [t for group in groups for t in self.groups[group]]
         self._hear()
         while self.generator.goes_on(any(not t.is_over for t in waited)):
-            started = time.perf_counter()
-            for completion in self.generator.step():
-                self.generated += 1
-                self._follow(completion)
-            self.seconds["generate"] += time.perf_counter() - started
-            self._hear()
+            self.go_on()
         return [self.groups.pop(group) for group in groups]
+
+    def go_on(self) -> None:
+        """Take one step of the generator, and hear the environments."""
+        started = time.perf_counter()
+        for completion in self.generator.step():
+            self.generated += 1
+            self._follow(completion)
+        self.seconds["generate"] += time.perf_counter() - started
+        self._hear()
 
     def under_way(self) -> list[Trajectory]:
         """Return all trajectories not handed out, as they are now, in the order to resume them in.
@@ -334,6 +338,10 @@ class Collector:
         for number, task in enumerate(tasks):
             self._shown.start(number, environment.demonstrate, task)
         for number, found in sorted(self._shown.all_finished().items()):
+            problem = (
+                "is none: a Demonstration is a tuple of two or more tokens of 0 to "
+                f"{vocabulary - 1}, and as many truth values, of which the first is false"
+            )
             if isinstance(found, _Failed):
                 problem = f"failed ({found.reason}): {found.detail[:400]}"
             elif (
@@ -345,11 +353,6 @@ class Collector:
             ):
                 shown.append(Demonstration(found.tokens, tuple(map(bool, found.mask))))
                 continue
-            else:
-                problem = (
-                    "is none: a Demonstration is a tuple of two or more tokens of 0 to "
-                    f"{vocabulary - 1}, and as many truth values, of which the first is false"
-                )
             raise RunFailed(f"rl.env: its demonstration of task {tasks[number]} {problem}")
         return shown
 
@@ -426,10 +429,7 @@ class Collector:
     # ---- the policy's side ---------------------------------------------------------------------
 
     def _room(self, trajectory: Trajectory, start: int, unread: int = 0) -> int:
-        """Return how many tokens the policy may still write once it has read ``unread`` more.
-
-        ``start``: where its segment begins.
-        """
+        """Return how many tokens fit behind ``unread`` more in a segment from ``start`` on."""
         return min(
             self.settings.max_tokens - trajectory.num_written,
             self.longest - (len(trajectory.tokens) - start) - unread,

@@ -1,27 +1,30 @@
-"""The loop of reinforcement learning: generate, reward, learn, on one set of ranks.
+"""The loop of reinforcement learning: generate, reward, learn, by turns or on ranks apart.
 
     step:  weights into the generator, in place -> trajectories of the next prompts -> advantages
            -> packed rows -> the trainer's own log-probabilities -> one update or several
 
 The first ``rl.supervised_steps`` learn demonstrations instead. Every rank generates for its own
 prompts; all ranks know the trajectories, so that groups, rows and what is left out do not depend on
-the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits.
+the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits. With
+``rl.placement`` apart other ranks generate (:mod:`moetrain.rl.apart`), and these wait for what is
+due.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import ConfigError, logger
+from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.mesh import TensorSlice
+from moetrain.rl.apart import Fleet, generate_if_apart
 from moetrain.rl.collect import Collector
 from moetrain.rl.learn import Learned, Learner
 from moetrain.rl.losses import advantages
@@ -31,7 +34,7 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.ranks import sharing_heads
 from moetrain.rollout.request import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.train.callbacks import Result
+from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
@@ -127,6 +130,11 @@ class RlTrainer(Run):
 
     generates = True
 
+    def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
+        """As :class:`Run`; on a rank that only generates, generate, and raise SystemExit then."""
+        generate_if_apart(config)
+        super().__init__(config, callbacks=callbacks)
+
     def build(self, arch: Architecture) -> None:
         config, rl = self.config, self.config.rl
         self.setup = setup = Setup(config, arch, self.device.type)
@@ -138,12 +146,15 @@ class RlTrainer(Run):
         model, experts = replica(self.engine)
         sizes = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
         heads, self.leaders = sharing_heads(self.world, experts)
+        if rl.apart:  # here is only the copy of the weights that is sent
+            sizes, self.leaders = dict.fromkeys(sizes, 1), [0]
         self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
-        self.collector = Collector(
-            self.generator, setup.environment, rl, stop_ids=ends, longest=longest
-        )
+        parts = self.generator, setup.environment, rl
+        own = {"stop_ids": ends, "longest": longest}
+        self.fleet = Fleet(*parts, **own, world=self.world, config=config) if rl.apart else None
+        self.collector = self.fleet or Collector(*parts, **own)
         self.weights_at = -1
         """The step whose weights the generator holds."""
         self.lr = 0.0
@@ -248,7 +259,8 @@ class RlTrainer(Run):
             with self.time.part("offload"):
                 self.generator.wake()
         if self.weights_at != self.step:
-            with self.time.part("weights"):
+            sends = self.fleet.updating(self.step) if self.fleet else nullcontext()
+            with self.time.part("weights"), sends:
                 self.update_weights()
             if self.engine.fsdp.frees:  # its memory is the generator's for now
                 self.engine.fsdp.release()
@@ -287,8 +299,9 @@ class RlTrainer(Run):
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
             "generated_tokens_per_second": rate,
-            "generated_tokens_per_second_per_device": rate / self.world.size,
+            "generated_tokens_per_second_per_device": rate / (rl.apart or self.world.size),
             **{f"left_out/{reason}": number for reason, number in worth.left_out.items()},
+            **(self.fleet.figures() if self.fleet else {}),
         }
         return [sample for t, value in trained for sample in t.samples(value)]
 
@@ -376,10 +389,11 @@ class RlTrainer(Run):
         self.evaluate()
         self.export(self.tokenizer, self.tokenizer.chat_template)
         self.time.take()
-        total, size = self.time.total, self.world.size
+        total, size = self.time.total, self.world.size + self.config.rl.apart
         whole = max(sum(total.values()), 1e-9)
+        generating = whole if self.fleet else total["generate"] + total["rewards"]
         rates = {
-            "generation": self.generated / max(1e-9, total["generate"] + total["rewards"]),
+            "generation": self.generated / max(1e-9, generating),
             "training": self.trained / max(1e-9, total["train"]),
             "trained over all": self.trained / whole,
         }

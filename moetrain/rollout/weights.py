@@ -29,8 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moetrain.config import Config
 from moetrain.data.loader import Data
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
@@ -45,18 +47,26 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
 
+def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
+    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters."""
+    model, rules = plan_model(config, arch, dtype)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        parameter.data = parameter.data.to(rules[name].gather or dtype)
+    model.compute_dtype = dtype
+    return model
+
+
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts.
-    Collective.
+    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
+    as with ``rl.placement`` apart. Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
-    model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
-    experts = None
-    if world.dims.ep > 1:
+    model, experts = blank(config, engine.arch, engine.model.compute_dtype), None
+    if world.dims.ep > 1 and not config.rl.apart:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
             # How many tokens a step reads, training cannot know.
@@ -66,17 +76,14 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):
-        owner, _, key = name.rpartition(".")
-        dtype = _dtype(engine, engine.stages.rules[name])
         values = _frozen_here(engine, name)
-        if values is None:
-            values = torch.empty(planned.shape, dtype=dtype, device=world.device)
-        parameter = nn.Parameter(values, requires_grad=False)
-        model.get_submodule(owner).register_parameter(key, parameter)
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, torch.zeros_like(buffer, device=world.device))
-    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
+        if values is not None and values.shape == planned.shape:  # else of this rank's experts
+            owner, _, key = name.rpartition(".")
+            parameter = nn.Parameter(values, requires_grad=False)
+            model.get_submodule(owner).register_parameter(key, parameter)
+    model.source = engine.model.source
+    device = world.device
+    model._apply(lambda x: torch.zeros_like(x, device=device) if x.is_meta else x)
     return model, experts
 
 

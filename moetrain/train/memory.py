@@ -181,7 +181,8 @@ class RankSizes:
             return asked
         ways: tuple[SleepName, ...] = ("never", "cache")
         for sleep in ways:
-            if all(rank.peak(sleep).surely_fits(room) for rank in ranks):
+            fits = all(rank.peak(sleep).surely_fits(room) for rank in ranks)
+            if fits or ranks[0].config.rl.apart:
                 return sleep
         return "all"
 
@@ -427,6 +428,8 @@ class RankSizes:
     def _cache(self) -> float:
         """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
         rl, cp = self.config.rl, self.config.parallel.cp
+        if rl.apart:  # others have it
+            return 0.0
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)

@@ -1,0 +1,388 @@
+"""Ranks that generate beside those that train: bits of taking turns, deaths of generators."""
+
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import tensors_of
+from distributed import fork_server
+from test_rl_run import EVEN, config_of, lines_of, words_of
+from toy_environments import YES_NO_MAYBE
+
+from moetrain.cli.train import run_rl
+from moetrain.config import ConfigError
+from moetrain.parallel.world import plan_world
+from moetrain.rl import apart
+from moetrain.rl.rows import Trajectory
+from moetrain.train.metrics import read_metrics
+from moetrain.train.setup import resolve_run
+
+OWN = ("generators_lost", "trajectories_restarted")
+
+MORTAL = """
+import os, signal, time
+from pathlib import Path
+from moetrain.rl.envs import Problem, SolvedEnvironment
+
+class Mortal(SolvedEnvironment):
+    scored = 0
+
+    def __init__(self, prompts, how="SIGKILL", often=0, at=20):
+        super().__init__(prompts)
+        self.how, self.often, self.at = how, often, at
+
+    def problem(self, task):
+        return Problem(f"{task} even ", "bdfh")
+
+    def score(self, problem, answer):
+        self.scored += 1
+        marks = Path(__file__).parent
+        died = len(list(marks.glob("died-*")))
+        if self.scored == self.at and died < self.often:
+            (marks / f"died-{died}-{os.getpid()}").touch()
+            if self.how == "sleep":
+                time.sleep(50)
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return sum(ord(c) % 2 == 0 for c in answer) / 6
+"""
+
+
+def be_rank(rank, world, port, words, silence):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    apart._SILENCE_SECONDS, apart._IN_VAIN = silence, 3
+    os._exit(run_rl(words))
+
+
+def launched(world, words, *, silence=8.0, timeout=60, kill_at=None):
+    """Exit codes of the ranks of a run as a launcher would start them.
+
+    ``kill_at``: a function; where it first returns true, the main learner is killed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        fork_server().Process(target=be_rank, args=(rank, world, port, words, silence))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        while kill_at is not None and not kill_at():
+            time.sleep(0.05)
+        if kill_at is not None:
+            ranks[0].kill()
+        for process in ranks:
+            process.join(timeout if process is ranks[0] else 10)
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def rows_of(folder):
+    return [{k: v for k, v in row.items() if k not in OWN} for row in lines_of(folder)]
+
+
+def weights_of(folder):
+    return tensors_of(sorted((folder / "checkpoints").iterdir())[-1])["model"]
+
+
+def assert_same_bits(one, other):
+    assert rows_of(one) == rows_of(other)
+    mine, theirs = weights_of(one), weights_of(other)
+    assert all(torch.equal(theirs[name], weight) for name, weight in mine.items())
+
+
+APART = {"rl.placement": "apart"}
+QUIET = {"train.eval_interval": 0, "rl.eval_tasks": 0}
+WORDS = {
+    "model.moe_intermediate_size": 32,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 64,
+    "train.eval_interval": 0,
+    "optim.lr": 3e-3,
+    "optim.schedule": "constant",
+    "rl.env": YES_NO_MAYBE,
+    "rl.supervised_steps": 40,
+    "rl.supervised_lr": 1e-2,
+    "rl.group_size": 8,
+    "rl.eval_tasks": 0,
+}
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mortal.py").write_text(MORTAL)
+    return {"rl.env": f"{tmp_path}/env/mortal.py:Mortal"}
+
+
+def test_apart_and_together_have_the_same_bits(mortal, tmp_path):
+    """One learner and a generator; two and one. A sequence alone has the bits of any batch."""
+    assert launched(1, words_of(tmp_path / "one", **mortal)) == [0]
+    assert launched(2, words_of(tmp_path / "1+1", **mortal, **APART)) == [0, 0]
+    assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+    two = mortal | {"train.micro_batch_size": 2, "rl.max_sequences": 1, "checkpoint.interval": 1}
+    assert launched(2, words_of(tmp_path / "two", **two)) == [0, 0]
+    assert launched(3, words_of(tmp_path / "2+1", **two, **APART)) == [0, 0, 0]
+    assert_same_bits(tmp_path / "two", tmp_path / "2+1")
+
+
+def test_a_killed_generator_changes_no_bit(mortal, tmp_path):
+    alone = mortal | APART | {"rl.max_sequences": 1, "train.steps": 6}
+    assert launched(2, words_of(tmp_path / "whole", **alone)) == [0, 0]
+    alone["rl.env_args"] = '{"often": 2}'
+    alone["rl.generators"] = 2
+    assert launched(3, words_of(tmp_path / "killed", **alone)) == [0, 0, 0]
+    assert len(list((tmp_path / "env").glob("died-*"))) == 2
+    assert_same_bits(tmp_path / "whole", tmp_path / "killed")
+    last = [row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl") if "reward" in row]
+    assert last[-1]["generators_lost"] == 2
+    assert last[-1]["trajectories_restarted"] >= 2
+
+
+def test_a_stopped_generator_is_replaced(mortal, tmp_path):
+    """It is the only one, in the middle of trajectories that run ahead of the weights."""
+    values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "SIGSTOP"}'}
+    values |= {"rl.max_staleness": 1, "train.steps": 6, "checkpoint.interval": 1}
+    assert launched(2, words_of(tmp_path / "out", **values), silence=3.0) == [0, 0]
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
+    assert [row["prompts"] for row in rows] == [4] * 4
+    assert rows[-1]["generators_lost"] == 1
+    assert rows[-1]["staleness_max"] <= 1
+    assert {"mismatch/age_0", "mismatch/age_1"} <= set().union(*rows)
+    # What was read with the weights before is read again: a cache of theirs would be far more off.
+    assert all(0 <= row.get("mismatch/age_0", 0) < 1e-9 for row in rows)
+
+
+def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
+    values = mortal | APART | {"rl.env_args": '{"often": 99, "at": 1}', "rl.eval_tasks": 0}
+    values["train.eval_interval"] = 0
+    assert launched(2, words_of(tmp_path / "out", **values))[0] == 1
+    assert len(list((tmp_path / "env").glob("died-*"))) == 3
+
+
+def test_generators_end_with_the_main_learner(mortal, tmp_path):
+    """Even where the environment holds one up: within seconds, and no process is left."""
+    values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "sleep", "at": 3}'}
+    values |= {"rl.step_timeout": 60}
+    died = tmp_path / "env"
+    words = words_of(tmp_path / "out", **values)
+    assert launched(2, words, kill_at=lambda: [*died.glob("died-*")]) == [-9, 0]
+    (mark,) = died.glob("died-*")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.name.split("-")[2]), 0)
+
+
+def test_trajectories_under_way_are_resumed(mortal, tmp_path):
+    """Saved by a run apart, they go on in one that takes turns, and in another apart."""
+    values = mortal | {"rl.max_staleness": 2, "train.steps": 4, "checkpoint.interval": 1}
+    values |= {"rl.supervised_steps": 1, "rl.max_sequences": 1, "train.eval_interval": 0}
+    values |= {"rl.eval_tasks": 0}
+    assert launched(2, words_of(tmp_path / "out", **values, **APART)) == [0, 0]
+    state = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1] / "state.json"
+    under_way = json.loads(state.read_text())["under_way"]
+    assert len(under_way) == 2 * 16
+    assert any(one["answers"] and not one["is_over"] for one in under_way)
+    values["train.steps"] = 5
+    assert launched(1, words_of(tmp_path / "out", **values)) == [0]
+    values["train.steps"] = 6
+    assert launched(2, words_of(tmp_path / "out", **values, **APART)) == [0, 0]
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6]
+    assert all(row["prompts"] == 4 and row["staleness_max"] <= 2 for row in rows)
+
+
+def test_what_cannot_be_apart_is_refused(tmp_path):
+    (tmp_path / "even.py").write_text(EVEN)
+    values = {"rl.env": f"{tmp_path}/even.py:Even", **APART}
+    config, arch = resolve_run(config_of(tmp_path / "out", **values))
+    assert plan_world(config, arch, 3).world_size == 2
+    with pytest.raises(ConfigError, match=r"rl.generators: 1 of 1 processes"):
+        plan_world(config, arch, 1)
+    for name, value in {"rl.sleep": "all", "rl.offload": "true"}.items():
+        with pytest.raises(ConfigError, match=name):
+            config_of(tmp_path / "out", **values, **{name: value})
+    with pytest.raises(ConfigError, match=r"rl.generators"):
+        config_of(tmp_path / "out", **{"rl.generators": 2})
+
+
+def test_stale_trajectories_teach_too(tmp_path):
+    """The best word of three, with trajectories that begin up to four updates early."""
+    values = WORDS | APART | {"rl.max_staleness": 4, "train.steps": 75}
+    assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
+    assert max(row["staleness_max"] for row in rows) <= 4
+    ages = {name for row in rows for name in row if name.startswith("mismatch/age_")}
+    assert ages == {f"mismatch/age_{age}" for age in range(5)}
+    assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.9
+
+
+AGENT = """
+import functools, json, urllib.request
+from moetrain.rl.code_reward import score_code
+
+score = functools.cache(lambda: score_code({"answer": "assert x"}, "x = 1"))
+
+def run(task, base_url):
+    turns = [{"role": "user", "content": f"{task} even"}]
+    for _ in range(2):
+        body = json.dumps({"model": "m", "messages": turns, "max_tokens": 3}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as found:
+            turns.append(json.load(found)["choices"][0]["message"])
+        turns.append({"role": "user", "content": "more"})
+    said = turns[1]["content"] + turns[3]["content"]
+    return score() * sum(ord(c) % 2 == 0 for c in said) / 6
+"""
+
+
+def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
+    """Agents talk to a server in the generator's process; a teacher is the learners'."""
+    one = mortal | {"train.steps": 1, "rl.supervised_steps": 1, "checkpoint.save_hf": "true"}
+    assert launched(1, words_of(tmp_path / "teacher", **one, **QUIET)) == [0]
+    (tmp_path / "agent.py").write_text(AGENT)
+    values = QUIET | {"rl.env": f"agent:{tmp_path}/agent.py:run", "rl.supervised_steps": 0}
+    values |= {"rl.teacher": tmp_path / "teacher" / "hf", "train.steps": 2, "data.seq_len": 256}
+    values |= {
+        "rl.max_sequences": 1,
+        "lora.rank": 8,
+        "rl.kl_coef": 0.1,
+        "rl.routing_replay": "true",
+    }
+    assert launched(1, words_of(tmp_path / "one", **values)) == [0]
+    assert launched(2, words_of(tmp_path / "1+1", **values, **APART)) == [0, 0]
+    assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+    rows = [row for row in lines_of(tmp_path / "one") if "reward" in row]
+    assert all(row["reward"] > 0 and row["teacher_kl"] for row in rows)
+
+
+# ---- hostile or dying peers, without processes ---------------------------------------------------
+
+
+@pytest.fixture
+def fleet(monkeypatch):
+    """A main learner's, whose generators are the test's, and the address of its door."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    store = dist.HashStore()
+    world: Any = SimpleNamespace(is_main=True, store=store, device=torch.device("cpu"))
+    config = config_of("out", **APART, **{"rl.generators": 2, "rl.max_staleness": 1})
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    generator: Any = SimpleNamespace(model=model, borrowed={"bias"})
+    fleet = apart.Fleet(
+        generator, None, config.rl, stop_ids=(7,), longest=9, world=world, config=config
+    )
+    host, port, key = store.get("generators").decode().split()
+    return fleet, (host, int(port)), bytes.fromhex(key)
+
+
+def come(address, key, rank):
+    link = Client(address, authkey=key)
+    link.send((rank, "token"))
+    return link
+
+
+def say(link, groups=(), are_all=False, is_busy=False):
+    link.send((list(groups), are_all, is_busy, 0.0))
+
+
+def hear(link):
+    """The next answer; weights are taken."""
+    assert link.poll(10)
+    answer = link.recv()
+    if answer[0]:
+        link.send(None)
+        for _ in answer[0]:
+            link.recv_bytes()
+    return answer
+
+
+def over(group, reward=0.0):
+    return [Trajectory(group, member, 0, 0, 1.0, reward, is_over=True) for member in range(2)]
+
+
+def test_strangers_hold_up_nobody(fleet):
+    fleet, address, key = fleet
+    silent = [socket.create_connection(address) for _ in range(3)]
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=b"guessed")
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(lambda: fleet.updating(0).__enter__())
+        links = [come(address, key, rank) for rank in (2, 1)]
+        updating.result(10)  # both have come
+    assert len(fleet._peers) == len(links)
+    assert all(sock.close() is None for sock in silent)
+
+
+def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
+    fleet, address, key = fleet
+    one, two = (come(address, key, rank) for rank in (1, 2))
+    with fleet.updating(5):
+        pass
+    for link in (one, two):
+        say(link)
+        assert hear(link)[:2] == (["weight", "bias"], 5)
+    for group in range(2):
+        fleet.start(group, task=3, size=2, seed=0)
+    say(one, is_busy=True)
+    assert hear(one)[3] == []  # groups may lack some yet
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(fleet.finish, range(2))
+        say(one)
+        assert [(t.group, t.member) for t in hear(one)[3]] == [(0, 0), (0, 1)]
+        say(two)
+        assert [t.group for t in hear(two)[3]] == [1, 1]
+        one.close()
+        say(two, [over(1)])
+        assert [t.group for t in hear(two)[3]] == [0, 0]
+        say(two, [over(0, 1.0)])
+        assert [[t.reward for t in group] for group in found.result(10)] == [[1, 1], [0, 0]]
+    assert fleet.figures()["trajectories_restarted"] == 2
+    assert fleet.figures()["generators_lost"] == 1
+    three = come(address, key, 1)
+    say(three)
+    assert hear(three)[0] == ["weight", "bias"]
+
+
+def test_nothing_begins_with_weights_from_before(fleet):
+    """A group is given while weights are written; and one that dies as it takes them is no end."""
+    fleet, address, key = fleet
+    one, two = (come(address, key, rank) for rank in (1, 2))
+    with fleet.updating(0):
+        pass
+    for link in (one, two):
+        say(link)
+        hear(link)
+    with fleet.updating(1):
+        fleet.start(0, task=3, size=2, seed=0)
+        fleet.finish(())
+        say(one, is_busy=True)
+        names, _, _, begun, _ = hear(one)
+        assert names == begun == []
+        say(one)
+    fleet.finish(())
+    names, version, _, begun, _ = hear(one)
+    assert (names, version) == (["weight"], 1)  # bias is frozen, and it has that
+    say(two)
+    assert two.poll(10)
+    two.recv()
+    two.close()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: fleet.updating(2).__enter__()).result(10)
+    assert fleet.figures()["generators_lost"] == 1
