@@ -51,6 +51,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
+    "moetrain.kernels.loss.advantage",
     "moetrain.kernels.loss.balancing",
     "moetrain.kernels.loss.policy",
     "moetrain.kernels.loss.preference",

@@ -1,17 +1,9 @@
 """Advantages and losses of reinforcement learning, by the names that settings of ``rl`` give them.
 
 A trajectory that failed, or was cut off where that counts as failing, is left out before anything
-is averaged, and does not affect the others. Then, for a group's rewards R (n of them):
-
-    dr_grpo                A = R - mean(R)                          arXiv 2503.20783
-    grpo                   A = (R - mean(R)) / std(R)               arXiv 2402.03300
-    rloo                   A = R - mean(the others')                arXiv 2402.14740
-    reinforce_pp_baseline  a = R - mean(R), then over the batch     arXiv 2501.03262
-    reinforce_pp           a = R, then over the batch: A = (a - mean(a)) / std(a)
-
-with standard deviations of n - 1. All but the last learn by comparing within a group: a group
-whose rewards are equal, or that has a single member left, is not trained at all, and so is in no
-denominator either. Means over the batch are over what is trained.
+is averaged, and does not affect the others. Rewards become advantages
+(:mod:`moetrain.kernels.loss.advantage`) within groups; one that teaches nothing is not trained at
+all, and so is in no denominator either. Means over the batch are over what is trained.
 
 The loss of a trained token (:mod:`moetrain.kernels.loss.policy`; ``ratio`` says which old it
 compares with: current, the log-probability itself as a constant; proximal, the trainer's before the
@@ -39,7 +31,7 @@ Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +40,7 @@ import torch
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.kernels.loss.advantage import batch_advantages, group_advantages, spread
 from moetrain.kernels.loss.policy import (
     clamped,
     kl_estimate,
@@ -58,11 +51,6 @@ from moetrain.kernels.loss.policy import (
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.objectives import Outputs, Term, token_losses
-
-_EQUAL = 1e-9
-"""Relative difference below which rewards are the same: sums of the same parts in another order
-differ by 1e-16 or so, and a division by their standard deviation would make 1 of that."""
-
 
 # ---- advantages ---------------------------------------------------------------------------------
 
@@ -77,19 +65,6 @@ class _Advantages(NamedTuple):
     (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
     spread: float
     """Standard deviation of the advantages that are trained; 0 where there is only one."""
-
-
-_BASELINES: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
-    "dr_grpo": lambda r: r - r.mean(),
-    "grpo": lambda r: (r - r.mean()) / r.std(ddof=1),
-    "rloo": lambda r: r - (r.sum() - r) / (len(r) - 1),
-    "reinforce_pp_baseline": lambda r: r - r.mean(),
-    "reinforce_pp": None,
-    "none": np.zeros_like,
-}
-"""Maps a group's rewards to advantages; None: groups have no part in it."""
-_OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
-"""Those whose advantages are then normalised over the batch."""
 
 
 def advantages(
@@ -112,36 +87,22 @@ def advantages(
             reasons[i] = "overlong"
         elif t.fault is None:
             groups.setdefault(t.group, []).append(i)
-    if (of_group := _BASELINES[settings.advantage]) is not None:
-        for members in groups.values():
-            if len(members) > 1 and not _is_flat(values[members]):
-                values[members] = of_group(values[members])
-                continue
-            if settings.teacher is not None:  # which teaches where rewards do not
-                values[members] = 0.0
-                continue
+    for members in groups.values():
+        found = group_advantages(settings.advantage, values[members])
+        if found is None and settings.teacher is None:  # which teaches where rewards do not
             for i in members:
                 reasons[i] = "alone" if len(members) == 1 else "no_variance"
+        values[members] = 0.0 if found is None else found
     for i, t in enumerate(trajectories):
         if settings.overlong == "mask" and t.is_overlong and reasons[i] is None:
             reasons[i] = "overlong"
     trained = np.flatnonzero([reason is None for reason in reasons])
-    if settings.advantage in _OVER_BATCH and len(trained):
-        spread = 1.0 if _is_flat(values[trained]) else _spread(values[trained])
-        values[trained] = (values[trained] - values[trained].mean()) / spread
+    values[trained] = batch_advantages(settings.advantage, values[trained])
     return _Advantages(
         [float(v) if r is None else None for v, r in zip(values, reasons, strict=True)],
         Counter(reason for reason in reasons if reason is not None),
-        _spread(values[trained]),
+        spread(values[trained]),
     )
-
-
-def _is_flat(values: np.ndarray) -> bool:
-    return bool(np.ptp(values) <= _EQUAL * np.abs(values).max())
-
-
-def _spread(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 # ---- importance weights -------------------------------------------------------------------------

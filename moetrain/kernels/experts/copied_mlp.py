@@ -1,8 +1,8 @@
 """The expert MLP where the last N experts are copies of other devices', which ops fetch themselves.
 
 It computes :func:`~moetrain.kernels.experts.mlp.expert_mlp`, or the same in e4m3, of matrices with
-[L + N, ...] rows. The last N hold nothing between ops: the forward lets a :class:`_Copier` fill them
-and returns what it got, for the backward to put there again, as they may be another layer's or
+[L + N, ...] rows. The last N hold nothing between ops: the forward lets a :class:`_Copier` fill
+them and returns what it got, for the backward to put there again, as they may be another layer's or
 micro-batch's meanwhile; the backward lets it bring the copies' gradients to the experts'. Autograd
 keeps N experts of a layer, or none where the op is recomputed and fetches again.
 
