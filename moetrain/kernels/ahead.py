@@ -77,7 +77,10 @@ def launches_of(fake_step: Callable[[], object]) -> _Launches:
 
 
 def compile_ahead(
-    launches: _Launches, device: torch.device, rank: int = 0, size: int = 1
+    launches: _Launches,
+    device: torch.device,
+    rank: int = 0,
+    size: int = 1,
 ) -> list[Future[None]]:
     """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
 

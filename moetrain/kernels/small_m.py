@@ -109,7 +109,9 @@ def invariant_linear(
 
 @torch.library.custom_op("moetrain::invariant_linear", mutates_args=())
 def _invariant_linear(
-    x_TD: torch.Tensor, w_ND: torch.Tensor, bias_N: torch.Tensor | None
+    x_TD: torch.Tensor,
+    w_ND: torch.Tensor,
+    bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
     width = w_ND.shape[0]
     tiles = triton.cdiv(x_TD.shape[0], _TILE) * triton.cdiv(width, _TILE)
@@ -327,7 +329,9 @@ def wide_product(x_TD: torch.Tensor, w_ND: torch.Tensor) -> torch.Tensor:
 
 
 def low_rank_products(
-    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], backend: Backend = "auto"
+    x_TD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each."""
     if len(weights) > 3 or any(

@@ -199,7 +199,12 @@ def _prepare(
 
 
 def _document_layout(
-    ends: _Ends, documents: int, q: int, k: int, v: int, o: int
+    ends: _Ends,
+    documents: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.
 

@@ -106,7 +106,10 @@ def _(*arguments) -> None:
 
 
 def _seen(
-    tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None, window: int | None
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the first and the last key (int32) that each token sees."""
     starts_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k

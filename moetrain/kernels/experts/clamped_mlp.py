@@ -100,7 +100,9 @@ def clamped_expert_mlp(
 
 
 def _check_sizes(
-    x_TD: torch.Tensor, matrices: Sequence[torch.Tensor], adapters: Sequence[torch.Tensor]
+    x_TD: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
 ) -> None:
     """Raise ValueError for biases or adapters that do not fit the matrices."""
     _, b_gate_up, w_down, b_down = matrices

@@ -156,7 +156,9 @@ def clamped_swiglu_gradients(
 
 
 def sum_by_expert(
-    x_RN: torch.Tensor, weights_R: torch.Tensor | None, offsets_E: torch.Tensor
+    x_RN: torch.Tensor,
+    weights_R: torch.Tensor | None,
+    offsets_E: torch.Tensor,
 ) -> torch.Tensor:
     """Sum each expert's rows, times their weights (None: ones), in fp32: [E, N] in ``x``'s dtype.
 

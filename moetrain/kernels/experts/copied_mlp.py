@@ -176,7 +176,10 @@ _expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_sav
 
 @torch.library.custom_op("moetrain::fetch_copies", mutates_args=())
 def _fetch(
-    w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, copies_WN: torch.Tensor, copier: str
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    copies_WN: torch.Tensor,
+    copier: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dense = torch.contiguous_format
     matrices = w_gate_up_E2FD.clone(memory_format=dense), w_down_EDF.clone(memory_format=dense)
@@ -186,7 +189,10 @@ def _fetch(
 
 @torch.library.custom_op("moetrain::give_back_gradients", mutates_args=())
 def _give_back(
-    d_gate_up_E2FD: torch.Tensor, d_down_EDF: torch.Tensor, copies_WN: torch.Tensor, copier: str
+    d_gate_up_E2FD: torch.Tensor,
+    d_down_EDF: torch.Tensor,
+    copies_WN: torch.Tensor,
+    copier: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dense = torch.contiguous_format
     gradients = (d_gate_up_E2FD.clone(memory_format=dense), d_down_EDF.clone(memory_format=dense))

@@ -164,7 +164,9 @@ def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.
 
 
 def _widened(
-    x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype, precision: str
+    x_SD: torch.Tensor | tuple[torch.Tensor, ...],
+    dtype: torch.dtype,
+    precision: str,
 ) -> torch.Tensor:
     if isinstance(x_SD, torch.Tensor):
         return x_SD
@@ -218,7 +220,11 @@ def _(sent, handle, group, num_sms, precision):
 
 @torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
 def _combine_backward(
-    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, precision: str
+    d_y_TD: torch.Tensor,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+    precision: str,
 ) -> torch.Tensor:
     sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
@@ -239,7 +245,11 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _differentiate_dispatch(
-    ctx: Any, d_x_SD: torch.Tensor, d_ids: None, d_weights_SK: torch.Tensor | None, *_: None
+    ctx: Any,
+    d_x_SD: torch.Tensor,
+    d_ids: None,
+    d_weights_SK: torch.Tensor | None,
+    *_: None,
 ):
     if d_weights_SK is None:
         d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)

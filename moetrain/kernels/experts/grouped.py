@@ -142,7 +142,10 @@ def outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> to
 
 
 def gated(
-    x_RD: torch.Tensor, w_E2FD: torch.Tensor, offsets_E: torch.Tensor, weights_R: torch.Tensor
+    x_RD: torch.Tensor,
+    w_E2FD: torch.Tensor,
+    offsets_E: torch.Tensor,
+    weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``a_R2F = x @ w^T`` and ``h_RF = silu(gate) * up * weight`` of a rounded to bf16.
 

@@ -233,7 +233,15 @@ def _shapes(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF
 
 
 def _backward_shapes(
-    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, *how
+    dy_TD,
+    x_TD,
+    weights_TK,
+    slot_row_TK,
+    offsets_E,
+    w_gate_up,
+    w_down,
+    a_R2F,
+    *how,
 ):
     matrices = (torch.empty_like(w) if how[-1] else w.new_empty(0) for w in (w_gate_up, w_down))
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
@@ -397,7 +405,9 @@ def _save_adapted(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 
 def _differentiate_adapted(
-    ctx: Any, dy_TD: torch.Tensor | None, *_: torch.Tensor | None
+    ctx: Any,
+    dy_TD: torch.Tensor | None,
+    *_: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     if dy_TD is None:
         return (None,) * 13

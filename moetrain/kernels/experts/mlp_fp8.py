@@ -103,7 +103,11 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, precision: Precision, is_value: bool, is_gradient: bool
+        ctx: Any,
+        x: torch.Tensor,
+        precision: Precision,
+        is_value: bool,
+        is_gradient: bool,
     ) -> torch.Tensor:
         ctx.recipe, ctx.is_gradient = RECIPES[precision], is_gradient
         return ctx.recipe.rows(x, "reference").to(x.dtype) if is_value else x.view_as(x)
@@ -240,7 +244,9 @@ worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
 
 
 def swiglu_quantised(
-    gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool = False
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    tiled: bool = False,
 ) -> Quantised:
     """Return SwiGLU's ``y_RF`` in e4m3, within an op; inputs are contiguous."""
     rows, width = gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2

@@ -106,7 +106,9 @@ def expert_indices(
 
 @torch.library.custom_op("moetrain::expert_indices", mutates_args=())
 def _expert_indices(
-    ids_TK: torch.Tensor, num_experts: int, num_rows: int
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if not 0 <= num_rows <= ids_TK.numel():
         raise refusal("expert_indices", f"at most {ids_TK.numel()}", num_rows=num_rows, ids=ids_TK)
@@ -127,7 +129,9 @@ def _expert_indices(
 
 
 def _empty_indices(
-    ids_TK: torch.Tensor, num_experts: int, num_rows: int
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shapes = ((num_experts,), (num_experts,), (num_rows,), ids_TK.shape)
     counts, offsets, row_slot, slot_row = (ids_TK.new_empty(s, dtype=torch.int32) for s in shapes)
@@ -241,7 +245,9 @@ def permute(
 
 
 def unpermute(
-    y_RD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
+    y_RD: torch.Tensor,
+    indices: ExpertIndices,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Sum each token's rows (contiguous) in fp32, rounded once to ``y_RD``'s dtype: ``y_TD``."""
     if y_RD.dim() != 2 or y_RD.shape[0] != indices.row_slot_R.shape[0]:
@@ -257,7 +263,10 @@ def unpermute(
 
 @torch.library.custom_op("moetrain::permute", mutates_args=())
 def _permute(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor | None, slot_row_TK: torch.Tensor, num_rows: int
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    slot_row_TK: torch.Tensor,
+    num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
 
@@ -270,7 +279,9 @@ def _(x_TD, weights_TK, slot_row_TK, num_rows):
 
 @torch.library.custom_op("moetrain::unpermute", mutates_args=())
 def _unpermute(
-    x_RD: torch.Tensor, weights_R: torch.Tensor | None, slot_row_TK: torch.Tensor
+    x_RD: torch.Tensor,
+    weights_R: torch.Tensor | None,
+    slot_row_TK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x_TD, weights_TK = _unpermute_fake(x_RD, weights_R, slot_row_TK)
     sum_rows(x_RD, slot_row_TK, x_TD, weights_R, None if weights_R is None else weights_TK)
@@ -352,7 +363,14 @@ def sum_rows(
 
 @triton.jit
 def _copy_kernel(
-    x, slot_row, rows, weights, row_weights, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    slot_row,
+    rows,
+    weights,
+    row_weights,
+    width,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -367,7 +385,14 @@ def _copy_kernel(
 
 @triton.jit
 def _sum_kernel(
-    rows, slot_row, x, row_weights, weights, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    slot_row,
+    x,
+    row_weights,
+    weights,
+    width,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

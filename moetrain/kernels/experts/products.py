@@ -72,7 +72,9 @@ def _(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.
 
 
 def grouped_weight_grad(
-    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
 ) -> torch.Tensor:
     """Return ``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N].
 
@@ -108,7 +110,9 @@ def _mm_reference(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tens
 
 
 def _outer_reference(
-    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
 ) -> torch.Tensor:
     ends = offsets_E.tolist()
     rows = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
@@ -116,7 +120,11 @@ def _outer_reference(
 
 
 def router_logits(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto", *, wide: bool = False
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    backend: Backend = "auto",
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
     """Return ``logits_TE`` in fp32 (float64 for a float64 ``x``).
 
@@ -154,7 +162,9 @@ def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
 def _router_logits_backward(
-    parts_T2E: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor
+    parts_T2E: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of ``x``, and those of ``weight`` from each part, fp32 [2E, D]."""
     d_x_TD = parts_T2E @ weight_ED.to(x_TD.dtype).repeat(2, 1)

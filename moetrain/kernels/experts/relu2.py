@@ -30,7 +30,9 @@ _COLS, _WARPS = 1024, 4  # as SwiGLU's
 
 
 def relu2(
-    a_RF: torch.Tensor, weights_R: torch.Tensor | None = None, backend: Backend = "auto"
+    a_RF: torch.Tensor,
+    weights_R: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Return ``y_RF`` in ``a``'s dtype, computed in fp32.
 
@@ -68,7 +70,9 @@ def _(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moetrain::relu2_backward", mutates_args=())
 def _relu2_backward(
-    dy_RF: torch.Tensor, a_RF: torch.Tensor, weights_R: torch.Tensor
+    dy_RF: torch.Tensor,
+    a_RF: torch.Tensor,
+    weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return relu2_gradients(dy_RF, a_RF, weights_R)
 

@@ -60,7 +60,11 @@ class _ReplicaPlan(NamedTuple):
 
 
 def plan_replicas(
-    counts_WE: torch.Tensor, spare: int, rank: int, least: int = 1, backend: Backend = "auto"
+    counts_WE: torch.Tensor,
+    spare: int,
+    rank: int,
+    least: int = 1,
+    backend: Backend = "auto",
 ) -> _ReplicaPlan:
     """Plan where copies go, as ``rank`` sees it.
 

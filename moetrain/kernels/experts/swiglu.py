@@ -90,7 +90,10 @@ def _(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str) -> to
 
 @torch.library.custom_op("moetrain::swiglu_backward", mutates_args=())
 def _swiglu_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str
+    dy_RF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return swiglu_gradients(dy_RF, gate_up_R2F, weights_R, activation)
 

@@ -43,7 +43,10 @@ class Convolution(NamedTuple):
 
 
 def convolved(
-    given: Sequence[Convolution], place_T: torch.Tensor, *, fusible: bool = True
+    given: Sequence[Convolution],
+    place_T: torch.Tensor,
+    *,
+    fusible: bool = True,
 ) -> list[torch.Tensor]:
     """Return the heads [T, h, d] of packed documents, in the inputs' dtypes.
 
@@ -155,7 +158,10 @@ def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
 
 
 def convolution_step(
-    given: Convolution, kept_PRC: torch.Tensor, reads: Reads, backend: Backend = "auto"
+    given: Convolution,
+    kept_PRC: torch.Tensor,
+    reads: Reads,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Return one of :func:`convolved` of the tokens that a step reads, and keep their inputs.
 
@@ -200,7 +206,10 @@ def _by_kernel(
 
 
 def _inputs(
-    x_TC: torch.Tensor, taps: int, kept_PRC: torch.Tensor, reads: Reads
+    x_TC: torch.Tensor,
+    taps: int,
+    kept_PRC: torch.Tensor,
+    reads: Reads,
 ) -> list[torch.Tensor]:
     """Return the inputs 0, 1, ... places before each token, from this step or kept."""
     found = [x_TC]

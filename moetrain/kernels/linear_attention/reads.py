@@ -87,7 +87,10 @@ class Reads(NamedTuple):
 
     @classmethod
     def of_singles(
-        cls, slots_N: torch.Tensor, seen_N: torch.Tensor, before_N: torch.Tensor | None = None
+        cls,
+        slots_N: torch.Tensor,
+        seen_N: torch.Tensor,
+        before_N: torch.Tensor | None = None,
     ) -> Self:
         """Lay out one more token of each sequence, without waiting for the device.
 

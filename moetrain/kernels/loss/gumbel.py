@@ -23,7 +23,9 @@ _Words = TypeVar("_Words", int, torch.Tensor)
 
 
 def gumbel_argmax(
-    logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
+    logits_NV: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
 ) -> torch.Tensor:
     """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
     inverse_N1 = inverse_temperatures_N[:, None]
@@ -33,7 +35,10 @@ def gumbel_argmax(
 
 
 def kept_tokens(
-    scores_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+    scores_NV: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
 ) -> torch.Tensor:
     """Return which tokens each row's filters keep, bool [N, V]; the likeliest always stays.
 
@@ -61,7 +66,9 @@ def stream_of(seed: int, completion: int) -> int:
 
 
 def noise_keys(
-    streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
+    streams_N: torch.Tensor,
+    positions_N: torch.Tensor,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Return the key, int32, of the noise at each position of a stream; both are integers."""
     if not use_fast(backend, streams_N):

@@ -185,7 +185,11 @@ class _NarrowSum(torch.autograd.Function):
 
 
 def token_stats_reference(
-    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float, softcap: float
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    scale: float,
+    softcap: float,
 ) -> tuple[ChunkStats, torch.Tensor]:
     """Compute ``vocabulary_chunk.token_stats`` in plain torch, and give the logits, in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)

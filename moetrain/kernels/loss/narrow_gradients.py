@@ -159,7 +159,10 @@ def _add_missing(
 
 
 def _add_missing_to_rows(
-    missing_T: torch.Tensor, targets_T: torch.Tensor, h_TD: torch.Tensor, grad_w_VD: torch.Tensor
+    missing_T: torch.Tensor,
+    targets_T: torch.Tensor,
+    h_TD: torch.Tensor,
+    grad_w_VD: torch.Tensor,
 ) -> None:
     """Add each row's sum over the tokens whose target it is, which is added up in fp32."""
     sorted_T, order_T = targets_T.sort(stable=True)
@@ -231,7 +234,14 @@ def _codes_kernel(
 
 @triton.jit
 def _missing_kernel(
-    product_ptr, missing_ptr, targets_ptr, w_ptr, out_ptr, V, D, BLOCK: tl.constexpr
+    product_ptr,
+    missing_ptr,
+    targets_ptr,
+    w_ptr,
+    out_ptr,
+    V,
+    D,
+    BLOCK: tl.constexpr,
 ):
     """What the target's code lacks, times its row of w; nothing for a target outside [0, V)."""
     row = tl.program_id(0).to(tl.int64)

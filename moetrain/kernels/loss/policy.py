@@ -138,7 +138,10 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
 
 
 def kl_of_likeliest(
-    logits_TK: torch.Tensor, lse_T: torch.Tensor, other_TK: torch.Tensor, counts_T: torch.Tensor
+    logits_TK: torch.Tensor,
+    lse_T: torch.Tensor,
+    other_TK: torch.Tensor,
+    counts_T: torch.Tensor,
 ) -> torch.Tensor:
     """Return each token's KL(p || q) over K tokens and all others as one, [T].
 

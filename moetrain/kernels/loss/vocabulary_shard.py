@@ -97,7 +97,11 @@ class VocabularyShard:
         return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
 
     def stats(
-        self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+        self,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        scale: float,
     ) -> ChunkStats:
         """Give every token's statistics over the whole vocabulary. Collective."""
         if use_fast(self.backend, h_TD):

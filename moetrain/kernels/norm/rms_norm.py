@@ -101,7 +101,11 @@ def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -
 
 @torch.library.custom_op("moetrain::add_rms_norm", mutates_args=())
 def _add_rms_norm(
-    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    late: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     s = torch.empty_like(x)
     out = torch.empty_like(x)
@@ -237,7 +241,11 @@ class _FusibleNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight_D: torch.Tensor,
+        eps: float,
+        late: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # x may have no other use
@@ -269,7 +277,9 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 
 
 def _differentiate_sum(
-    ctx: Any, ds: torch.Tensor, dy: torch.Tensor
+    ctx: Any,
+    ds: torch.Tensor,
+    dy: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     s, weight_D = ctx.saved_tensors
     d_sum, dw = _gradients(dy, s, weight_D, *ctx.how, ds)

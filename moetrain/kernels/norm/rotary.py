@@ -55,7 +55,10 @@ def rotary(
 
 
 def _check(
-    x_THd: torch.Tensor, cos_Sp: torch.Tensor, sin_Sp: torch.Tensor, weight_d: torch.Tensor | None
+    x_THd: torch.Tensor,
+    cos_Sp: torch.Tensor,
+    sin_Sp: torch.Tensor,
+    weight_d: torch.Tensor | None,
 ) -> None:
     (T, _, d), (S, pairs) = x_THd.shape, cos_Sp.shape
     if d % 2 or T % max(1, S) or pairs > d // 2 or sin_Sp.shape != cos_Sp.shape:

@@ -263,7 +263,10 @@ def _grouped(x_RC: torch.Tensor) -> torch.Tensor:
 
 
 def _bits_reference(
-    shape: torch.Size, places_2: torch.Tensor, step: torch.Tensor, seed: int
+    shape: torch.Size,
+    places_2: torch.Tensor,
+    step: torch.Tensor,
+    seed: int,
 ) -> torch.Tensor:
     """Return 32 random bits (int64) for each number of R rows of C."""
     (rows, columns), device = shape, places_2.device

@@ -73,7 +73,11 @@ class FakeUpdate:
                 muon_update(master_N, gradient_N, tensors[-1], decays_B, out_N)
 
     def _run_sums(
-        self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
+        self,
+        gradient_N: torch.Tensor,
+        dtype: torch.dtype,
+        ranks: int,
+        rank: int,
     ) -> None:
         config = self.config
         size = len(gradient_N)

@@ -67,7 +67,10 @@ _COPIES = 5
 
 
 def newton_schulz(
-    x_BRC: torch.Tensor, iterations: int, eps: float, symmetric_from: float = _SYMMETRIC_FROM
+    x_BRC: torch.Tensor,
+    iterations: int,
+    eps: float,
+    symmetric_from: float = _SYMMETRIC_FROM,
 ) -> torch.Tensor:
     """Orthogonalise each of B matrices; the result has the dtype of ``x_BRC``.
 
@@ -143,7 +146,10 @@ def orthogonalise(
 
 
 def _orthogonalise(
-    parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+    parts: Sequence[torch.Tensor],
+    iterations: int,
+    eps: float,
+    scale: float,
 ) -> None:
     sizes = [len(part_BRC) for part_BRC in parts]
     first_BRC = parts[0]
@@ -239,7 +245,11 @@ class Matrices:
             self._rounds.append(_Round(order, own, theirs, mine, received))
 
     def orthogonalise(
-        self, pieces: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
+        self,
+        pieces: Sequence[torch.Tensor],
+        iterations: int,
+        eps: float,
+        scale: float,
     ) -> None:
         """Do what :func:`orthogonalise` does to this rank's ``pieces`` of all parameters.
 
@@ -273,7 +283,9 @@ def _fill(tensors: Sequence[torch.Tensor], x_N: torch.Tensor) -> None:
 
 
 def _deal(
-    shapes: Sequence[Sequence[int]], ranks: int, limit: int = _BATCH_NUMBERS
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    limit: int = _BATCH_NUMBERS,
 ) -> list[list[list[int]]]:
     """Deal matrices of ``shapes`` to ``ranks`` by their work, in rounds.
 

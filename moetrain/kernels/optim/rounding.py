@@ -34,7 +34,10 @@ def round_by_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor
 
 
 def random_bits_reference(
-    origins_B: torch.Tensor, step: torch.Tensor, seed: int, block: int = BLOCK
+    origins_B: torch.Tensor,
+    step: torch.Tensor,
+    seed: int,
+    block: int = BLOCK,
 ) -> torch.Tensor:
     """Return 32 random bits (int64) for each number of the blocks."""
     mask = 0xFFFFFFFF

@@ -84,7 +84,10 @@ def symmetric_product(
 
 @torch.library.custom_op("moetrain::symmetric_product", mutates_args=())
 def _symmetric_product(
-    x_BRC: torch.Tensor, added_BRR: torch.Tensor | None, alpha: float, beta: float
+    x_BRC: torch.Tensor,
+    added_BRR: torch.Tensor | None,
+    alpha: float,
+    beta: float,
 ) -> torch.Tensor:
     batch, rows, columns = x_BRC.shape
     out_BRR = x_BRC.new_empty(batch, rows, rows)

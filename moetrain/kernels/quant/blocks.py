@@ -107,7 +107,11 @@ class QuantisedBlocks(NamedTuple):
 
 
 def quantise_blocks(
-    w_ENM: torch.Tensor, kind: Scales, *, turned: bool = False, backend: Backend = "auto"
+    w_ENM: torch.Tensor,
+    kind: Scales,
+    *,
+    turned: bool = False,
+    backend: Backend = "auto",
 ) -> QuantisedBlocks:
     """Quantise contiguous matrices in blocks, within an op; ``turned``: [E, M, N] in their place.
 
@@ -145,7 +149,10 @@ def quantise_blocks(
 
 
 def blocks_mm(
-    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
+    a_RM: Quantised,
+    b_ENM: QuantisedBlocks,
+    offsets_E: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
 

@@ -93,7 +93,10 @@ class Quantised(NamedTuple):
 
 
 def quantise_rows(
-    x_XM: torch.Tensor, backend: Backend = "auto", *, tiled: bool = False
+    x_XM: torch.Tensor,
+    backend: Backend = "auto",
+    *,
+    tiled: bool = False,
 ) -> Quantised:
     """Quantise ``x`` [..., M] (contiguous) by rows, or with ``tiled`` by tiles of these."""
     if use_fast(backend, x_XM):

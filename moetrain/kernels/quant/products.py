@@ -41,7 +41,11 @@ from moetrain.kernels.quant.recipes import RECIPES
 
 
 def scaled_mm(
-    a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype, *, fast: bool = True
+    a_TM: Quantised,
+    b_NM: Quantised,
+    dtype: torch.dtype,
+    *,
+    fast: bool = True,
 ) -> torch.Tensor:
     """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s.
 
@@ -60,7 +64,10 @@ def scaled_mm(
 
 
 def scaled_grouped_mm(
-    a_RM: Quantised, b_ENM: Quantised | QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
+    a_RM: Quantised,
+    b_ENM: Quantised | QuantisedBlocks,
+    offsets_E: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``."""
     if dtype == torch.bfloat16 and grouped_e4m3.takes(a_RM.values, b_ENM.values):
@@ -112,7 +119,10 @@ class _DenseProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: Precision
+        ctx: Any,
+        x_TD: torch.Tensor,
+        w_ND: torch.Tensor,
+        precision: Precision,
     ) -> torch.Tensor:
         ctx.recipe = recipe = RECIPES[precision]
         ctx.save_for_backward(x_TD, w_ND)
@@ -131,7 +141,9 @@ class _DenseProduct(torch.autograd.Function):
 
 @torch.library.custom_op("moetrain::linears_fp8", mutates_args=())
 def _linears_fp8(
-    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], precision: str
+    x_TD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    precision: str,
 ) -> torch.Tensor:
     recipe = RECIPES[precision]
     x, w = recipe.rows(x_TD, "triton"), recipe.weights(_joined(weights, precision)[None], "triton")
@@ -175,7 +187,11 @@ def _(x_TD, weights, precision):
 
 @torch.library.custom_op("moetrain::linears_fp8_backward", mutates_args=())
 def _linears_fp8_backward(
-    dy_TN: torch.Tensor, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: str, is_trained: bool
+    dy_TN: torch.Tensor,
+    x_TD: torch.Tensor,
+    w_ND: torch.Tensor,
+    precision: str,
+    is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = RECIPES[precision]
     w_DN = recipe.weights(w_ND[None], "triton", turned=True)

@@ -48,7 +48,11 @@ class Recipe(NamedTuple):
         return quantise_rows(x_XM, backend, tiled=self.tiled)
 
     def weights(
-        self, w_ENM: torch.Tensor, backend: Backend = "auto", *, turned: bool = False
+        self,
+        w_ENM: torch.Tensor,
+        backend: Backend = "auto",
+        *,
+        turned: bool = False,
     ) -> Quantised | QuantisedBlocks:
         """Quantise matrices for ``x @ w^T``, or ``turned`` [E, M, N] for ``dy @ w``."""
         if self.blocks is not None:

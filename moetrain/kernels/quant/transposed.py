@@ -197,7 +197,14 @@ def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl
 
 @triton.jit(do_not_specialize=["num_rows"])  # which changes from call to call
 def _group_scale_kernel(
-    scales, tokens, ends, group_scales, num_rows, E, LEAST: tl.constexpr, BLOCK: tl.constexpr
+    scales,
+    tokens,
+    ends,
+    group_scales,
+    num_rows,
+    E,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     group = tl.program_id(0)
     scales += tl.program_id(1).to(tl.int64) * num_rows

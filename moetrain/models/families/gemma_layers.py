@@ -181,7 +181,10 @@ class _GemmaMoE(MoE):
             self.add_module(name, norm)
 
     def results(
-        self, x_TD: torch.Tensor, routed: Routed, context: Context
+        self,
+        x_TD: torch.Tensor,
+        routed: Routed,
+        context: Context,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of both layers' normalised results, and ``dropped``."""
         dense_norm, dense_out_norm, norm, out_norm = (getattr(self, name) for name in _NORMS)

@@ -173,7 +173,10 @@ class _LinearAttention(LinearMixer):
         return self.wo(y).view_as(x_BSD)
 
     def _mixed(
-        self, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context
+        self,
+        given: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        context: Context,
     ) -> torch.Tensor:
         """Return what heads read of their states, [T, H * V]."""
         q, k, v, a_TH, b_TH = given

@@ -67,7 +67,10 @@ class LinearStates:
         return [*kept, *self.inputs.values()]
 
     def convolved(
-        self, given: Mapping[str, Convolution], reads: Reads, backend: Backend
+        self,
+        given: Mapping[str, Convolution],
+        reads: Reads,
+        backend: Backend,
     ) -> list[torch.Tensor]:
         """Go on with the convolutions, as :func:`convolution_step` does with one."""
         found = []

@@ -191,7 +191,10 @@ class Mamba(LinearMixer):
         return self.wo(self._normed(y * F.silu(z.to(y.dtype))).to(dtype)).view_as(h_BSD)
 
     def _mixed(
-        self, given: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context
+        self,
+        given: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        context: Context,
     ) -> torch.Tensor:
         """Return what heads read of their states, and of their input: [T, H * V], in fp32."""
         *convolving, dt_TH = given

@@ -124,7 +124,9 @@ def num_further_layers(config: Mapping[str, Any]) -> int:
 
 
 def with_further(
-    arch: Architecture, config: Mapping[str, Any], setting: str = "train.mtp_weight"
+    arch: Architecture,
+    config: Mapping[str, Any],
+    setting: str = "train.mtp_weight",
 ) -> Architecture:
     """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names.
 
@@ -145,7 +147,10 @@ def with_further(
 
 
 def run_further(
-    model: Any, x_BSD: torch.Tensor, inputs: Any, rows: Any
+    model: Any,
+    x_BSD: torch.Tensor,
+    inputs: Any,
+    rows: Any,
 ) -> tuple[list[torch.Tensor], list[RouterStats]]:
     """Run the blocks for further tokens of a ``Transformer``, behind its ``head``.
 
@@ -177,7 +182,10 @@ def run_further(
 
 
 def reaches(
-    shape: Sequence[int], positions_BS: torch.Tensor | None, depth: int, device: torch.device
+    shape: Sequence[int],
+    positions_BS: torch.Tensor | None,
+    depth: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return [B, S]: whether the token ``depth`` further on is of the same document.
 
@@ -206,7 +214,10 @@ def further_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
 
 
 def further_loss(
-    model: Any, hidden: Sequence[torch.Tensor], batch: Any, sizes: Mapping[str, torch.Tensor]
+    model: Any,
+    hidden: Sequence[torch.Tensor],
+    batch: Any,
+    sizes: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
 

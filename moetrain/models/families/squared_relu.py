@@ -172,7 +172,9 @@ class _SquaredReLUMoE(MoE):
         self.from_latent = Linear(latent, dim, kernels) if latent else None
 
     def through_experts(
-        self, x_TD: torch.Tensor, routed: Routed
+        self,
+        x_TD: torch.Tensor,
+        routed: Routed,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.to_latent is None or self.from_latent is None:
             return super().through_experts(x_TD, routed)

@@ -112,7 +112,10 @@ class Upcycling:
             raise ConfigError("noise", f"{self.noise} is not a number of at least 0")
 
     def weights(
-        self, model: Any, dense: nn.Module, fill: Callable[[_Tensors], _Tensors]
+        self,
+        model: Any,
+        dense: nn.Module,
+        fill: Callable[[_Tensors], _Tensors],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the files of ``model``, with its name there.
 
@@ -135,7 +138,10 @@ class Upcycling:
             yield from ((piece.hf_name, value[piece.place]) for piece in pieces)
 
     def _parameter(
-        self, name: str, shape: Sequence[int], read: Callable[[str], torch.Tensor]
+        self,
+        name: str,
+        shape: Sequence[int],
+        read: Callable[[str], torch.Tensor],
     ) -> torch.Tensor:
         """Return the parameter or buffer ``name`` of the model that is made; ``read`` returns a
         parameter of the dense model."""
