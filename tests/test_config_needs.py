@@ -35,6 +35,8 @@ PROBES += (
     "reward",
     "bfloat16",
     "float8",
+    "apart",
+    "together",
 )
 
 
