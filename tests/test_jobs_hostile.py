@@ -188,6 +188,38 @@ def test_a_damaged_save_costs_its_own_job(service, tmp_path):
     assert service.find(name).status == "open"
 
 
+def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monkeypatch):
+    """It is no damage to the run, whose next save looks at it."""
+    name = new(service)
+    ask = asker(service, name)
+    ask("save_weights", {"path": "a"})
+    load = store._load
+
+    def remove_first(folder, file, **fields):
+        if folder.name == "a":
+            (folder / file).unlink(missing_ok=True)
+        return load(folder, file, **fields)
+
+    monkeypatch.setattr(store, "_load", remove_first)
+    ask("save_weights", {"path": "b"})
+    assert service.find(name).status == "open"
+    assert list(service.saves(name)) == ["weights/b"]
+
+
+def test_many_answers_together_hold_no_more_than_one_may(tmp_path):
+    """Each of their likeliest tokens takes some hundred bytes."""
+    with Service(config_of(tmp_path, "jobs.max_request_mib=1")) as service:
+        name = new(service)
+        asker(service, name)("save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        body = prompting([1, 2], 60, topk_sample_logprobs=50, num_samples=6)
+        sampler, body = target_of(name, "asample", body)
+        for number in range(3):  # of which each has 18,000 of 32,768
+            service.submit(sampler, "asample", body, number)
+        for done in (1, 2, 3):
+            service.turn()
+            assert service.find(sampler).done == done
+
+
 def test_a_message_of_nothing_takes_little_memory():
     message = wire.ForwardBackwardRequest()
     for _ in range(MOST_TEXTS + 9):

@@ -111,9 +111,12 @@ def write_save(folder: Path, seen: int, ttl: int | None) -> None:
 
 def read_save(folder: Path) -> dict[str, Any] | None:
     """Read what :func:`write_save` wrote; None: there is no such save, or not any longer."""
-    if not (folder / SAVE).exists():
-        return None
-    known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
+    try:
+        known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
+    except DamagedJob:
+        if (folder / SAVE).exists():
+            raise
+        return None  # or it was removed just now
     return None if (known["expires"] or math.inf) < time.time() else known
 
 
