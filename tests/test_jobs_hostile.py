@@ -193,6 +193,8 @@ def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monk
     name = new(service)
     ask = asker(service, name)
     ask("save_weights", {"path": "a"})
+    for file in (".DS_Store", "notes"):  # nor are files of others its end, or the service's
+        (tmp_path / "jobs" / name / "weights" / file).touch()
     load = store._load
 
     def remove_first(folder, file, **fields):
@@ -385,6 +387,19 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
         while service.turn():
             pass
         assert asker(service, name)(*LOOK) == expected
+
+
+def test_a_sampler_that_was_refused_has_no_checkpoint(tmp_path):
+    """It would hold the moments of the run before it."""
+    sampler = f"{'ab' * 16}:sample:0"
+    _, body = target_of(sampler, "asample", prompting([1, 2], 3, num_samples=4))
+    with Service(config_of(tmp_path)) as service:
+        service.create(sampler)
+        service.submit(sampler, "asample", body, 0)
+    with Service(config_of(tmp_path, "jobs.max_completions=2")) as service:
+        service.turn()
+        assert "ask in parts" in service.answer(sampler, 0).result(0)["error"]
+    assert not list((tmp_path / "jobs" / sampler / "checkpoints").iterdir())
 
 
 # ---- any order of anything ---------------------------------------------------------------------

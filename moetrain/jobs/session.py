@@ -227,10 +227,10 @@ class JobSession:
                 raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
     def _put_away(self, job: str) -> None:
-        """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
+        """Save ``job``, a run that is not in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
         held.drop()
-        if not held.since_step and held.saved != held.seen:
+        if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
             self.engine.copy_in(held)
             self.now = held
             self.save()

@@ -136,10 +136,10 @@ def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
 
     Saves beside it whose time is over are removed, and ``most`` may be left.
     """
-    others = [path for path in folder.parent.glob("*") if path != folder]
+    others = [path for path in folder.parent.glob("[!.]*") if path != folder]
     for path in others:
         if read_save(path) is None:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # what is left counts
     known, left = read_save(folder), sum(path.exists() for path in others)
     # One of this very request: it was saved, and its answer was not.
     if known is not None and known["seen"] != seen and not overwrite:
