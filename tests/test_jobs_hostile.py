@@ -188,6 +188,40 @@ def test_a_damaged_save_costs_its_own_job(service, tmp_path):
     assert service.find(name).status == "open"
 
 
+def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monkeypatch):
+    """It is no damage to the run, whose next save looks at it."""
+    name = new(service)
+    ask = asker(service, name)
+    ask("save_weights", {"path": "a"})
+    for file in (".DS_Store", "notes"):  # nor are files of others its end, or the service's
+        (tmp_path / "jobs" / name / "weights" / file).touch()
+    load = store._load
+
+    def remove_first(folder, file, **fields):
+        if folder.name == "a":
+            (folder / file).unlink(missing_ok=True)
+        return load(folder, file, **fields)
+
+    monkeypatch.setattr(store, "_load", remove_first)
+    ask("save_weights", {"path": "b"})
+    assert service.find(name).status == "open"
+    assert list(service.saves(name)) == ["weights/b"]
+
+
+def test_many_answers_together_hold_no_more_than_one_may(tmp_path):
+    """Each of their likeliest tokens takes some hundred bytes."""
+    with Service(config_of(tmp_path, "jobs.max_request_mib=1")) as service:
+        name = new(service)
+        asker(service, name)("save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        body = prompting([1, 2], 60, topk_sample_logprobs=50, num_samples=6)
+        sampler, body = target_of(name, "asample", body)
+        for number in range(3):  # of which each has 18,000 of 32,768
+            service.submit(sampler, "asample", body, number)
+        for done in (1, 2, 3):
+            service.turn()
+            assert service.find(sampler).done == done
+
+
 def test_a_message_of_nothing_takes_little_memory():
     message = wire.ForwardBackwardRequest()
     for _ in range(MOST_TEXTS + 9):
@@ -353,6 +387,19 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
         while service.turn():
             pass
         assert asker(service, name)(*LOOK) == expected
+
+
+def test_a_sampler_that_was_refused_has_no_checkpoint(tmp_path):
+    """It would hold the moments of the run before it."""
+    sampler = f"{'ab' * 16}:sample:0"
+    _, body = target_of(sampler, "asample", prompting([1, 2], 3, num_samples=4))
+    with Service(config_of(tmp_path)) as service:
+        service.create(sampler)
+        service.submit(sampler, "asample", body, 0)
+    with Service(config_of(tmp_path, "jobs.max_completions=2")) as service:
+        service.turn()
+        assert "ask in parts" in service.answer(sampler, 0).result(0)["error"]
+    assert not list((tmp_path / "jobs" / sampler / "checkpoints").iterdir())
 
 
 # ---- any order of anything ---------------------------------------------------------------------

@@ -50,6 +50,8 @@ def serve(folder, runs, failing=False):
                 live = [course for course in live if course.go_on()]
                 if failing and number == 0:
                     fail(service, bad)
+            if failing and number == 0:
+                damage(service, bad)
         service.session.dismiss()
         at = config.output_dir
         found.append(
@@ -70,6 +72,14 @@ def fail(service, name):
     answer = answer_to(service, name, "forward_backward", texts([1, 2, 3]))
     assert "ZeroDivisionError" in answer["error"]
     del service.session.engine.forward_backward
+
+
+def damage(service, name):
+    """What only the rank that has the files sees, before the others write a save."""
+    answer_to(service, name, "save_weights", {"path": "a"})
+    (service.find(name).folder / "weights" / "a" / "save.json").write_text("{")
+    answer = answer_to(service, name, "save_weights", {"path": "b"})
+    assert "save.json is damaged" in answer["error"]
 
 
 INTERLEAVED = "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b model.num_layers=4"

@@ -299,6 +299,12 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
                 client.ask(theirs, "load_weights", load)
     with pytest.raises(Failed, match="there is no save"):
         client.ask(theirs, "load_weights", {"path": "a"})
+    # A run that cannot begin with a save is none.
+    wrong = {"path": f"tinker://{mine}/sampler_weights/a", "optimizer": True}
+    begun = {**wrong, "session_id": theirs[:32], "model_seq_id": 7}
+    status, body = send(served, "POST", "load_weights", json.dumps(begun).encode())
+    assert (status, b"no optimizer state" in body) == (400, True)
+    assert send(served, "GET", f"training_runs/{theirs[:-1]}7")[0] == 404
     client.call("DELETE", f"training_runs/{theirs}")
     assert client.call("GET", f"training_runs/{mine}/checkpoints") == before
     here = f"training_runs/{mine}/checkpoints/external_weights/a"

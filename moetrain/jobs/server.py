@@ -147,6 +147,7 @@ class JobRoutes(JsonServer):
         new = _parsed(types.LoadWeightsRequest, body)
         self._check_base(new.base_model, new.optimizer_config)
         name = f"{new.session_id}:train:{new.model_seq_id}"
+        self.service.session.limits.parse("load_weights", _asked(body))  # before there is a run
         self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
         number = self.service.submit(name, "load_weights", _asked(body), 0)
         return {"request_id": f"{name}:{number}"}

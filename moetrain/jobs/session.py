@@ -227,10 +227,10 @@ class JobSession:
                 raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
     def _put_away(self, job: str) -> None:
-        """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
+        """Save ``job``, a run that is not in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
         held.drop()
-        if not held.since_step and held.saved != held.seen:
+        if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
             self.engine.copy_in(held)
             self.now = held
             self.save()
@@ -363,21 +363,22 @@ class JobSession:
         None: :attr:`is_given_up` said so.
         """
         self.update_weights()  # empties the cache, so that nothing depends on the job before
-        generator = self.generator
+        generator, limits = self.generator, self.limits
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
-        asked: list[Sampling] = []
-        requests, total = [], 0
+        asked, requests, total, logprobs = list[Sampling](), [], 0, 0
         for number in range(first, first + count):
             entry = Job.request_in(self.now.folder, number)
-            body = self.limits.parse("asample", entry["body"])
+            body = limits.parse("asample", entry["body"])
             assert isinstance(body, Sampling)
-            total += body.num_samples
-            if asked and total > self.limits.max_completions:
-                break
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
+            request = replace(body.request(seed, limits), id=str(number - first))
+            total += body.num_samples
+            logprobs += body.num_samples * request.params.max_tokens * request.params.logprobs
+            if asked and (total > limits.max_completions or logprobs > limits.max_logprobs):
+                break
             asked.append(body)
-            requests.append(replace(body.request(seed, self.limits), id=str(number - first)))
+            requests.append(request)
         done: dict[tuple[int, int], dict[str, Any]] = {}
         leaders, rank = self.leaders, self.world.rank
         mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
@@ -429,8 +430,8 @@ class JobSession:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
         folder, seen = self.now.folder / kind / str(request.path), self.now.seen
         most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
-        is_main = self.world.is_main
-        problem = make_room(folder, seen, request.overwrite, most) if is_main else ""
+        is_main, room = self.world.is_main, (folder, seen, request.overwrite, most)
+        problem = self.run_here(lambda _: make_room(*room) if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):
             raise Refused(problem)
         write(folder)
@@ -439,8 +440,8 @@ class JobSession:
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
-        engine, root = self.engine, self.now.folder.parent
-        found = open_checkpoint(checkpoint_of(root / source_of(request.path)))
+        engine, path = self.engine, self.now.folder.parent / source_of(request.path)
+        found = self.run_here(lambda _: open_checkpoint(checkpoint_of(path)))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:

@@ -111,9 +111,12 @@ def write_save(folder: Path, seen: int, ttl: int | None) -> None:
 
 def read_save(folder: Path) -> dict[str, Any] | None:
     """Read what :func:`write_save` wrote; None: there is no such save, or not any longer."""
-    if not (folder / SAVE).exists():
-        return None
-    known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
+    try:
+        known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
+    except DamagedJob:
+        if (folder / SAVE).exists():
+            raise
+        return None  # or it was removed just now
     return None if (known["expires"] or math.inf) < time.time() else known
 
 
@@ -133,10 +136,10 @@ def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
 
     Saves beside it whose time is over are removed, and ``most`` may be left.
     """
-    others = [path for path in folder.parent.glob("*") if path != folder]
+    others = [path for path in folder.parent.glob("[!.]*") if path != folder]
     for path in others:
         if read_save(path) is None:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # what is left counts
     known, left = read_save(folder), sum(path.exists() for path in others)
     # One of this very request: it was saved, and its answer was not.
     if known is not None and known["seen"] != seen and not overwrite:
