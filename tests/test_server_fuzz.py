@@ -244,6 +244,8 @@ class Agents(Target):
         self.port = int(self.agents.address.rpartition(":")[2])
         self.thread = threading.Thread(target=lambda: asyncio.run(self.play()))
         self.thread.start()
+        while self.episode.name not in self.agents.episodes:  # until it begins there
+            time.sleep(0.01)
         self.path = f"/{self.episode.name}/v1/chat/completions"
         self.good = {self.path: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}}
 
