@@ -9,6 +9,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from moetrain.config import ConfigError
 from moetrain.parallel.world import plan_world
 from moetrain.rl import apart
 from moetrain.rl.rows import Trajectory
+from moetrain.rollout.weights import blank
+from moetrain.train.memory import RankSizes
 from moetrain.train.metrics import read_metrics
 from moetrain.train.setup import resolve_run
 
@@ -386,3 +389,30 @@ def test_nothing_begins_with_weights_from_before(fleet):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: fleet.updating(2).__enter__()).result(10)
     assert fleet.figures()["generators_lost"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_learners_own_loses_that_generator_alone(fleet, monkeypatch):
+    fleet, address, key = fleet
+    one, two = (come(address, key, rank) for rank in (1, 2))
+    with fleet.updating(0):
+        pass
+    say(one)
+    hear(one)
+    monkeypatch.setattr(apart._Wire, "carry", Mock(side_effect=torch.OutOfMemoryError("no room")))
+    say(two)
+    assert two.poll(10)
+    two.recv()
+    two.send(None)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: fleet.updating(1).__enter__()).result(10)
+    assert fleet.figures()["generators_lost"] == 1
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_what_is_sent_to_generators_is_a_whole_model(tmp_path, ep):
+    config, arch = resolve_run(config_of(tmp_path, **APART, **{"parallel.ep": ep}))
+    dims = plan_world(config, arch, 3)
+    (rank,) = RankSizes.of_ranks(config, arch, dims, torch.bfloat16)
+    whole = blank(config, arch, torch.bfloat16)
+    assert rank._generator == sum(p.numel() * p.element_size() for p in whole.parameters())

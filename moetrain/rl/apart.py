@@ -53,7 +53,7 @@ _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 8.0
 """Seconds without one after which it hangs: it is stopped, or a call keeps the interpreter."""
 _STEP_SECONDS = 600.0
-"""The most between two of its steps; then a device hangs, or an environment."""
+"""The most between two of its steps, beside ``rl.step_timeout``; then something hangs."""
 _PAUSE = 0.01
 """Seconds before a busy generator that has nothing to say speaks again."""
 _STILLBORN = 3
@@ -247,35 +247,37 @@ class Fleet(Collector):
 
     def _attend(self, link: connection.Connection, store: dist.Store, key: bytes) -> None:
         peer = None
-        with suppress(*_GONE):
-            connection.deliver_challenge(link, key)
-            connection.answer_challenge(link, key)
-            index, token = link.recv()
-            peer = _Wire(link, dist.PrefixStore(token, store), self.generator.model)
+        try:
+            with suppress(*_GONE):
+                connection.deliver_challenge(link, key)
+                connection.answer_challenge(link, key)
+                index, token = link.recv()
+                peer = _Wire(link, dist.PrefixStore(token, store), self.generator.model)
+                with self._changed:
+                    peer.index = index
+                    self._peers.append(peer)
+                    self._hand_out()
+                while True:
+                    answer = self._answer(peer, *link.recv())
+                    link.send(answer)
+                    if answer[0]:
+                        link.recv()  # it is between two steps
+                        peer.carry(answer[0])
+                        with self._changed:
+                            peer.version = answer[1]
+                            self._changed.notify_all()
+        finally:  # an error of this side as well: nobody waits for such a generator
             with self._changed:
-                peer.index = index
-                self._peers.append(peer)
-                self._hand_out()
-            while True:
-                answer = self._answer(peer, *link.recv())
-                link.send(answer)
-                if answer[0]:
-                    link.recv()  # it is between two steps
-                    peer.carry(answer[0])
-                    with self._changed:
-                        peer.version = answer[1]
-                        self._changed.notify_all()
-        with self._changed:
-            if peer in self._peers:
-                self._peers.remove(peer)
-                number = sum(peer.groups.values())
-                text = "generator %d is gone: %d trajectories begin again"
-                logger.warning(text, peer.index, number)
-                self._counts["trajectories_restarted"] += number
-                self._counts["generators_lost"] += 1
-                self._in_vain += 1
-                self._expects = 0
-                self._hand_out()
+                if peer in self._peers:
+                    self._peers.remove(peer)
+                    number = sum(peer.groups.values())
+                    text = "generator %d is gone: %d trajectories begin again"
+                    logger.warning(text, peer.index, number)
+                    self._counts["trajectories_restarted"] += number
+                    self._counts["generators_lost"] += 1
+                    self._in_vain += 1
+                    self._expects = 0
+                    self._hand_out()
 
     def _answer(
         self, peer: _Wire, groups: list[list[Trajectory]], are_all: bool, is_busy: bool, idle: float
@@ -355,7 +357,7 @@ class _Serving:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        while time.monotonic() - self._stepped < _STEP_SECONDS:
+        while time.monotonic() - self._stepped < _STEP_SECONDS + self.config.rl.step_timeout:
             if self._wire is not None and self._wire.is_gone():  # whatever the other thread does
                 os._exit(0)
             try:

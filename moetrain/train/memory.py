@@ -240,8 +240,9 @@ class RankSizes:
         self.orthogonal = orthogonal / dims.sharding_ranks
         """How many of them Muon updates."""
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
+        ep = 1 if config.rl.apart else dims.ep  # the copy that is sent has all experts
         self._generator = sum(
-            _copied_bytes(numels[name], rule, dims, dtype, is_here=name in mine)
+            _copied_bytes(numels[name], rule, dims, ep, dtype, is_here=name in mine)
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
@@ -437,11 +438,11 @@ class RankSizes:
 
 
 def _copied_bytes(
-    numel: int, rule: Rule, dims: ParallelDims, dtype: torch.dtype, *, is_here: bool
+    numel: int, rule: Rule, dims: ParallelDims, ep: int, dtype: torch.dtype, *, is_here: bool
 ) -> float:
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
-    is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
+    is_cut = (dims.efsdp * dims.ep // ep if is_expert else dims.sharding_ranks) > 1
     if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
-        return numel // (dims.ep if is_expert else 1) * used.itemsize
+        return numel // (ep if is_expert else 1) * used.itemsize
     return 0
