@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkpoints import tensors_of
 from distributed import fork_server
 from test_rl_run import EVEN, config_of, lines_of, words_of
-from toy_environments import YES_NO_MAYBE
+from toy_environments import BEST_WORD
 
 from moetrain.cli.train import run_rl
 from moetrain.config import ConfigError
@@ -110,19 +110,6 @@ def assert_same_bits(one, other):
 
 APART = {"rl.placement": "apart"}
 QUIET = {"train.eval_interval": 0, "rl.eval_tasks": 0}
-WORDS = {
-    "model.moe_intermediate_size": 32,
-    "train.micro_batch_size": 8,
-    "train.global_batch_size": 64,
-    "train.eval_interval": 0,
-    "optim.lr": 3e-3,
-    "optim.schedule": "constant",
-    "rl.env": YES_NO_MAYBE,
-    "rl.supervised_steps": 40,
-    "rl.supervised_lr": 1e-2,
-    "rl.group_size": 8,
-    "rl.eval_tasks": 0,
-}
 
 
 @pytest.fixture
@@ -224,7 +211,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
 
 def test_stale_trajectories_teach_too(tmp_path):
     """The best word of three, with trajectories that begin up to four updates early."""
-    values = WORDS | APART | {"rl.max_staleness": 4, "train.steps": 75}
+    values = BEST_WORD | APART | {"rl.max_staleness": 4, "train.steps": 75}
     assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
     rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
     assert max(row["staleness_max"] for row in rows) <= 4

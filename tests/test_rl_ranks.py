@@ -9,7 +9,7 @@ from architectures import own_part
 from checkpoints import tensors_of
 from distributed import spawn
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
-from toy_environments import YES_NO_MAYBE
+from toy_environments import BEST_WORD
 
 from moetrain.rl.trainer import RlTrainer
 
@@ -58,17 +58,7 @@ def test_ranks_learn_what_one_process_does(tmp_path):
 
 
 WORDS = {
-    "model.moe_intermediate_size": 32,
-    "train.micro_batch_size": 8,
-    "train.global_batch_size": 64,
-    "train.eval_interval": 0,
-    "optim.lr": 3e-3,
-    "optim.schedule": "constant",
-    "rl.env": YES_NO_MAYBE,
-    "rl.supervised_steps": 40,
-    "rl.supervised_lr": 1e-2,
-    "rl.group_size": 8,
-    "rl.eval_tasks": 0,
+    **BEST_WORD,
     "parallel.ep": 2,
     "checkpoint.interval": 40,
     "checkpoint.keep": 9,

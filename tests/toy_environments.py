@@ -79,3 +79,19 @@ class _Sum:
             reply = self._environment.reply(text.removeprefix(_ASK))
             return Turn(self._environment.prompts.text(reply))
         return self._without_tool.step(action)
+
+
+BEST_WORD = {
+    "model.moe_intermediate_size": 32,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 64,
+    "train.eval_interval": 0,
+    "optim.lr": 3e-3,
+    "optim.schedule": "constant",
+    "rl.env": YES_NO_MAYBE,
+    "rl.supervised_steps": 40,
+    "rl.supervised_lr": 1e-2,
+    "rl.group_size": 8,
+    "rl.eval_tasks": 0,
+}
+"""Settings with which a policy of the tests' sizes learns the best word of YES_NO_MAYBE."""

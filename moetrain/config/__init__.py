@@ -346,7 +346,7 @@ class Config(Section):
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
-        self.data.sources()  # which raises
+        self.data.sources()
         self.rl.check()
         self.checkpoint.check()
         if t.steps is not None:
