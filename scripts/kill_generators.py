@@ -1,12 +1,14 @@
 """Kill the generators of a run again and again, and count what is lost: nothing.
 
     python scripts/kill_generators.py [--kills 100] [--generators 2] [--stop-every 20]
+        [--patience 15] [section.key=value ...]
 
-Two learners or one train a tiny model on CPUs with ``rl.placement`` apart and trajectories that run
-ahead. At random times a generator gets SIGKILL, and every twentieth time SIGSTOP, which leaves a
-process that hangs. The next one follows once the run has counted this one. At the end the run is
-stopped by SIGTERM, and its metrics and its checkpoint are looked at: every step had all its
-prompts, and every prompt was trained once, is under way, or was not begun.
+One learner or more (``--learners``) train a tiny model with ``rl.placement`` apart and trajectories
+that run ahead, on CPUs unless ``train.device`` is given. At random times a generator gets SIGKILL,
+and every twentieth time SIGSTOP, which leaves a process that hangs. The next one follows once the
+run has counted this one. At the end the run is stopped by SIGTERM, and its metrics and its
+checkpoint are looked at: every step had all its prompts, and every prompt was trained once, is
+under way, or was not begun.
 """
 
 import argparse
@@ -83,7 +85,7 @@ def kill(run: subprocess.Popen, folder: Path, generators: int, args) -> Counter:
         (victim,) = children_of(rng.choice(supervisors))
         how = signal.SIGSTOP if lost % args.stop_every == args.stop_every - 1 else signal.SIGKILL
         os.kill(victim, how)
-        is_counted = await_count(run, folder, lost + 1, 15)
+        is_counted = await_count(run, folder, lost + 1, args.patience)
         done[how.name if is_counted else "before it served"] += 1
     return done
 
@@ -94,12 +96,15 @@ def main() -> int:
     parser.add_argument("--generators", type=int, default=2)
     parser.add_argument("--learners", type=int, default=1)
     parser.add_argument("--stop-every", type=int, default=20)
+    parser.add_argument("--patience", type=float, default=15, help="seconds for the next to serve")
+    parser.add_argument("words", nargs="*", help="settings, as train.device=cuda")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name) / "out", time.monotonic()
         own = {"output_dir": folder, "rl.generators": args.generators}
+        given = dict(word.split("=", 1) for word in args.words)
         own["launch.nproc"] = args.learners + args.generators
-        words = [f"{key}={value}" for key, value in (WORDS | own).items()]
+        words = [f"{key}={value}" for key, value in (WORDS | own | given).items()]
         log = (Path(name) / "log").open("w+")
         command = [sys.executable, "-m", "moetrain.rl", *words]
         run = subprocess.Popen(command, stdout=log, stderr=log)
