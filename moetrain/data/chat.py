@@ -16,9 +16,9 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -105,6 +105,8 @@ class ChatTemplate:
     """Variables of the template: ``bos_token``, ..."""
     with_tools: "ChatTemplate | None" = None
     """The template for conversations that have tools; None: the same one."""
+    now: datetime = field(default_factory=datetime.now)
+    """One time for all texts, by ``strftime_now``."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
@@ -112,7 +114,7 @@ class ChatTemplate:
         special = tokenizer.special_tokens
         if file_name is not None:
             template = cls(_read(file_name), special)
-            _ = template._template  # whoever names a file hears of its mistakes
+            _compiled(template.source)  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
@@ -122,30 +124,9 @@ class ChatTemplate:
         has_bos = tokenizer.bos_ids and "bos_token" in special
         return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_template"}
-
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
         return [self.source, *(self.with_tools.identity() if self.with_tools else ())]
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = datetime.now().strftime  # one time for all texts
-        environment.filters["tojson"] = _to_json
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            problem = f"line {error.lineno} of the template: {error.message}"
-        except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
-            problem = f"the template cannot be compiled: {_say(error)}"
-        raise ConfigError("data.chat_template", problem)
 
     def documents(
         self,
@@ -319,13 +300,32 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         add_generation_prompt: bool,
     ) -> str:
-        template = self._template  # its own error is no line's
+        template = _compiled(self.source)  # its own error is no line's
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        none = {"tools": None, "documents": None}  # as `transformers` has them where none are given
+        # As `transformers` has them where none are given.
+        given = {"strftime_now": self.now.strftime, "tools": None, "documents": None}
         try:
-            return template.render({**self.special_tokens, **none, **variables, **own})
+            return template.render({**self.special_tokens, **given, **variables, **own})
         except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
             raise BadLineError(f"the chat template fails: {_say(error)}") from None
+
+
+@lru_cache(maxsize=16)  # it takes milliseconds, and every request to a server renders
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        problem = f"line {error.lineno} of the template: {error.message}"
+    except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
+        problem = f"the template cannot be compiled: {_say(error)}"
+    raise ConfigError("data.chat_template", problem)
 
 
 def _read(file_name: str) -> str:
