@@ -21,6 +21,7 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.scheduler import Service
+from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED
 from moetrain.kernels.quant.groups import FORMS, quantise_groups, widen_groups
 from moetrain.models.hf.load import load_hf, resolve_architecture
@@ -144,6 +145,26 @@ def test_the_kernel_has_the_references_bits(name):
             how = (form, given, form.table(torch.device(DEVICE)), found[backend])
             widen_groups(*how, 0, len(x), backend)
         assert torch.equal(found["triton"], found["reference"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_numbers_are_quantised_a_piece_at_a_time(name, monkeypatch):
+    """So a large tensor takes little memory beside itself; the pieces are those of the whole."""
+    form, largest, quantise = FORMS[name], [], groups._quantise
+    x = torch.randn(9 * form.unit) * torch.logspace(-3, 3, 9 * form.unit)
+    whole = quantise(form, x)
+
+    def note(form, piece):
+        largest.append(len(piece))
+        return quantise(form, piece)
+
+    monkeypatch.setattr(groups, "_quantise", note)
+    monkeypatch.setattr(groups, "_AT_ONCE", 2 * form.unit)
+    for one, other in zip(quantise_groups(form, x), whole, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert largest == [2 * form.unit] * 4 + [form.unit]
+    monkeypatch.undo()
+    assert groups._AT_ONCE % form.unit == 0
 
 
 def test_the_worked_examples():

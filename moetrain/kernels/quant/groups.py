@@ -141,8 +141,18 @@ def _scale_table() -> torch.Tensor:
 # ---- quantising ---------------------------------------------------------------------------------
 
 
+_AT_ONCE = 2**25
+"""Numbers that are quantised at once, of whole units: it takes five times their fp32."""
+
+
 def quantise_groups(form: Form, x_N: torch.Tensor) -> Groups:
     """Quantise ``x_N`` (floating, of whole units), in plain torch; as of one rank."""
+    codes, scales, shared = zip(*(_quantise(form, x) for x in x_N.split(_AT_ONCE)), strict=True)
+    joined = None if form.sharing == 1 else torch.cat(shared, 1)
+    return Groups(torch.cat(codes, 1), torch.cat(scales, 1), joined)
+
+
+def _quantise(form: Form, x_N: torch.Tensor) -> Groups:
     x_GS = x_N.float().view(-1, form.size)
     is_bad_G = ~x_GS.isfinite().all(1)
     x_GS = x_GS.masked_fill(is_bad_G[:, None], 0.0)
