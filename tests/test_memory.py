@@ -79,6 +79,15 @@ MEASURED = [
     ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=full parallel.ep=4", 67.357),
     ("qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=full parallel.ep=4", 63.912),
     ("qwen3-30b-a3b-24l", 4, 2, 1, "parallel.ep=1 parallel.reshard_after_forward=yes", 84.071),
+    (
+        "qwen3-30b-a3b",
+        2,
+        8,
+        1,
+        "parallel.fsdp_transport=copy activation.policy=full parallel.reshard_after_forward=yes "
+        "optim.state_dtype=float8 optim.weight_dtype=bfloat16 optim.gradient_dtype=bfloat16",
+        131.3,
+    ),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=4".format(131_072), 44.1),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=6".format(131_072), 59.1),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=12".format(131_072), 104.064),
