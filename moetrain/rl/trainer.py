@@ -178,18 +178,8 @@ class RlTrainer(Run):
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
-        """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
-        with self.opened():
-            with self.stepping():
-                while self.goes_on:
-                    learned = self.train_step()
-                    self.count_step(learned.skipped)
-                    if self.is_logged:
-                        self.log_step(learned)
-                    self.after_step()
-            self.finish()
-        return self.result()
+        return super().fit()
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim
@@ -385,8 +375,7 @@ class RlTrainer(Run):
         self.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
-        """Evaluate, export the weights, and log where the time went."""
-        self.evaluate()
+        """Export the weights, and log where the time went."""
         self.export(self.tokenizer, self.tokenizer.chat_template)
         self.time.take()
         total, size = self.time.total, self.world.size + self.config.rl.apart
@@ -453,12 +442,6 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
 
     def take_up(self, found: Checkpoint) -> None:
-        if "under_way" not in found.state:
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
-                "weights give its export (checkpoint.save_hf) as model.path",
-            )
         has_reference = "reference" in found.groups
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(

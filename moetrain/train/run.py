@@ -1,9 +1,8 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
-:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
-A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
-stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
-it and read one step late.
+:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share:
+a subclass says what a step is; when to log, evaluate, save and stop is decided here. Within a step
+nothing here waits for the device: skipped steps are counted on it and read one step late.
 """
 
 import gc
@@ -12,8 +11,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,9 +64,9 @@ class _StepWatch:
         # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
-        self.asked_to_stop = self.asked_to_save = self.asked_to_end = False
-        """Whether, as of the step before the last, a stop signal had come to any rank, the main
-        rank's clock asked for a checkpoint, or a callback on any rank asked to end the run."""
+        self.asked_to_save = self.asked_to_end = False
+        """Whether, as of the step before the last, the main rank's clock asked for a checkpoint; a
+        stop signal had come to any rank, or a callback on any rank asked to end the run."""
 
     def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step.
@@ -88,8 +87,8 @@ class _StepWatch:
         """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far, or if the
         run is over and no step of it was good."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
-        self.asked_to_save, self.asked_to_stop = requests % _END >= _SAVE, requests % _SAVE > 0
-        self.asked_to_end |= requests >= _END
+        self.asked_to_save = requests % _END >= _SAVE
+        self.asked_to_end |= requests >= _END or requests % _SAVE > 0
         if in_row >= self.limit:
             raise _BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
@@ -113,10 +112,7 @@ class _StepWatch:
 class Run(ABC):
     """One training run.
 
-    A subclass's ``fit`` is within :meth:`opened`. Its loop, within :meth:`stepping`, takes steps
-    while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`, calls :meth:`count_step`, logs
-    the step if :attr:`is_logged`, and calls :meth:`after_step`. A step may raise :class:`GivenUp`,
-    if everything is then as it was before it.
+    A subclass says what a step is, and what it is built of, evaluated by and resumed from.
     """
 
     generates: ClassVar[bool] = False
@@ -171,6 +167,21 @@ class Run(ABC):
     # ---- what a kind of run says ---------------------------------------------------------------
 
     @abstractmethod
+    def train_step(self) -> Any:
+        """Take a step, and add to :attr:`step` and :attr:`tokens`; returns :meth:`log_step`'s.
+
+        Its ``skipped`` (0-d bool) is the same on every rank. Raises GivenUp: all is as it was.
+        """
+
+    @abstractmethod
+    def log_step(self, result: Any) -> None:
+        """Log what :meth:`train_step` returned; this waits for the device."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Export what settings ask for, after the last evaluation."""
+
+    @abstractmethod
     def build(self, arch: Architecture) -> None:
         """Build :attr:`engine` and the data it trains on, and set :attr:`total_steps`."""
 
@@ -202,9 +213,8 @@ class Run(ABC):
 
     # ---- the run -------------------------------------------------------------------------------
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Open the run's folder and log, and leave the other ranks at the end.
+    def fit(self) -> Result:
+        """Train to ``train.steps``, or for ``train.epochs``, unless a callback ends the run.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
@@ -219,7 +229,9 @@ class Run(ABC):
                     self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
                 with self.callbacks.running(self):
-                    yield
+                    self.take_steps()
+                    self.evaluate()
+                    self.finish()
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
@@ -227,28 +239,27 @@ class Run(ABC):
             finally:
                 if self.log is not None:
                     self.log.close()
+        return self.result()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Watch for stop signals in the loop over steps, and save at its end."""
+    def take_steps(self) -> None:
+        """Take the steps that are left, watching for stop signals, and save at their end."""
         with stop_signals() as self.stop, garbage_collector_off():
             if self.step == 0 and self.config.train.eval_interval:
                 self.evaluate()  # where the held-out curve starts
             self.clock.start()
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
-                yield
+                while self.step < self.total_steps and not self.watch.asked_to_end:
+                    result = self.train_step()
+                    self.count_step(result.skipped)
+                    if self.due(self.config.log.interval) or self.step in (1, self.total_steps):
+                        self.log_step(result)
+                    self.after_step()
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
         if self.log is not None:
             self.log.end_progress()
-
-    @property
-    def goes_on(self) -> bool:
-        watch = self.watch
-        is_asked = watch.asked_to_stop or watch.asked_to_end
-        return self.step < self.total_steps and not is_asked
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
         """End the run after this step, as if it were its last; ``reason`` is said and returned.
@@ -276,10 +287,6 @@ class Run(ABC):
     def due(self, interval: int) -> bool:
         """Return whether something done every ``interval`` steps (0: never) is due now."""
         return interval > 0 and self.step % interval == 0
-
-    @property
-    def is_logged(self) -> bool:
-        return self.due(self.config.log.interval) or self.step in (1, self.total_steps)
 
     def after_step(self) -> None:
         """Evaluate and save, if it is time to."""
@@ -456,5 +463,11 @@ class Run(ABC):
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.continues = found.folder
+        if ("under_way" in found.state) != self.generates:
+            kind = "a run that generated nothing" if self.generates else "reinforcement learning"
+            problem = (
+                f"{str(found.folder)!r} is of {kind}; to begin from its weights give its export"
+            )
+            raise ConfigError("checkpoint.resume", f"{problem} (checkpoint.save_hf) as model.path")
         self.callbacks.load_state(found.state)
         self.take_up(found)
