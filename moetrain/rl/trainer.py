@@ -11,6 +11,7 @@ due.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -41,6 +42,9 @@ from moetrain.train.run import Run
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
+_HOPELESS_STEPS = 3
+"""Steps in a row in which all trajectories fail for one reason, to end the run: time enough to
+restart a service that answers for an environment."""
 _SHOWN = 8
 """Completions of an evaluation that are written."""
 _PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
@@ -83,31 +87,10 @@ class _TimeSplit:
         return taken
 
 
-class _Failing:
-    """Counts steps in a row in which all trajectories failed for one reason, to end the run."""
-
-    HOPELESS_STEPS = 3
-    """Time enough to restart a service that answers for an environment."""
-
-    steps = 0
-    _first: Trajectory | None = None
-
-    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
-        before, self._first = self._first, trajectories[0]
-        faults = {t.fault for t in trajectories}
-        if len(faults) > 1 or None in faults:
-            self.steps = 0
-        else:
-            self.steps = 1 + (self.steps if before and before.fault in faults else 0)
-
-    def describe(self) -> str | None:
-        """Say why the run is to end; None: it may go on."""
-        if self._first is None or self.steps < self.HOPELESS_STEPS:
-            return None
-        return (
-            f"every trajectory of {self.steps} steps in a row failed ({self._first.fault}), and "
-            f"nothing was learned; of task {self._first.task}: {self._first.detail[:400]}"
-        )
+def _failed_alike(trajectories: Sequence[Trajectory | None]) -> Trajectory | None:
+    """Return the last of ``trajectories`` if all of them failed for one reason."""
+    faults = {None if t is None else t.fault for t in trajectories}
+    return trajectories[-1] if len(faults) == 1 and None not in faults else None
 
 
 def _figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
@@ -162,7 +145,8 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
         self.generated = self.trained = 0
         """Tokens of all ranks since the run began or was resumed."""
-        self.failing = _Failing()
+        self.failed: deque[Trajectory | None] = deque(maxlen=_HOPELESS_STEPS)
+        """Of each of the last steps a trajectory, if all failed for one reason."""
         self.rollout_row: dict[str, float] = {}
         """Metrics of the step's trajectories; empty while demonstrations are learned."""
 
@@ -200,11 +184,16 @@ class RlTrainer(Run):
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
             learned = self._reinforce()
         self.step += 1
-        if (problem := self.failing.describe()) is not None:
+        last = _failed_alike(self.failed) if len(self.failed) == _HOPELESS_STEPS else None
+        if last is not None:
             checkpoint = self.config.checkpoint
             saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
             saved = f"; saved to {self.save()}" if saves else ""
-            raise RunFailed(f"rl.env {shortened(rl.env)}: {problem}{saved}")
+            raise RunFailed(
+                f"rl.env {shortened(rl.env)}: every trajectory of {_HOPELESS_STEPS} steps in a row "
+                f"failed ({last.fault}), and nothing was learned; of task {last.task}: "
+                f"{last.detail[:400]}{saved}"
+            )
         return learned
 
     def _imitate(self) -> Learned:
@@ -274,7 +263,7 @@ class RlTrainer(Run):
             if len(useful) >= self.setup.num_groups or not again:
                 break
             again -= 1
-        self.failing.look_at(found)
+        self.failed.append(_failed_alike(found))
         seconds = self.collector.seconds
         self.time.total["generate"] -= seconds["environment"]
         self.time.total["rewards"] += seconds["environment"]
