@@ -15,7 +15,7 @@ Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stage
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -47,9 +47,9 @@ class Pipeline:
         self.fsdp = fsdp
         self.stages = stages
         self.plan = lru_cache(self._plan)
-        self._names: OrderedDict[object, list[str]] = OrderedDict()
-        """The terms' names of objectives, the latest last. Held here, for all ranks must forget
-        the same ones: a rank's garbage collector forgets them in its own time."""
+        # By the latest, for all ranks must forget the same ones: a rank's garbage collector forgets
+        # them in its own time.
+        self._names_of = lru_cache(self.REMEMBERED)(self._tell_names)
 
     def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
         """Give the schedule of a call and this rank's steps of it; raises ConfigError."""
@@ -77,15 +77,14 @@ class Pipeline:
 
         Only the first call for an objective communicates, and waits for the device. Collective.
         """
-        if objective not in self._names:
-            found: list[Any] = [names]
-            last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
-            dist.broadcast_object_list(found, group=group, group_src=last)
-            self._names[objective] = found[0]
-            if len(self._names) > self.REMEMBERED:
-                self._names.popitem(last=False)
-        self._names.move_to_end(objective)
-        return self._names[objective]
+        self._names = names
+        return self._names_of(objective)
+
+    def _tell_names(self, objective: object) -> list[str]:
+        found: list[Any] = [self._names]
+        last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
+        dist.broadcast_object_list(found, group=group, group_src=last)
+        return found[0]
 
     def broadcast_sums(
         self, count: int, sums: torch.Tensor | None, routing: RoutingStats | None
