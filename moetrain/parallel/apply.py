@@ -89,7 +89,7 @@ def _parallelize(
     for name in styles.keys() - here:
         del styles[name]
     reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, frees=frees_memory(config, world.size), reshard=reshard)
+    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect()
     model.sharding = fsdp
