@@ -53,7 +53,7 @@ from moetrain.parallel.tensor import TokenParts
 def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> None:
     """Let the ranks of ``group`` share the tokens of ``model``'s rows."""
     gathers = method == "all_gather"
-    parts = _Zigzag(group) if gathers else _Parts(group)
+    parts = _Parts(group, 2 if gathers else 1)
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
     model.cut_rows, model.cuts_queries = parts.cut, gathers
     for module in model.modules():
@@ -66,22 +66,33 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> N
 
 
 class _Parts(TokenParts):
-    """The tokens that context parallel ranks have: each an equal part in order."""
+    """The tokens that context parallel ranks have: rank r has piece r of W, or of 2W ``pieces`` r
+    and 2W - 1 - r."""
 
-    pieces = 1
-    """How many pieces, apart from each other, a rank has."""
+    def __init__(self, group: dist.ProcessGroup, pieces: int) -> None:
+        """``pieces``: how many a rank has, 1 or 2."""
+        super().__init__(group)
+        self.pieces = pieces
 
     def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
         """Give [T, c], all tokens in order, of what is here by rank."""
+        if self.pieces == 2:
+            first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
+            x_WNc = torch.cat((first_Wnc, second_Wnc.flip(0)))
         return x_WNc.flatten(0, 1)
 
     def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
         """Give [W, N, c] of all tokens in order."""
-        return x_Tc.unflatten(0, (self.ranks, -1))
+        x_Pnc = x_Tc.unflatten(0, (self.pieces * self.ranks, -1))
+        if self.pieces == 1:
+            return x_Pnc
+        first_Wnc, second_Wnc = x_Pnc.chunk(2)
+        return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
 
     def starts(self, tokens: int) -> list[int]:
         """Give where this rank's pieces begin among ``tokens``."""
-        return [self.rank * tokens // self.ranks]
+        count = self.pieces * self.ranks
+        return [i * tokens // count for i in (self.rank, count - 1 - self.rank)[: self.pieces]]
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         n = len(x_T) // self.ranks // self.pieces
@@ -139,24 +150,6 @@ class _Parts(TokenParts):
         """Call ``mixed`` with all tokens, and the weights, of this rank's part of the heads."""
         own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
         return self.collected(mixed(self.spread(given), own, context))
-
-
-class _Zigzag(_Parts):
-    """Rank r has pieces r and 2W - 1 - r of 2W."""
-
-    pieces = 2
-
-    def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
-        first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
-        return torch.cat((first_Wnc, second_Wnc.flip(0))).flatten(0, 1)
-
-    def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
-        first_Wnc, second_Wnc = x_Tc.unflatten(0, (2 * self.ranks, -1)).chunk(2)
-        return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
-
-    def starts(self, tokens: int) -> list[int]:
-        n = tokens // (2 * self.ranks)
-        return [self.rank * n, (2 * self.ranks - 1 - self.rank) * n]
 
 
 class _Ulysses:
@@ -255,15 +248,9 @@ class _Vocabulary(Vocabulary):
         return self.parts.gather(self.inner.logits_of(h_TD, w_VD, own))[0]
 
     def token_losses(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        *,
-        temperature: float = 1.0,
+        self, h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, **how: float
     ) -> TokenLosses:
-        own = self.parts.part(targets_T)
-        found = self.inner.token_losses(h_TD, w_VD, own, temperature=temperature)
+        found = self.inner.token_losses(h_TD, w_VD, self.parts.part(targets_T), **how)
         return TokenLosses(*self._gathered(found))
 
     def loss_sum(
