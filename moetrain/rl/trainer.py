@@ -405,22 +405,16 @@ class RlTrainer(Run):
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
         parts = self.world.gather(self.collector.under_way())
-        rows, self._tensors = Trajectory.to_state(t for part in parts for t in part)
-        return {
-            "sample_index": self.window.taken,
-            "begun": self.window.begun,
-            "under_way": rows,
-            "tasks": self.setup.identity,
-        }
-
-    def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        mine = self._tensors if self.world.is_main else {}  # every rank has them all
+        rows, tensors = Trajectory.to_state(t for part in parts for t in part)
+        state = {"sample_index": self.window.taken, "begun": self.window.begun}
+        state |= {"under_way": rows, "tasks": self.setup.identity}
+        mine = tensors if self.world.is_main else {}  # every rank has them all
         groups = {"rollouts": {name: TensorSlice.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
-        return groups
+        return state, groups
 
     def resume(self, found: Checkpoint) -> None:
         for name in self.setup.edited_since(found):

@@ -200,12 +200,9 @@ class Run(ABC):
         """Evaluate on held-out data and log it, unless that was done at this step."""
 
     @abstractmethod
-    def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
-
-    def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        """Return this rank's parts of a checkpoint's further groups, after :meth:`progress`."""
-        return {}
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
+        """Return what a checkpoint holds besides the engine: ``sample_index`` and other JSON of its
+        ``state.json``, and this rank's parts of further groups."""
 
     @abstractmethod
     def take_up(self, found: Checkpoint) -> None:
@@ -409,10 +406,10 @@ class Run(ABC):
         self.clock.stop()
         started = time.perf_counter()
         self.report_saved(self.snapshots.wait())  # one at a time
+        own, tensors = self.progress()
         progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
-        progress |= self.progress() | self.callbacks.state()
+        progress |= own | self.callbacks.state()
         keeps = self.best.step if self.config.checkpoint.best else None
-        tensors = self.progress_tensors()
         self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())

@@ -213,8 +213,8 @@ class Trainer(Run):
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def progress(self) -> dict[str, Any]:
-        return self.loader.state()
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        return self.loader.state(), {}
 
     def take_up(self, found: Checkpoint) -> None:
         self.loader.resume(found.state)
