@@ -158,16 +158,8 @@ class _Ulysses:
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: Context,
-        scale: float | None = None,
-        *,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, *given: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v, context, *scale = given
         assert context.whole is not None  # rows were cut
         ranks, rank = self.parts.ranks, self.parts.rank
         copies = max(1, ranks // k.shape[2])
@@ -178,7 +170,7 @@ class _Ulysses:
             for part, x in zip(spread, heads, strict=True)
         )
         how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[rank]}
-        y_Tc = self.core(q, k, v, context, scale, **how).flatten(2).flatten(0, 1)
+        y_Tc = self.core(q, k, v, context, *scale, **how).flatten(2).flatten(0, 1)
         return self.parts.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
 
 
@@ -188,15 +180,8 @@ class _Gathered:
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: Context,
-        scale: float | None = None,
-        **how: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, *given: Any, **how: torch.Tensor) -> torch.Tensor:
+        q, k, v, context, *scale = given
         before, keys = context.parts[0].before, (k, v)
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
@@ -212,7 +197,7 @@ class _Gathered:
             own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
         pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
         found = [
-            self.core(piece, *seen, context._replace(mask=mask), scale, **how)
+            self.core(piece, *seen, context._replace(mask=mask), *scale, **how)
             for piece, seen, mask in pieces
         ]
         return torch.cat(found, 1)
