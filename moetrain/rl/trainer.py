@@ -122,6 +122,8 @@ class RlTrainer(Run):
         config, rl = self.config, self.config.rl
         self.setup = setup = Setup(config, arch, self.device.type)
         self.total_steps, self.window = setup.total_steps, setup.window
+        self.identity, groups = setup.digest, f"{setup.num_groups} prompts x {rl.group_size}"
+        self.trained_on = f"{rl.env}: {groups} trajectories a step"
         self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
@@ -149,15 +151,6 @@ class RlTrainer(Run):
         """Of each of the last steps a trajectory, if all failed for one reason."""
         self.rollout_row: dict[str, float] = {}
         """Metrics of the step's trajectories; empty while demonstrations are learned."""
-
-    @property
-    def identity(self) -> str:
-        return self.setup.digest
-
-    @property
-    def trained_on(self) -> str:
-        rl = self.config.rl
-        return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
 
     # ---- the loop ------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class Run(ABC):
     """Whether the devices need room for generation, by ``rl.sleep``."""
     engine: Engine
     total_steps: int
+    identity: str
+    """Hash of the data or tasks that are trained on."""
+    trained_on: str
+    """The data or tasks that are trained on, in words for people."""
 
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
         """Build the run, and resume it if there is something to; ConfigError: it cannot be made."""
@@ -183,17 +187,7 @@ class Run(ABC):
 
     @abstractmethod
     def build(self, arch: Architecture) -> None:
-        """Build :attr:`engine` and the data it trains on, and set :attr:`total_steps`."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Hash of the data or tasks that are trained on."""
-
-    @property
-    @abstractmethod
-    def trained_on(self) -> str:
-        """The data or tasks that are trained on, in words for people."""
+        """Build :attr:`engine` and the data it trains on; set what is declared beside it."""
 
     @abstractmethod
     def evaluate(self) -> None:

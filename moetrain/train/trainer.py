@@ -97,17 +97,11 @@ class Trainer(Run):
             before_batch=self.give_up_if_stopped,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
+        self.identity = self.data.fingerprint
+        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
+        self.trained_on = f"{number} of {config.data.seq_len} tokens"
         self.engine = Engine(config, arch, self.world)
         self.engine.before_forward = self.give_up_if_stopped
-
-    @property
-    def identity(self) -> str:
-        return self.data.fingerprint
-
-    @property
-    def trained_on(self) -> str:
-        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
-        return f"{number} of {self.config.data.seq_len} tokens"
 
     @property
     def has_text(self) -> bool:
