@@ -34,7 +34,7 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
-from moetrain.parallel.pipeline.executor import Pipeline
+from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
@@ -232,7 +232,7 @@ class Engine(ModelState):
     def _drive(
         self,
         batches: Sequence[_B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
+        finish: Finish[_B],
         backward: Callable[[torch.Tensor], None] | None = None,
         further: list[torch.Tensor] | None = None,
     ) -> None:
@@ -260,10 +260,7 @@ class Engine(ModelState):
             del total  # and its graph, before the next forward
 
     def collect(
-        self,
-        batches: Sequence[_B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
-        shapes: Sequence[Sequence[int]],
+        self, batches: Sequence[_B], finish: Finish[_B], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Return what ``finish`` returns for each of ``batches``, on every rank.
 

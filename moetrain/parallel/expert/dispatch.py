@@ -39,12 +39,7 @@ from torch.distributed import all_to_all_single, distributed_c10d
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.permutation import (
-    ExpertIndices,
-    expert_indices,
-    permute,
-    unpermute,
-)
+from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices, permute, unpermute
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe

@@ -306,9 +306,7 @@ def wants_copies(setting: ParallelSection, device_type: str) -> bool:
 
 
 def reachable(
-    groups: Mapping[str, dist.ProcessGroup],
-    setting: ParallelSection,
-    device: torch.device,
+    groups: Mapping[str, dist.ProcessGroup], setting: ParallelSection, device: torch.device
 ) -> list[str]:
     """List the groups, by name, whose ranks copy as ``parallel.fsdp_transport`` says. Collective.
 

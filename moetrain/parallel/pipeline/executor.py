@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.pipeline.schedules import Action, Schedule, Step
 from moetrain.parallel.pipeline.stages import Stages
 
-_Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
+_B = TypeVar("_B")
+Finish = Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor]
+"""Gives, for hidden states [B, S, D], the routing and a batch on the device, what is minimised."""
 _Tensors = tuple[torch.Tensor, ...]
 """A residual stream, and [L, 2E + 2] unless L is 0; or their gradients."""
 
@@ -60,12 +62,11 @@ class Pipeline:
             schedule = Schedule.forward_only(plan.rank_of_stage, micro_batches)
         return schedule, schedule.steps()[self.stages.rank]
 
-    def run(self, batches: Sequence[Any], finish: _Finish, *, learns: bool) -> None:
+    def run(self, batches: Sequence[Any], finish: Finish[Any], *, learns: bool) -> None:
         """Run every stage of this rank on all ``batches``, within :meth:`FSDP.work`. Collective.
 
         Args:
-            finish: gives, for the hidden states [B, S, D], the routing and the batch on the device,
-                what is minimised (0-d). Called on the last stage's rank alone, in the order of the
+            finish: gives a 0-d tensor. Called on the last stage's rank alone, in the order of the
                 micro-batches.
             learns: whether to run the backwards too.
         """
@@ -113,7 +114,7 @@ class _Run:
     pipeline: Pipeline
     schedule: Schedule
     batches: Sequence[Any]
-    finish: _Finish
+    finish: Finish[Any]
     learns: bool
     made: dict[tuple[Action, int], _Tensors] = field(default_factory=dict)
     """The tensors that an action made for a stage, made here or received."""
