@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 from argparse import Namespace
-from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -317,9 +316,8 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path, monkeypatch, capsys):
 def names_of_equal_objectives(rank_that_keeps):
     """What two ranks are told of objectives that are equal, of which one forgets the first."""
     told, kept = [], []
-    pipeline = Pipeline.__new__(Pipeline)
-    pipeline._names = OrderedDict()
-    pipeline.stages = Namespace(plan=Namespace(rank_of_stage=[0, 1]), group=dist.group.WORLD)
+    stages = Namespace(plan=Namespace(rank_of_stage=[0, 1]), group=dist.group.WORLD)
+    pipeline = Pipeline(None, None, stages)
     for number in range(3 * Pipeline.REMEMBERED):
         objective = (number // 2,)  # each twice in a row, as another object
         if dist.get_rank() == rank_that_keeps:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import deque
 
 import pytest
 from test_rl_collect import collector_of
@@ -14,7 +15,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.rows import Trajectory
-from moetrain.rl.trainer import _Failing
+from moetrain.rl.trainer import _HOPELESS_STEPS, _failed_alike
 
 GONE = """
 from moetrain.rl.envs.shipped import _Sort
@@ -41,9 +42,7 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     assert ": ConnectionError: the sandbox is gone; saved to " in error
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
-    assert (
-        len(rows) == 2 + 1 + _Failing.HOPELESS_STEPS - 1
-    )  # the last of them was not logged any more
+    assert len(rows) == 2 + 1 + _HOPELESS_STEPS - 1  # the last of them was not logged any more
     assert faults[:2] == [0, 0]
     assert 0 < faults[2] < 16  # which cost nothing but themselves
     assert faults[3:] == [16] * 2
@@ -88,15 +87,16 @@ def ended(*faults):
 
 
 def test_hopeless_is_what_fails_alike_step_after_step():
-    failing = _Failing()
+    failed = deque(maxlen=_HOPELESS_STEPS)
     steps = [("raised", "raised"), ("raised", "raised"), ("raised", None), ("timeout",) * 2]
     steps += [("raised", "timeout"), ("raised",) * 2, ("raised",) * 2, ("timeout",) * 2]
+    steps += [("timeout",)] * (_HOPELESS_STEPS - 2)
     for step in steps:
-        failing.look_at(ended(*step))
-        assert failing.describe() is None
-    for _ in range(_Failing.HOPELESS_STEPS - 1):
-        failing.look_at(ended("timeout", "timeout"))
-    assert failing.describe().endswith("(timeout), and nothing was learned; of task 7: timeout!")
+        failed.append(_failed_alike(ended(*step)))
+        assert _failed_alike(failed) is None or len(failed) < _HOPELESS_STEPS
+    failed.append(_failed_alike(ended("timeout", "timeout")))
+    assert len(failed) == _HOPELESS_STEPS
+    assert _failed_alike(failed).detail == "timeout!"
 
 
 async def later():

@@ -89,7 +89,7 @@ def _parallelize(
     for name in styles.keys() - here:
         del styles[name]
     reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, frees=frees_memory(config, world.size), reshard=reshard)
+    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect()
     model.sharding = fsdp
@@ -154,10 +154,11 @@ def choose_dispatcher(
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
+    how: Any = {"backend": kernels.backend, "precision": kernels.precision, "replicas": replicas}
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision, replicas)
+        return AllToAll(arch.num_experts, group, **how)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.
@@ -169,16 +170,8 @@ def choose_dispatcher(
             top_k=arch.num_experts_per_token,
             ranks=group.size(),
         )
-    dispatcher = DeepEP(
-        arch.num_experts,
-        group,
-        arch.sent_size,
-        kernels.backend,
-        num_sms=moe.deepep_num_sms,
-        static=static,
-        precision=kernels.precision,
-        replicas=replicas,
-    )
+    sizes: Any = {"num_sms": moe.deepep_num_sms, "static": static}
+    dispatcher = DeepEP(arch.num_experts, group, arch.sent_size, **sizes, **how)
     logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         dispatcher.num_sms,

@@ -53,7 +53,7 @@ from moetrain.parallel.tensor import TokenParts
 def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> None:
     """Let the ranks of ``group`` share the tokens of ``model``'s rows."""
     gathers = method == "all_gather"
-    parts = _Zigzag(group) if gathers else _Parts(group)
+    parts = _Parts(group, 2 if gathers else 1)
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
     model.cut_rows, model.cuts_queries = parts.cut, gathers
     for module in model.modules():
@@ -66,22 +66,33 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> N
 
 
 class _Parts(TokenParts):
-    """The tokens that context parallel ranks have: each an equal part in order."""
+    """The tokens that context parallel ranks have: rank r has piece r of W, or of 2W ``pieces`` r
+    and 2W - 1 - r."""
 
-    pieces = 1
-    """How many pieces, apart from each other, a rank has."""
+    def __init__(self, group: dist.ProcessGroup, pieces: int) -> None:
+        """``pieces``: how many a rank has, 1 or 2."""
+        super().__init__(group)
+        self.pieces = pieces
 
     def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
         """Give [T, c], all tokens in order, of what is here by rank."""
+        if self.pieces == 2:
+            first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
+            x_WNc = torch.cat((first_Wnc, second_Wnc.flip(0)))
         return x_WNc.flatten(0, 1)
 
     def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
         """Give [W, N, c] of all tokens in order."""
-        return x_Tc.unflatten(0, (self.ranks, -1))
+        x_Pnc = x_Tc.unflatten(0, (self.pieces * self.ranks, -1))
+        if self.pieces == 1:
+            return x_Pnc
+        first_Wnc, second_Wnc = x_Pnc.chunk(2)
+        return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
 
     def starts(self, tokens: int) -> list[int]:
         """Give where this rank's pieces begin among ``tokens``."""
-        return [self.rank * tokens // self.ranks]
+        count = self.pieces * self.ranks
+        return [i * tokens // count for i in (self.rank, count - 1 - self.rank)[: self.pieces]]
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         n = len(x_T) // self.ranks // self.pieces
@@ -141,40 +152,14 @@ class _Parts(TokenParts):
         return self.collected(mixed(self.spread(given), own, context))
 
 
-class _Zigzag(_Parts):
-    """Rank r has pieces r and 2W - 1 - r of 2W."""
-
-    pieces = 2
-
-    def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
-        first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
-        return torch.cat((first_Wnc, second_Wnc.flip(0))).flatten(0, 1)
-
-    def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
-        first_Wnc, second_Wnc = x_Tc.unflatten(0, (2 * self.ranks, -1)).chunk(2)
-        return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
-
-    def starts(self, tokens: int) -> list[int]:
-        n = tokens // (2 * self.ranks)
-        return [self.rank * n, (2 * self.ranks - 1 - self.rank) * n]
-
-
 class _Ulysses:
     """Attention ``core`` over all tokens of this rank's part of the heads."""
 
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: Context,
-        scale: float | None = None,
-        *,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, *given: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v, context, *scale = given
         assert context.whole is not None  # rows were cut
         ranks, rank = self.parts.ranks, self.parts.rank
         copies = max(1, ranks // k.shape[2])
@@ -185,7 +170,7 @@ class _Ulysses:
             for part, x in zip(spread, heads, strict=True)
         )
         how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[rank]}
-        y_Tc = self.core(q, k, v, context, scale, **how).flatten(2).flatten(0, 1)
+        y_Tc = self.core(q, k, v, context, *scale, **how).flatten(2).flatten(0, 1)
         return self.parts.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
 
 
@@ -195,15 +180,8 @@ class _Gathered:
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: Context,
-        scale: float | None = None,
-        **how: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, *given: Any, **how: torch.Tensor) -> torch.Tensor:
+        q, k, v, context, *scale = given
         before, keys = context.parts[0].before, (k, v)
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
@@ -219,7 +197,7 @@ class _Gathered:
             own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
         pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
         found = [
-            self.core(piece, *seen, context._replace(mask=mask), scale, **how)
+            self.core(piece, *seen, context._replace(mask=mask), *scale, **how)
             for piece, seen, mask in pieces
         ]
         return torch.cat(found, 1)
@@ -255,15 +233,9 @@ class _Vocabulary(Vocabulary):
         return self.parts.gather(self.inner.logits_of(h_TD, w_VD, own))[0]
 
     def token_losses(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        *,
-        temperature: float = 1.0,
+        self, h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, **how: float
     ) -> TokenLosses:
-        own = self.parts.part(targets_T)
-        found = self.inner.token_losses(h_TD, w_VD, own, temperature=temperature)
+        found = self.inner.token_losses(h_TD, w_VD, self.parts.part(targets_T), **how)
         return TokenLosses(*self._gathered(found))
 
     def loss_sum(

@@ -215,10 +215,10 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
     return Meshes(
         dims,
-        groups.mesh(dense_ranks, _DENSE_AXES),
-        groups.stage_mesh(fsdp_ranks, ("dp_replicate", "tp", "fsdp")),
-        groups.stage_mesh(shared_ranks, ("dp_replicate", "one", "fsdp")),
-        groups.stage_mesh(efsdp_ranks, ("dp_replicate", "ep", "efsdp")),
+        groups.mesh(dense_ranks, *_DENSE_AXES),
+        groups.mesh(fsdp_ranks, "dp_replicate", "tp", "fsdp"),
+        groups.mesh(shared_ranks, "dp_replicate", "one", "fsdp"),
+        groups.mesh(efsdp_ranks, "dp_replicate", "ep", "efsdp"),
         # The ranks that differ in dp_replicate and dp_shard alone, flattened to one axis.
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
@@ -252,15 +252,15 @@ class _Groups:
             self.made[cut] = group
         return self.made[cut]
 
-    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        groups = [self.group(ranks, axis) for axis in range(ranks.ndim)]
-        return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
-
-    def stage_mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make a mesh of this rank's part of the first (pp) axis, over the other axes."""
-        groups = [self.group(ranks, axis) for axis in range(1, ranks.ndim)]
-        mine = ranks[int((ranks == dist.get_rank()).nonzero()[0, 0])].contiguous()
-        return DeviceMesh.from_group(groups, self.device_type, mine, mesh_dim_names=names)
+    def mesh(self, ranks: torch.Tensor, *names: str) -> DeviceMesh:
+        """Make a mesh over the last axes of ``ranks``, of this rank's part of the pp axis before
+        them, if that is no axis of the mesh."""
+        before = ranks.ndim - len(names)
+        groups = [self.group(ranks, axis) for axis in range(before, ranks.ndim)]
+        place = (ranks == dist.get_rank()).nonzero()[0, :before]
+        return DeviceMesh.from_group(
+            groups, self.device_type, ranks[tuple(place)].contiguous(), mesh_dim_names=names
+        )
 
 
 # ---- layouts ------------------------------------------------------------------------------------

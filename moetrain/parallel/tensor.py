@@ -48,15 +48,6 @@ from moetrain.parallel.mesh import all_gather_start, chunk_of
 _ops: Any = torch.ops._c10d_functional
 
 
-def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return functional.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
-
-
-def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    sizes = [x.shape[0] // ranks] * ranks
-    return functional.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
-
-
 class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
@@ -141,11 +132,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
-    if kind == "gather":
-        return _all_gather(x_TD, ranks, group)
-    if kind == "sum":  # in rank order
-        return _all_gather(x_TD, ranks, group).view(ranks, *x_TD.shape).sum(0)
-    arriving_TD = _all_to_all(x_TD, ranks, group)
+    if kind in ("gather", "sum"):
+        all_TD = functional.wait_tensor(_ops.all_gather_into_tensor(x_TD, ranks, group))
+        return all_TD if kind == "gather" else all_TD.view(ranks, *x_TD.shape).sum(0)
+    sizes = [x_TD.shape[0] // ranks] * ranks
+    arriving_TD = functional.wait_tensor(_ops.all_to_all_single(x_TD, sizes, sizes, group))
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)

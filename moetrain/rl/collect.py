@@ -246,26 +246,24 @@ class _Active:
     """The environment's last answer."""
 
 
+@dataclass(eq=False)
 class Collector:
     """All trajectories under way on this rank."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        environment: Environment,
-        settings: RlSection,
-        *,
-        stop_ids: tuple[int, ...],
-        longest: int,
-    ) -> None:
-        """``stop_ids`` end a turn of the policy; a trajectory has ``longest`` tokens at most."""
-        self.generator, self.environment, self.settings = generator, environment, settings
-        self.stop_ids, self.longest = stop_ids, longest
+    generator: Generator
+    environment: Environment
+    settings: RlSection
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn of the policy."""
+    longest: int
+    """The most tokens of a trajectory."""
+
+    def __post_init__(self) -> None:
         self.groups: dict[int, list[Trajectory]] = {}
         """Trajectories that were begun and not yet returned by :meth:`finish`, by group."""
         self._active: dict[str, _Active] = {}
-        self._calls = _Calls(settings.step_timeout)
-        self._shown = _Calls(settings.step_timeout)
+        self._calls = _Calls(self.settings.step_timeout)
+        self._shown = _Calls(self.settings.step_timeout)
         self._said: set[str] = set()
         self.reset_counts()
 

@@ -31,7 +31,7 @@ Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,16 +41,10 @@ import torch
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.kernels.loss.advantage import batch_advantages, group_advantages, spread
-from moetrain.kernels.loss.policy import (
-    clamped,
-    kl_estimate,
-    kl_of_likeliest,
-    policy_loss,
-    ratios,
-)
+from moetrain.kernels.loss.policy import clamped, kl_estimate, kl_of_likeliest, policy_loss, ratios
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
-from moetrain.train.objectives import Outputs, Term, token_losses
+from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 
 # ---- advantages ---------------------------------------------------------------------------------
 
@@ -165,11 +159,7 @@ class PolicyObjective:
         }
 
     def terms(
-        self,
-        model: Transformer,
-        outputs: Outputs,
-        batch: RolloutBatch,
-        sizes: Mapping[str, torch.Tensor],
+        self, model: Transformer, outputs: Outputs, batch: RolloutBatch, sizes: Sizes
     ) -> dict[str, Term]:
         """Compute a batch's terms; ValueError if it lacks a ``reference_BS`` that they need."""
         settings = self.settings
@@ -191,12 +181,11 @@ class PolicyObjective:
         if batch.teacher_BS is not None:
             apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
             advantage = advantage - settings.teacher_coef * apart
-        loss, ratio, is_clipped = policy_loss(
-            settings.policy,
-            *(logprob, old, log_ratio, advantage),
-            settings.clip_range,
-            settings.dual_clip,
+        what, limits = (
+            (logprob, old, log_ratio, advantage),
+            (settings.clip_range, settings.dual_clip),
         )
+        loss, ratio, is_clipped = policy_loss(settings.policy, *what, *limits)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],

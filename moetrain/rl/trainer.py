@@ -11,6 +11,7 @@ due.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -41,6 +42,9 @@ from moetrain.train.run import Run
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
+_HOPELESS_STEPS = 3
+"""Steps in a row in which all trajectories fail for one reason, to end the run: time enough to
+restart a service that answers for an environment."""
 _SHOWN = 8
 """Completions of an evaluation that are written."""
 _PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
@@ -83,31 +87,10 @@ class _TimeSplit:
         return taken
 
 
-class _Failing:
-    """Counts steps in a row in which all trajectories failed for one reason, to end the run."""
-
-    HOPELESS_STEPS = 3
-    """Time enough to restart a service that answers for an environment."""
-
-    steps = 0
-    _first: Trajectory | None = None
-
-    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
-        before, self._first = self._first, trajectories[0]
-        faults = {t.fault for t in trajectories}
-        if len(faults) > 1 or None in faults:
-            self.steps = 0
-        else:
-            self.steps = 1 + (self.steps if before and before.fault in faults else 0)
-
-    def describe(self) -> str | None:
-        """Say why the run is to end; None: it may go on."""
-        if self._first is None or self.steps < self.HOPELESS_STEPS:
-            return None
-        return (
-            f"every trajectory of {self.steps} steps in a row failed ({self._first.fault}), and "
-            f"nothing was learned; of task {self._first.task}: {self._first.detail[:400]}"
-        )
+def _failed_alike(trajectories: Sequence[Trajectory | None]) -> Trajectory | None:
+    """Return the last of ``trajectories`` if all of them failed for one reason."""
+    faults = {None if t is None else t.fault for t in trajectories}
+    return trajectories[-1] if len(faults) == 1 and None not in faults else None
 
 
 def _figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
@@ -139,6 +122,8 @@ class RlTrainer(Run):
         config, rl = self.config, self.config.rl
         self.setup = setup = Setup(config, arch, self.device.type)
         self.total_steps, self.window = setup.total_steps, setup.window
+        self.identity, groups = setup.digest, f"{setup.num_groups} prompts x {rl.group_size}"
+        self.trained_on = f"{rl.env}: {groups} trajectories a step"
         self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
@@ -162,34 +147,16 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
         self.generated = self.trained = 0
         """Tokens of all ranks since the run began or was resumed."""
-        self.failing = _Failing()
+        self.failed: deque[Trajectory | None] = deque(maxlen=_HOPELESS_STEPS)
+        """Of each of the last steps a trajectory, if all failed for one reason."""
         self.rollout_row: dict[str, float] = {}
         """Metrics of the step's trajectories; empty while demonstrations are learned."""
-
-    @property
-    def identity(self) -> str:
-        return self.setup.digest
-
-    @property
-    def trained_on(self) -> str:
-        rl = self.config.rl
-        return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
 
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
-        """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
-        with self.opened():
-            with self.stepping():
-                while self.goes_on:
-                    learned = self.train_step()
-                    self.count_step(learned.skipped)
-                    if self.is_logged:
-                        self.log_step(learned)
-                    self.after_step()
-            self.finish()
-        return self.result()
+        return super().fit()
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim
@@ -210,11 +177,16 @@ class RlTrainer(Run):
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
             learned = self._reinforce()
         self.step += 1
-        if (problem := self.failing.describe()) is not None:
+        last = _failed_alike(self.failed) if len(self.failed) == _HOPELESS_STEPS else None
+        if last is not None:
             checkpoint = self.config.checkpoint
             saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
             saved = f"; saved to {self.save()}" if saves else ""
-            raise RunFailed(f"rl.env {shortened(rl.env)}: {problem}{saved}")
+            raise RunFailed(
+                f"rl.env {shortened(rl.env)}: every trajectory of {_HOPELESS_STEPS} steps in a row "
+                f"failed ({last.fault}), and nothing was learned; of task {last.task}: "
+                f"{last.detail[:400]}{saved}"
+            )
         return learned
 
     def _imitate(self) -> Learned:
@@ -284,7 +256,7 @@ class RlTrainer(Run):
             if len(useful) >= self.setup.num_groups or not again:
                 break
             again -= 1
-        self.failing.look_at(found)
+        self.failed.append(_failed_alike(found))
         seconds = self.collector.seconds
         self.time.total["generate"] -= seconds["environment"]
         self.time.total["rewards"] += seconds["environment"]
@@ -385,8 +357,7 @@ class RlTrainer(Run):
         self.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
-        """Evaluate, export the weights, and log where the time went."""
-        self.evaluate()
+        """Export the weights, and log where the time went."""
         self.export(self.tokenizer, self.tokenizer.chat_template)
         self.time.take()
         total, size = self.time.total, self.world.size + self.config.rl.apart
@@ -427,22 +398,16 @@ class RlTrainer(Run):
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
         parts = self.world.gather(self.collector.under_way())
-        rows, self._tensors = Trajectory.to_state(t for part in parts for t in part)
-        return {
-            "sample_index": self.window.taken,
-            "begun": self.window.begun,
-            "under_way": rows,
-            "tasks": self.setup.identity,
-        }
-
-    def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        mine = self._tensors if self.world.is_main else {}  # every rank has them all
+        rows, tensors = Trajectory.to_state(t for part in parts for t in part)
+        state = {"sample_index": self.window.taken, "begun": self.window.begun}
+        state |= {"under_way": rows, "tasks": self.setup.identity}
+        mine = tensors if self.world.is_main else {}  # every rank has them all
         groups = {"rollouts": {name: TensorSlice.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
-        return groups
+        return state, groups
 
     def resume(self, found: Checkpoint) -> None:
         for name in self.setup.edited_since(found):
@@ -453,12 +418,6 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
 
     def take_up(self, found: Checkpoint) -> None:
-        if "under_way" not in found.state:
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
-                "weights give its export (checkpoint.save_hf) as model.path",
-            )
         has_reference = "reference" in found.groups
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(

@@ -239,23 +239,21 @@ Chunk = tuple[Running, int, int]
 one token come first, and a sequence's drafts behind its token."""
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """The sequences that run or wait, and their pages.
+    """The sequences that run or wait, and their pages."""
 
-    Args:
-        max_sequences: sequences that run at once.
-        max_tokens: tokens that one step reads.
-        shares: whether sequences that begin alike share pages. Where layers carry states they do
-            not: the states at a page's end take some fifty times the memory of the page.
-    """
+    pages: Pages
+    max_sequences: int
+    """Sequences that run at once."""
+    max_tokens: int
+    """Tokens that one step reads."""
+    shares: bool = True
+    """Whether sequences that begin alike share pages. Where layers carry states they do not: the
+    states at a page's end take some fifty times the memory of the page."""
 
-    def __init__(
-        self, pages: Pages, max_sequences: int, max_tokens: int, *, shares: bool = True
-    ) -> None:
-        self.pages, self.shares = pages, shares
-        self._free_slots = list(range(max_sequences, 0, -1))
-        self.max_sequences = max_sequences
-        self.max_tokens = max_tokens
+    def __post_init__(self) -> None:
+        self._free_slots = list(range(self.max_sequences, 0, -1))
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.num_preempted = 0
@@ -357,16 +355,16 @@ class Scheduler:
         sequence.drafts = []
 
 
+@dataclass(eq=False)
 class PagedAttention:
     """The attention core of one layer over its pages; a step is one row of sequences, [1, T]."""
 
-    def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.window = window
-        self.keys_PZGd: torch.Tensor | None = None
-        """None: no memory is allocated, which happens at the first use."""
-        self.values_PZGv: torch.Tensor | None = None
+    num_pages: int
+    page_size: int
+    window: int | None
+    keys_PZGd: torch.Tensor | None = None
+    """None: no memory is allocated, which happens at the first use."""
+    values_PZGv: torch.Tensor | None = None
 
     def free(self) -> None:
         self.keys_PZGd = self.values_PZGv = None

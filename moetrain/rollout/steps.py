@@ -20,6 +20,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,25 +74,20 @@ class _CapturedStep(NamedTuple):
     step: Step
 
 
+@dataclass(eq=False)
 class Steps:
     """Runs ``model`` with paged attention in place of its own."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        pages: Pages,
-        known: int,
-        experts: ExpertParallel | None,
-        max_sequences: int,
-        heads: HeadParallel | None,
-        draft: int,
-    ) -> None:
-        self.model = model
-        self.pages = pages
-        self.known = known
-        self.experts = experts
-        self.heads = heads
-        self.draft = draft
+    model: Transformer
+    pages: Pages
+    known: int
+    experts: ExpertParallel | None
+    max_sequences: int
+    heads: HeadParallel | None
+    draft: int
+
+    def __post_init__(self) -> None:
+        model, pages, heads = self.model, self.pages, self.heads
         self.told: Any = heads.told if heads else lambda given: given
         most = min(model.arch.max_positions, pages.num_tokens)
         self._pages_per_sequence = -(-most // pages.page_size)
@@ -99,9 +95,10 @@ class Steps:
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[Any] = []
         """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
+        layers = model.arch.layers()[: model.arch.num_layers + bool(self.draft)]
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
-            for i, parts in enumerate(model.arch.layers()[: model.arch.num_layers + bool(draft)])
+            for i, parts in enumerate(layers)
             for part in parts
             if isinstance(part, AttentionPart)
         ]
@@ -120,7 +117,7 @@ class Steps:
                 mixer.rotate = mixer.core.rotate
                 self.caches.append(mixer.core)
             else:
-                self.caches.append(mixer.keep_states(max_sequences + 1, draft))
+                self.caches.append(mixer.keep_states(self.max_sequences + 1, self.draft))
         for module in model.modules():
             if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010

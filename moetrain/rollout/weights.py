@@ -31,7 +31,6 @@ from torch import nn
 
 from moetrain.config import Config
 from moetrain.data.loader import Data
-from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
@@ -278,10 +277,6 @@ _SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
 
 
-class CannotGenerate(ValueError):
-    """A training run cannot generate; the message says why, the same on every rank."""
-
-
 class Sampled(Callback):
     """Continues ``train.sample_prompt``, or the start of a held-out row, into ``sample.txt``.
 
@@ -295,7 +290,7 @@ class Sampled(Callback):
         data: Data = trainer.data
         try:
             text = data.tokenizer.decode(_sample(run.engine, data))
-        except CannotGenerate as problem:
+        except ValueError as problem:
             run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
             return
         if run.world.is_main:
@@ -306,24 +301,30 @@ class Sampled(Callback):
 def _prompt(data: Data, text: str | None) -> list[int]:
     if text is None:
         return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
-    try:
-        return data.tokenizer.encode_prompt(text)
-    except ValueError as error:
-        raise CannotGenerate(str(error)) from None
+    return data.tokenizer.encode_prompt(text)
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
     """Return the prompt and up to ``train.sample_tokens`` more; it ends before the end token.
 
     The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
-    half. Every rank makes the same requests.
+    half. Every rank makes the same requests. Collective.
+
+    Raises ValueError: it cannot be done, for a reason that is the same on every rank.
     """
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = list(_prompt(data, train.sample_prompt))
     if not ids:
-        raise CannotGenerate("the prompt has no tokens")
-    sizes = {"num_pages": -(-seq_len // Pages.SIZE), "max_sequences": 1}
-    generator = generator_of(engine, data.tokenizer, **sizes)
+        raise ValueError("the prompt has no tokens")
+    engine.fsdp.release()
+    needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
+    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
+    if engine.world.sum_all(lacking).item() > 0:
+        raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+    model, experts = replica(engine)
+    sizes: Any = {"num_pages": -(-seq_len // Pages.SIZE), "max_sequences": 1}
+    generator = Generator(model, data.tokenizer, **sizes, experts=experts)
+    WeightUpdate(engine, generator)()
     window = min(seq_len, generator.longest)
     start, end = len(ids), len(ids) + train.sample_tokens
 
@@ -348,24 +349,8 @@ def _sample(engine: Engine, data: Data) -> list[int]:
         if is_finite and reason == "length" and len(ids) < end:
             generator.submit(request())
     if not is_finite:
-        raise CannotGenerate("the model's logits are not finite")
+        raise ValueError("the model's logits are not finite")
     return ids
-
-
-def generator_of(engine: Engine, tokenizer: Tokenizer, **sizes: int) -> Generator:
-    """Return a generator with the engine's weights, or raise CannotGenerate. Collective."""
-    engine.fsdp.release()
-    needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
-    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
-    if engine.world.sum_all(lacking).item() > 0:
-        raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
-    model, experts = replica(engine)
-    try:
-        generator = Generator(model, tokenizer, **sizes, experts=experts, heads=None)
-    except ValueError as error:
-        raise CannotGenerate(str(error)) from None
-    WeightUpdate(engine, generator)()
-    return generator
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -14,6 +14,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
-from moetrain.parallel.pipeline.executor import Pipeline
+from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
@@ -231,7 +232,7 @@ class Engine(ModelState):
     def _drive(
         self,
         batches: Sequence[_B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
+        finish: Finish[_B],
         backward: Callable[[torch.Tensor], None] | None = None,
         further: list[torch.Tensor] | None = None,
     ) -> None:
@@ -259,10 +260,7 @@ class Engine(ModelState):
             del total  # and its graph, before the next forward
 
     def collect(
-        self,
-        batches: Sequence[_B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
-        shapes: Sequence[Sequence[int]],
+        self, batches: Sequence[_B], finish: Finish[_B], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Return what ``finish`` returns for each of ``batches``, on every rank.
 
@@ -288,33 +286,28 @@ class Engine(ModelState):
         return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
 
 
+@dataclass
 class _Pass(Generic[_B]):
     """One pass of ``objective`` over micro-batches, and the sums that it makes."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        objective: Objective[_B],
-        sizes: Mapping[str, torch.Tensor],
-        *,
-        learns: bool,
-    ) -> None:
-        self.engine = engine
-        self.objective = objective
-        self.sizes = sizes
-        self.learns = learns
-        self.num_batches = self.num_done = 0
-        self.names: list[str] = []
-        self.values: list[torch.Tensor] = []
-        """Total and terms of each micro-batch."""
-        self.routings: list[RoutingStats] = []
-        self.lost: torch.Tensor | None = None
-        """How many rows of all ranks found no room; None: no row can be dropped."""
-        self.dropped: LateNumbers | None = None  # the same, on the host
-        self.load: ExpertLoad | None = None
-        """Expert load of all micro-batches; None: each is balanced by its own."""
-        self.further: list[torch.Tensor] = []
-        """Hidden states of this micro-batch for further tokens, where they are learned."""
+    engine: Engine
+    objective: Objective[_B]
+    sizes: Mapping[str, torch.Tensor]
+    learns: bool
+    num_batches: int = 0
+    num_done: int = 0
+    names: list[str] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    """Total and terms of each micro-batch."""
+    routings: list[RoutingStats] = field(default_factory=list)
+    lost: torch.Tensor | None = None
+    """How many rows of all ranks found no room; None: no row can be dropped."""
+    dropped: LateNumbers | None = None
+    """The same, on the host."""
+    load: ExpertLoad | None = None
+    """Expert load of all micro-batches; None: each is balanced by its own."""
+    further: list[torch.Tensor] = field(default_factory=list)
+    """Hidden states of this micro-batch for further tokens, where they are learned."""
 
     def over(self, batches: Sequence[_B]) -> Self:
         engine, self.num_batches = self.engine, len(batches)

@@ -148,13 +148,9 @@ def alike(batches: Sequence[_B], hosts: Any = None) -> list[_B] | None:
         most, largest, least = found.tolist()
         if largest != -least:
             return None
-    if not counts:
-        return [*batches]
-    return [
-        batch
-        if end_N is None
-        else batch._replace(  # pyright: ignore[reportAttributeAccessIssue]
-            cu_seqlens=F.pad(end_N, (0, most + 1 - end_N.shape[0]), value=int(end_N[-1]))
-        )
-        for batch, end_N in zip(batches, ends, strict=True)
-    ]
+    padded: list[Any] = [*batches]
+    for i, end_N in enumerate(ends):
+        if end_N is not None:
+            wider_N = F.pad(end_N, (0, most + 1 - end_N.shape[0]), value=int(end_N[-1]))
+            padded[i] = padded[i]._replace(cu_seqlens=wider_N)
+    return padded

@@ -333,13 +333,13 @@ class RankSizes:
             moments.append(replace(kept, **generation))
         return max(moments, key=lambda estimate: estimate.total)
 
-    def on_host(self) -> dict[str, float]:
+    def on_host(self) -> Counter[str]:
         """Return the bytes of host memory of one process, by the setting that asks for them."""
         wanted = {
-            "optim.offload_fraction": _HOSTED_BYTES * self._hosted,
-            "rl.offload": self.config.rl.offload * self.moment_bytes(),
+            "optim.offload_fraction": int(_HOSTED_BYTES * self._hosted),
+            "rl.offload": int(self.config.rl.offload * self.moment_bytes()),
         }
-        return {name: size for name, size in wanted.items() if size}
+        return +Counter(wanted)  # without zeros
 
     def _start_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
         """Estimate the loss or the last block's backward, with all activations."""

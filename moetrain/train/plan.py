@@ -6,7 +6,7 @@ tried that change results by no more than rounding. Left out on purpose: speed, 
 :mod:`moetrain.train.speed` estimates.
 
 :func:`check_host` is about host memory, most of it pinned: a process that takes too much is killed
-without a word. Processes of a machine share it, so ranks tell the main one what they will take. The
+without a word. Processes of a machine share it, so ranks tell one another what they will take. The
 limit of a control group (of the second version) decides where there is one, beside which too little
 free memory is worth a warning alone: some virtual machines get memory only as they use it. Left out
 on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.
@@ -14,7 +14,6 @@ on purpose: the few GiB that a process takes anyway, and host memory of settings
 Bytes unless a name says otherwise.
 """
 
-import json
 import math
 import os
 import socket
@@ -41,7 +40,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 _Change = Mapping[str, Any]
 """Settings with other values, by dotted name."""
-_Takes = Mapping[str, float]
+_Takes = Counter[str]
 """Bytes of one process, by the setting that asks for them."""
 
 
@@ -130,7 +129,8 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         remedy = f"nearest that fits: {nearest}" if nearest else "nothing tried would"
         verdict = f"{may} fit: {sizes}, give or take {peak.MARGIN:.0%}; {remedy}"
     lines.append(verdict)
-    takes = _sum([rank.on_host() for rank in plan.sizes()] * (dims.world_size // dims.pp))
+    of_ranks = [rank.on_host() for rank in plan.sizes()] * (dims.world_size // dims.pp)
+    takes = sum(of_ranks, Counter())
     if takes:
         lines.append(
             f"host memory of {dims.world_size} processes, estimated: {_described(takes)}; "
@@ -228,47 +228,27 @@ def check_host(ranks: Sequence[RankSizes], world: World) -> None:
     if not any(of_stages):
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
-    report = json.dumps([socket.gethostname(), mine, _room_here()])
-    reports = map(json.loads, world.rendezvous.gather(report))
-    problem = json.loads(world.broadcast(json.dumps(_what_is_wrong(ranks[0].config, reports))))
-    if problem is not None:
-        raise ConfigError(*problem)
-
-
-def _what_is_wrong(
-    config: Config, reports: Iterable[tuple[str, _Takes, Sequence[float]]]
-) -> tuple[str, str] | None:
-    """Return a setting and its problem, or None if all machines have enough; may warn.
-
-    ``reports``: for each process its machine's name, what it takes, and a :class:`_Room`.
-    """
     by_host: dict[str, list[tuple[_Takes, _Room]]] = {}
-    for name, takes, room in reports:
-        by_host.setdefault(name, []).append((takes, _Room(*room)))
+    for name, takes, room in world.gather((socket.gethostname(), mine, _room_here())):
+        by_host.setdefault(name, []).append((takes, room))
     for name, found in by_host.items():
-        takes, room = _sum(takes for takes, _ in found), found[0][1]
+        takes, room = sum((takes for takes, _ in found), Counter()), found[0][1]
         setting = max(takes, key=lambda key: takes[key], default="")
         need = sum(takes.values())
         if need <= min(room):
             continue
         problem = (
-            f"{attrgetter(setting)(config)!r} takes more host memory than {name} has "
+            f"{attrgetter(setting)(ranks[0].config)!r} takes more host memory than {name} has "
             f"free: {_described(takes)}, in {len(found)} process{'es' * (len(found) > 1)}"
         )
         if need > room.most:
             why = "free" if math.isinf(room.allowed) else "left of its control group's limit"
             remedy = "ask for less of it, or use more machines or larger ones"
-            return setting, f"{problem}; it has {room.most / GIB:.1f} GiB {why}; {remedy}"
-        free = f"it has {room.available / GIB:.1f} GiB free, though its control group may use more"
-        logger.warning("%s: %s; %s", setting, problem, free)
-    return None
-
-
-def _sum(takes: Iterable[_Takes]) -> _Takes:
-    total: Counter[str] = Counter()
-    for one in takes:
-        total.update(one)  # pyright: ignore[reportArgumentType] - it adds whatever adds up
-    return dict(total)
+            problem = f"{problem}; it has {room.most / GIB:.1f} GiB {why}; {remedy}"
+            raise ConfigError(setting, problem)
+        if world.is_main:
+            free = f"{room.available / GIB:.1f} GiB free, though its control group may use more"
+            logger.warning("%s: %s; it has %s", setting, problem, free)
 
 
 def _described(takes: _Takes) -> str:

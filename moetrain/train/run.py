@@ -1,9 +1,8 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
-:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
-A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
-stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
-it and read one step late.
+:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share:
+a subclass says what a step is; when to log, evaluate, save and stop is decided here. Within a step
+nothing here waits for the device: skipped steps are counted on it and read one step late.
 """
 
 import gc
@@ -12,8 +11,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,9 +64,9 @@ class _StepWatch:
         # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
-        self.asked_to_stop = self.asked_to_save = self.asked_to_end = False
-        """Whether, as of the step before the last, a stop signal had come to any rank, the main
-        rank's clock asked for a checkpoint, or a callback on any rank asked to end the run."""
+        self.asked_to_save = self.asked_to_end = False
+        """Whether, as of the step before the last, the main rank's clock asked for a checkpoint; a
+        stop signal had come to any rank, or a callback on any rank asked to end the run."""
 
     def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step.
@@ -88,8 +87,8 @@ class _StepWatch:
         """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far, or if the
         run is over and no step of it was good."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
-        self.asked_to_save, self.asked_to_stop = requests % _END >= _SAVE, requests % _SAVE > 0
-        self.asked_to_end |= requests >= _END
+        self.asked_to_save = requests % _END >= _SAVE
+        self.asked_to_end |= requests >= _END or requests % _SAVE > 0
         if in_row >= self.limit:
             raise _BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
@@ -113,16 +112,17 @@ class _StepWatch:
 class Run(ABC):
     """One training run.
 
-    A subclass's ``fit`` is within :meth:`opened`. Its loop, within :meth:`stepping`, takes steps
-    while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`, calls :meth:`count_step`, logs
-    the step if :attr:`is_logged`, and calls :meth:`after_step`. A step may raise :class:`GivenUp`,
-    if everything is then as it was before it.
+    A subclass says what a step is, and what it is built of, evaluated by and resumed from.
     """
 
     generates: ClassVar[bool] = False
     """Whether the devices need room for generation, by ``rl.sleep``."""
     engine: Engine
     total_steps: int
+    identity: str
+    """Hash of the data or tasks that are trained on."""
+    trained_on: str
+    """The data or tasks that are trained on, in words for people."""
 
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
         """Build the run, and resume it if there is something to; ConfigError: it cannot be made."""
@@ -171,30 +171,32 @@ class Run(ABC):
     # ---- what a kind of run says ---------------------------------------------------------------
 
     @abstractmethod
+    def train_step(self) -> Any:
+        """Take a step, and add to :attr:`step` and :attr:`tokens`; returns :meth:`log_step`'s.
+
+        Its ``skipped`` (0-d bool) is the same on every rank. Raises GivenUp: all is as it was.
+        """
+
+    @abstractmethod
+    def log_step(self, result: Any) -> None:
+        """Log what :meth:`train_step` returned; this waits for the device."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Export what settings ask for, after the last evaluation."""
+
+    @abstractmethod
     def build(self, arch: Architecture) -> None:
-        """Build :attr:`engine` and the data it trains on, and set :attr:`total_steps`."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Hash of the data or tasks that are trained on."""
-
-    @property
-    @abstractmethod
-    def trained_on(self) -> str:
-        """The data or tasks that are trained on, in words for people."""
+        """Build :attr:`engine` and the data it trains on; set what is declared beside it."""
 
     @abstractmethod
     def evaluate(self) -> None:
         """Evaluate on held-out data and log it, unless that was done at this step."""
 
     @abstractmethod
-    def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
-
-    def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        """Return this rank's parts of a checkpoint's further groups, after :meth:`progress`."""
-        return {}
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
+        """Return what a checkpoint holds besides the engine: ``sample_index`` and other JSON of its
+        ``state.json``, and this rank's parts of further groups."""
 
     @abstractmethod
     def take_up(self, found: Checkpoint) -> None:
@@ -202,9 +204,8 @@ class Run(ABC):
 
     # ---- the run -------------------------------------------------------------------------------
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Open the run's folder and log, and leave the other ranks at the end.
+    def fit(self) -> Result:
+        """Train to ``train.steps``, or for ``train.epochs``, unless a callback ends the run.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
@@ -219,7 +220,9 @@ class Run(ABC):
                     self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
                 with self.callbacks.running(self):
-                    yield
+                    self.take_steps()
+                    self.evaluate()
+                    self.finish()
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
@@ -227,28 +230,27 @@ class Run(ABC):
             finally:
                 if self.log is not None:
                     self.log.close()
+        return self.result()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Watch for stop signals in the loop over steps, and save at its end."""
+    def take_steps(self) -> None:
+        """Take the steps that are left, watching for stop signals, and save at their end."""
         with stop_signals() as self.stop, garbage_collector_off():
             if self.step == 0 and self.config.train.eval_interval:
                 self.evaluate()  # where the held-out curve starts
             self.clock.start()
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
-                yield
+                while self.step < self.total_steps and not self.watch.asked_to_end:
+                    result = self.train_step()
+                    self.count_step(result.skipped)
+                    if self.due(self.config.log.interval) or self.step in (1, self.total_steps):
+                        self.log_step(result)
+                    self.after_step()
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
         if self.log is not None:
             self.log.end_progress()
-
-    @property
-    def goes_on(self) -> bool:
-        watch = self.watch
-        is_asked = watch.asked_to_stop or watch.asked_to_end
-        return self.step < self.total_steps and not is_asked
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
         """End the run after this step, as if it were its last; ``reason`` is said and returned.
@@ -276,10 +278,6 @@ class Run(ABC):
     def due(self, interval: int) -> bool:
         """Return whether something done every ``interval`` steps (0: never) is due now."""
         return interval > 0 and self.step % interval == 0
-
-    @property
-    def is_logged(self) -> bool:
-        return self.due(self.config.log.interval) or self.step in (1, self.total_steps)
 
     def after_step(self) -> None:
         """Evaluate and save, if it is time to."""
@@ -402,10 +400,10 @@ class Run(ABC):
         self.clock.stop()
         started = time.perf_counter()
         self.report_saved(self.snapshots.wait())  # one at a time
+        own, tensors = self.progress()
         progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
-        progress |= self.progress() | self.callbacks.state()
+        progress |= own | self.callbacks.state()
         keeps = self.best.step if self.config.checkpoint.best else None
-        tensors = self.progress_tensors()
         self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())
@@ -456,5 +454,11 @@ class Run(ABC):
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.continues = found.folder
+        if ("under_way" in found.state) != self.generates:
+            kind = "a run that generated nothing" if self.generates else "reinforcement learning"
+            problem = (
+                f"{str(found.folder)!r} is of {kind}; to begin from its weights give its export"
+            )
+            raise ConfigError("checkpoint.resume", f"{problem} (checkpoint.save_hf) as model.path")
         self.callbacks.load_state(found.state)
         self.take_up(found)

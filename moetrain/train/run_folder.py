@@ -161,51 +161,40 @@ class RunFolder:
     def check_shared(self, world: World) -> None:
         """Check that every rank can write to this very folder, which the main rank has made.
 
-        Each rank writes a small file, which the main rank must be able to read; all are removed
-        again. Collective: all ranks return, or all raise the same error.
+        Every rank must be able to read a small file that the main rank writes, and to write one;
+        all are removed again. Collective: all ranks return, or all raise the same error.
 
-        Raises ConfigError: a rank cannot write there, or the main rank does not see its file, as on
-        machines that each have their own disk.
+        Raises ConfigError: a rank does not see the main rank's file, as on machines that each have
+        their own disk, or cannot write there.
         """
         if world.size == 1:
             return
-        token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
-        mine, problem = self.path / _MARK.format(world.rank), "there is no such folder"
-        for _ in _while_it_may_come():
-            try:
+        token, problem = world.broadcast(secrets.token_hex(8)), ""  # comes when there is a folder
+        shared, mine = (self.path / _MARK.format(rank) for rank in (0, world.rank))
+        try:
+            if world.is_main:
+                shared.write_text(token)
+            if not _is_seen(shared, token):
+                there = "what rank 0 writes there is not seen"
+                problem = there if self.path.exists() else "there is no such folder"
+            elif not world.is_main:
                 mine.write_text(token)
-            except FileNotFoundError:  # the folder is new, or it is not there
-                continue
-            except OSError as error:
-                problem = f"it cannot be written to ({error.strerror})"
-            else:
-                problem = ""
-            break
-        reports = world.rendezvous.gather(json.dumps([socket.gethostname(), problem]))
-        problem = world.broadcast(self._not_shared(token, [json.loads(x) for x in reports]))
-        with suppress(OSError):
-            mine.unlink()
-        world.barrier()  # the folder may go again, and must be empty then
-        if problem:
-            raise ConfigError("output_dir", problem)
-
-    def _not_shared(self, token: str, reports: list[tuple[str, str]]) -> str:
-        """Return the first problem of ranks' ``(machine, problem)`` reports, or an empty text."""
-        problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
-        for rank in () if problems else range(len(reports)):
-            mark = self.path / _MARK.format(rank)
-            if not any(_holds(mark, token) for _ in _while_it_may_come()):
-                problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
-                break
-        if not problems:
-            return ""
-        rank, problem = next(iter(problems.items()))
-        others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        return (
-            f"{shortened(str(self.path))} is not one folder for all ranks: on {reports[rank][0]} "
-            f"(rank {rank}{others}) {problem}; choose one on a file system that all machines of "
-            "the run share"
-        )
+                mine.unlink()
+        except OSError as error:
+            problem = f"it cannot be written to ({error.strerror})"
+        reports = world.gather((socket.gethostname(), world.rank, problem))
+        problems = [report for report in reports if report[2]]
+        if world.is_main:  # the folder may go again, and must be empty then
+            shared.unlink(missing_ok=True)
+        if problems:
+            host, rank, problem = problems[0]
+            others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ConfigError(
+                "output_dir",
+                f"{shortened(str(self.path))} is not one folder for all ranks: on {host} (rank "
+                f"{rank}{others}) {problem}; choose one on a file system that all machines of the "
+                "run share",
+            )
 
     def find(self, resume: str, before: int | None = None) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
@@ -352,17 +341,13 @@ def _lock(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def _while_it_may_come() -> Iterator[None]:
-    """Yield as long as what another rank has written may still become visible here."""
+def _is_seen(file: Path, token: str) -> bool:
+    """Wait until ``file``, which another rank writes, holds ``token``; False: it does not come."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    yield
-    while time.monotonic() <= deadline:
+    while True:
+        with suppress(OSError, ValueError):  # it is not there yet, or only half
+            if file.read_text() == token:
+                return True
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-        yield
-
-
-def _holds(file: Path, token: str) -> bool:
-    try:
-        return file.read_text() == token
-    except (OSError, ValueError):  # it is not there yet, or only half
-        return False

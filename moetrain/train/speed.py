@@ -74,7 +74,6 @@ class _Clock:
 
     def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
         self.rank = rank
-        self.gpu = gpu
         self.share = rank.share
         self.config = rank.config
         self.dims = rank.dims

@@ -23,9 +23,8 @@ from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.qk_clip import QKClip
-from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
+from moetrain.models.hf.save import Export, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
@@ -209,22 +208,14 @@ class ModelState:
         if self.world.is_main:
             save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
 
-    def save_hf(
-        self,
-        folder: Path,
-        *,
-        dtype: ExportDtype = "auto",
-        tokenizer: TokenizerFiles | None = None,
-        max_shard_bytes: int = Export.SHARD_BYTES,
-    ) -> None:
+    def save_hf(self, folder: Path, **how: Any) -> None:
         """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write."""
         with torch.device("meta"):
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        how = {"dtype": dtype, "tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes}
-        how |= {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
-        export = Export(whole, folder, **how)
+        ranks: Any = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
+        export = Export(whole, folder, **how, **ranks)
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)

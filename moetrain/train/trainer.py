@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config
 from moetrain.data.given import given_data
 from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
-from moetrain.train.callbacks import Callback, Result
+from moetrain.train.callbacks import Callback
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
@@ -97,17 +97,11 @@ class Trainer(Run):
             before_batch=self.give_up_if_stopped,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
+        self.identity = self.data.fingerprint
+        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
+        self.trained_on = f"{number} of {config.data.seq_len} tokens"
         self.engine = Engine(config, arch, self.world)
         self.engine.before_forward = self.give_up_if_stopped
-
-    @property
-    def identity(self) -> str:
-        return self.data.fingerprint
-
-    @property
-    def trained_on(self) -> str:
-        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
-        return f"{number} of {self.config.data.seq_len} tokens"
 
     @property
     def has_text(self) -> bool:
@@ -116,19 +110,6 @@ class Trainer(Run):
         return config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
 
     # ---- the loop ------------------------------------------------------------------------------
-
-    def fit(self) -> Result:
-        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
-        with self.opened():
-            with self.stepping():
-                while self.goes_on:
-                    result = self.train_step()
-                    self.count_step(result.skipped)
-                    if self.is_logged:
-                        self.log_step(result)
-                    self.after_step()
-            self.finish()
-        return self.result()
 
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
@@ -222,22 +203,14 @@ class Trainer(Run):
         self.clock.start()
 
     def finish(self) -> None:
-        """Evaluate, and export what settings ask for."""
-        self.evaluate()
         self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def progress(self) -> dict[str, Any]:
-        return self.loader.state()
+    def progress(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        return self.loader.state(), {}
 
     def take_up(self, found: Checkpoint) -> None:
-        if "under_way" in found.state:
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
-                "give its export (checkpoint.save_hf) as model.path",
-            )
         self.loader.resume(found.state)
 
 

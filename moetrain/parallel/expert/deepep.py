@@ -28,12 +28,10 @@ import torch.distributed as dist
 
 from moetrain.config import ConfigError
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
-from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.processes import machine
 
 _ops: Any = torch.ops.moetrain
@@ -82,14 +80,12 @@ class DeepEP(ExpertParallelDispatcher):
         num_experts: int,
         group: dist.ProcessGroup,
         hidden_size: int,
-        backend: Backend = "auto",
         *,
         num_sms: Literal["auto"] | int = "auto",
         static: StaticSizes | None = None,
-        precision: Precision = "bf16",
-        replicas: Replicas | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision, replicas)
+        super().__init__(num_experts, group, **how)
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
@@ -128,17 +124,10 @@ class DeepEP(ExpertParallelDispatcher):
                 f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
                 f"for {max_tokens} a rank"
             )
-        x_SD, ids_SK, weights_SK, rows_R0, *handle = _ops.deepep_dispatch(
-            x_TD.contiguous(),
-            ids_TK.contiguous(),
-            weights_TK.contiguous(),
-            self._send_counts(ids_TK),
-            self.group_name,
-            self.num_sms,
-            self.num_ranks * max_tokens,
-            rows,
-            self.precision,
-        )
+        given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
+        how = self.group_name, self.num_sms, self.num_ranks * max_tokens, rows, self.precision
+        sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
+        x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
         is_static = self.static is not None
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
 

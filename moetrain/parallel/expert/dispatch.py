@@ -39,12 +39,7 @@ from torch.distributed import all_to_all_single, distributed_c10d
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.permutation import (
-    ExpertIndices,
-    expert_indices,
-    permute,
-    unpermute,
-)
+from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices, permute, unpermute
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
@@ -173,15 +168,8 @@ class AllToAll(ExpertParallelDispatcher):
         tokens_S0, rows_R0, sent_W, received_W = _exchange_counts(
             torch.stack((route.counts_E, slots_W), dim=1), self.group_name
         )
-        x_SD, routing_SC = _exchange_rows(
-            [x_ND, routing_NC],
-            sent_W,
-            received_W,
-            tokens_S0.shape[0],
-            self.group_name,
-            self.precision,
-            "forward",
-        )
+        how = tokens_S0.shape[0], self.group_name, self.precision, "forward"
+        x_SD, routing_SC = _exchange_rows([x_ND, routing_NC], sent_W, received_W, *how)
         weights_SK, ids_SK = routing_SC.split(slots, dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
         is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
@@ -195,8 +183,8 @@ class AllToAll(ExpertParallelDispatcher):
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
-        how = self.group_name, self.precision, "backward"
-        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, route.row_slot_R.shape[0], *how)
+        how = route.row_slot_R.shape[0], self.group_name, self.precision, "backward"
+        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, *how)
         return unpermute(y_ND, route, self.backend)
 
 
@@ -253,15 +241,9 @@ def _exchange_rows(
     outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
     leaving = [given[: sum(sent)] for given in rows]
     with annotate("exchange_rows", *leaving):
+        how: Any = {"group": _resolve_group(group), "async_op": True}
         works = [
-            all_to_all_single(
-                out[: sum(received)],
-                given,
-                received,
-                sent,
-                group=_resolve_group(group),
-                async_op=True,
-            )
+            all_to_all_single(out[: sum(received)], given, received, sent, **how)
             for out, given in zip(outputs, leaving, strict=True)
         ]
         for work in works:

@@ -18,7 +18,8 @@ K experts a token, S tokens that arrive.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from moetrain.parallel.fsdp.transport import (
 from moetrain.parallel.mesh import all_gather_start
 
 
+@dataclass(eq=False)
 class Replicas:
     """``spare`` places for copies on every rank of ``group``, of ``num_experts`` in all.
 
@@ -48,29 +50,25 @@ class Replicas:
         ConfigError: ranks do not reach one another's memory. Collective.
     """
 
-    least_rows = 1024
+    least_rows: ClassVar = 1024
     """The fewest rows that are worth a copy: what travels, and a row's products, both take longer
     the larger an expert is. At 330 GB/s and 500 TFLOP/s an expert there and back is 1,000 rows."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        spare: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        backend: Backend = "auto",
-    ) -> None:
-        reason = why_apart(group, device)
+    num_experts: int
+    spare: int
+    group: dist.ProcessGroup
+    device: torch.device
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        reason = why_apart(self.group, self.device)
         if reason is not None:
-            raise ConfigError("moe.redundant_experts", f"{spare}, but {reason}; set 0")
-        self.num_experts, self.spare, self.group = num_experts, spare, group
-        self.device = device
-        self.backend: Backend = backend
-        self.num_local_experts = num_experts // group.size()
-        self.rank, self.group_name = group.rank(), str(group.group_name)
+            raise ConfigError("moe.redundant_experts", f"{self.spare}, but {reason}; set 0")
+        self.num_local_experts = self.num_experts // self.group.size()
+        self.rank, self.group_name = self.group.rank(), str(self.group.group_name)
         self.is_late = False
         """Whether a backward leaves gradients on their way, which :meth:`finish` waits for."""
-        self._streams = CopyStreams(device)
+        self._streams = CopyStreams(self.device)
         self._arrival: Wait | None = None
         self._return: Wait | None = None
         self._memory: Any = None

@@ -214,13 +214,6 @@ class Bucket:
         is_there = self.peers is not None and self._cast_N.numel() > 0
         return self._cast_N if is_there and self.is_cast else None
 
-    def travel_by(self, peers: Peers) -> None:
-        """Travel by copies from now on."""
-        self.peers = peers
-        size = self.shard_N.numel() * self.dtype.itemsize
-        inbox = self.group.size() * size * self.is_trained
-        self.peers_start = peers.reserve(size, inbox)
-
     def share(self) -> None:
         """Bring the copy that peers read up to date; they do not read it meanwhile."""
         assert self.peers is not None

@@ -26,6 +26,7 @@ Left out on purpose: gradients of different units in one collective; parameters 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,31 +42,27 @@ from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
 from moetrain.parallel.offload.arena import Arena
 
 
+@dataclass(eq=False)
 class _Unit:
     """Parameters that are unsharded together, in ``region``, some by way of ``staging``."""
 
-    def __init__(
-        self,
-        index: int,
-        buckets: list[Bucket],
-        region: GatherBuffer,
-        staging: GatherBuffer,
-        *,
-        takes_turns: bool,
-    ) -> None:
-        self.index, self.buckets = index, buckets
-        self.region = region
-        self.staging = staging
-        self.takes_turns = takes_turns
-        self.works: list[Wait | None] | None = None
-        """The gathers under way."""
-        self.graphs = 0
-        """How many forwards' backwards are still to come."""
-        self._is_laid_out = False
-        size = sum(bucket.region_bytes for bucket in buckets)
-        region.size = max(region.size, size)
-        staging.size = max(staging.size, sum(bucket.staging_bytes for bucket in buckets))
-        self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
+    index: int
+    buckets: list[Bucket]
+    region: GatherBuffer
+    staging: GatherBuffer
+    takes_turns: bool
+    works: list[Wait | None] | None = None
+    """The gathers under way."""
+    graphs: int = 0
+    """How many forwards' backwards are still to come."""
+    _is_laid_out: bool = False
+
+    def __post_init__(self) -> None:
+        size = sum(bucket.region_bytes for bucket in self.buckets)
+        self.region.size = max(self.region.size, size)
+        staged = sum(bucket.staging_bytes for bucket in self.buckets)
+        self.staging.size = max(self.staging.size, staged)
+        self.label = f"unit {self.index}, {size / 2**20:.1f} MiB"  # in traces
 
     @property
     def members(self) -> Iterator[Member]:
@@ -122,31 +119,29 @@ def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]
     return memory[: sum(sizes)].split(list(sizes))
 
 
+@dataclass(eq=False)
 class FSDP(Sharding):
-    """The units of one model in forward order, and the gathers and reductions under way.
+    """The units of one model in forward order, and the gathers and reductions under way."""
 
-    Args:
-        reshard: how many of the first blocks take turns in two regions, instead of having one each.
-        frees: whether full parameters are freed after their last use, and gradients are allocated
-            at their first, as a single process does.
-    """
+    setting: ParallelSection
+    device: torch.device
+    frees: bool
+    """Whether full parameters are freed after their last use, and gradients are allocated at their
+    first, as a single process does."""
+    reshards: int
+    """How many of the first blocks take turns in two regions, instead of having one each."""
 
-    def __init__(
-        self, setting: ParallelSection, device: torch.device, *, frees: bool, reshard: int
-    ) -> None:
-        self.setting = setting
-        self.device = device
-        self.frees = frees
-        self.reshards = reshard
-        self.reduce_last = setting.reduce_at == "last"
+    def __post_init__(self) -> None:
+        device = self.device
+        self.reduce_last = self.setting.reduce_at == "last"
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
-        self.gradients = Arena("gradients", device, fixed=not frees)
+        self.gradients = Arena("gradients", device, fixed=not self.frees)
         self.units: list[_Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = [GatherBuffer(device) for _ in range(1 if frees else 2)]
+        self._turns = [GatherBuffer(device) for _ in range(1 if self.frees else 2)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
@@ -163,7 +158,7 @@ class FSDP(Sharding):
         takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
         region = self._turns[index % len(self._turns)] if takes_turns else GatherBuffer(self.device)
         staging = self._staging[index % 2]
-        unit = _Unit(index, buckets, region, staging, takes_turns=takes_turns)
+        unit = _Unit(index, buckets, region, staging, takes_turns)
         self.units.append(unit)
         self._unit_of.update(dict.fromkeys(modules, unit))
 
@@ -187,7 +182,9 @@ class FSDP(Sharding):
             name = str(bucket.group.group_name)
             if name in near:
                 peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
-                bucket.travel_by(peers)
+                size = bucket.shard_N.numel() * bucket.dtype.itemsize
+                inbox = bucket.group.size() * size * bucket.is_trained
+                bucket.peers, bucket.peers_start = peers, peers.reserve(size, inbox)
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     @torch.no_grad()

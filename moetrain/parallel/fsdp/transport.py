@@ -277,14 +277,7 @@ class Peers:
                 out_WN[me].copy_(parts[me], non_blocking=True)
         return streams.end(streams.pull, streams.own)
 
-    def reduce(
-        self,
-        chunks_WN: torch.Tensor,
-        *,
-        out_N: torch.Tensor,
-        accumulate: bool,
-        squares_B: torch.Tensor | None,
-    ) -> Wait:
+    def reduce(self, chunks_WN: torch.Tensor, **into: Any) -> Wait:
         """Begin a :func:`reduce_scatter_start`; all ranks begin theirs in the same order."""
         memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
@@ -299,8 +292,7 @@ class Peers:
                 memory.arrive(WRITTEN)
                 memory.wait(WRITTEN)
             inbox_WN = inboxes[me].view(ranks, numel)
-            own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
-            sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
+            sum_chunks(inbox_WN, own_N=chunks_WN[me], own=me, **into)
             memory.arrive(FREE)
         return self.streams.end(push, kept=chunks_WN)
 
@@ -314,9 +306,7 @@ def wants_copies(setting: ParallelSection, device_type: str) -> bool:
 
 
 def reachable(
-    groups: Mapping[str, dist.ProcessGroup],
-    setting: ParallelSection,
-    device: torch.device,
+    groups: Mapping[str, dist.ProcessGroup], setting: ParallelSection, device: torch.device
 ) -> list[str]:
     """List the groups, by name, whose ranks copy as ``parallel.fsdp_transport`` says. Collective.
 

@@ -15,11 +15,11 @@ Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stage
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.pipeline.schedules import Action, Schedule, Step
 from moetrain.parallel.pipeline.stages import Stages
 
-_Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
+_B = TypeVar("_B")
+Finish = Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor]
+"""Gives, for hidden states [B, S, D], the routing and a batch on the device, what is minimised."""
 _Tensors = tuple[torch.Tensor, ...]
 """A residual stream, and [L, 2E + 2] unless L is 0; or their gradients."""
 
@@ -47,9 +49,9 @@ class Pipeline:
         self.fsdp = fsdp
         self.stages = stages
         self.plan = lru_cache(self._plan)
-        self._names: OrderedDict[object, list[str]] = OrderedDict()
-        """The terms' names of objectives, the latest last. Held here, for all ranks must forget
-        the same ones: a rank's garbage collector forgets them in its own time."""
+        # By the latest, for all ranks must forget the same ones: a rank's garbage collector forgets
+        # them in its own time.
+        self._names_of = lru_cache(self.REMEMBERED)(self._tell_names)
 
     def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
         """Give the schedule of a call and this rank's steps of it; raises ConfigError."""
@@ -60,12 +62,11 @@ class Pipeline:
             schedule = Schedule.forward_only(plan.rank_of_stage, micro_batches)
         return schedule, schedule.steps()[self.stages.rank]
 
-    def run(self, batches: Sequence[Any], finish: _Finish, *, learns: bool) -> None:
+    def run(self, batches: Sequence[Any], finish: Finish[Any], *, learns: bool) -> None:
         """Run every stage of this rank on all ``batches``, within :meth:`FSDP.work`. Collective.
 
         Args:
-            finish: gives, for the hidden states [B, S, D], the routing and the batch on the device,
-                what is minimised (0-d). Called on the last stage's rank alone, in the order of the
+            finish: gives a 0-d tensor. Called on the last stage's rank alone, in the order of the
                 micro-batches.
             learns: whether to run the backwards too.
         """
@@ -77,15 +78,14 @@ class Pipeline:
 
         Only the first call for an objective communicates, and waits for the device. Collective.
         """
-        if objective not in self._names:
-            found: list[Any] = [names]
-            last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
-            dist.broadcast_object_list(found, group=group, group_src=last)
-            self._names[objective] = found[0]
-            if len(self._names) > self.REMEMBERED:
-                self._names.popitem(last=False)
-        self._names.move_to_end(objective)
-        return self._names[objective]
+        self._names = names
+        return self._names_of(objective)
+
+    def _tell_names(self, objective: object) -> list[str]:
+        found: list[Any] = [self._names]
+        last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
+        dist.broadcast_object_list(found, group=group, group_src=last)
+        return found[0]
 
     def broadcast_sums(
         self, count: int, sums: torch.Tensor | None, routing: RoutingStats | None
@@ -114,7 +114,7 @@ class _Run:
     pipeline: Pipeline
     schedule: Schedule
     batches: Sequence[Any]
-    finish: _Finish
+    finish: Finish[Any]
     learns: bool
     made: dict[tuple[Action, int], _Tensors] = field(default_factory=dict)
     """The tensors that an action made for a stage, made here or received."""

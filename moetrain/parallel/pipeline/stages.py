@@ -290,11 +290,7 @@ class Stages:
         return self.broadcast(holder, x, entry.shape, dtype)
 
     def broadcast(
-        self,
-        holder: int,
-        x: torch.Tensor | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        self, holder: int, x: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Give all pipeline ranks the ``x`` of rank ``holder``. Collective over the group."""
         if self.rank != holder:
