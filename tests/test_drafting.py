@@ -27,7 +27,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sections import LoraSection
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
-from moetrain.models.families.drafting import Chunks, most_drafts
+from moetrain.models.families.drafting import Chunks, Lookup, most_drafts
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Inputs, Transformer
@@ -454,8 +454,63 @@ def test_of_several_blocks_the_first_drafts():
     assert found.num_right == found.num_drafted == 16
 
 
+def looked_up(tokens, number):
+    """By the definition: behind the latest place of the longest of the last tokens."""
+    for length in (4, 3, 2):
+        last = tokens[-length:]
+        for place in range(len(tokens) - 1, length - 1, -1):
+            if len(last) == length and tokens[place - length : place] == last:
+                return [tokens[place + i % (len(tokens) - place)] for i in range(number)]
+    return []
+
+
+def test_a_text_is_looked_up_in_itself():
+    assert Lookup().ahead([5, 6, 7, 8, 5, 6], 3) == [7, 8, 5]
+    assert Lookup().ahead([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    assert Lookup().ahead([5, 6, 1, 5, 6, 2, 5, 6], 1) == [2]
+    rng, found = random.Random(0), 0
+    for _ in range(50):
+        lookup, tokens = Lookup(), []
+        while len(tokens) < 60:
+            tokens += [rng.randrange(3) for _ in range(rng.choice([1, 1, 2, 7]))]
+            assert lookup.ahead(tokens, 3) == looked_up(tokens, 3)
+            found += bool(looked_up(tokens, 3))
+    assert found > 500
+
+
+def plain_parrot(case):
+    model = Transformer(architecture_of(case, **SIZES)).double()
+    model.init_weights(std=0.3, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("wo.weight", "down.weight", "w_down")):
+                parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("name", ["all at once", "chunks", "hardly any room"])
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_5_moe_text"])
+def test_the_text_so_far_drafts_for_any_model(case, name):
+    requests = requests_like(name, 8)
+    greedy = {"temperature": 0.0, "max_tokens": 40, "stop": (), "stop_ids": (), "n": 1}
+    greedy = [replace(r, params=replace(r.params, **greedy)) for r in requests[:3]]
+    requests = [*greedy, *requests[3:]]
+    expected = Generator(plain_parrot(case), ByteTokenizer()).generate(requests)
+    how = {"draft": 3, "draft_by": "ngram", **DISTURBED[name]}
+    generator = Generator(plain_parrot(case), ByteTokenizer(), **how)
+    found = generator.generate(requests)
+    check_same(found, expected)
+    assert generator.pages.num_available == generator.pages.num_pages
+    right, drafted = (
+        sum(getattr(c, key) for own in found for c in own) for key in ("num_right", "num_drafted")
+    )
+    assert 10 < right < drafted + (name == "chunks")  # there none was wrong
+
+
 def test_a_model_without_a_block_is_refused():
-    with pytest.raises(ConfigError, match=r"^draft: 2, but .* without blocks .*; load it with"):
+    with pytest.raises(
+        ConfigError, match=r"^draft: 2, but .* without blocks .*; load it with .* 'ngram'"
+    ):
         Generator(Transformer(architecture_of("glm4_moe", **SIZES)), draft=2)
     with pytest.raises(ValueError, match="draft -1 is negative"):
         Generator(make_model("glm4_moe"), draft=-1)
@@ -536,8 +591,12 @@ def test_what_has_no_block_is_refused_in_one_line(folder, tmp_path, capsys):
         assert main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert re.search(f"^error: {says}", line), line
-        assert main(words[:-2]) == 0
-        capsys.readouterr()
+        texts = []
+        for how in ([], ["--draft", "3", "--draft_by", "ngram"]):
+            assert main([*words[:-2], "--max_tokens", "40", *how]) == 0
+            texts.append(capsys.readouterr())
+        assert texts[0].out == texts[1].out
+        assert "drafted tokens that were right: " in texts[1].err
     assert main([*words[:-1], "-1"]) == 2
     assert "--draft" in capsys.readouterr().err
 

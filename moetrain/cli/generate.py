@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.engine import Generator, load_model
     from moetrain.rollout.pages import Pages
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, args.draft)
+    block = args.draft if args.draft_by == "block" else 0
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)
     if args.chat:
         ids = request.chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None) -> None:
         name, _, problem = request.JsonBody.complaint(error).partition(": ")
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
-    generator = Generator(model, tokenizer, num_pages=pages, draft=args.draft)
+    how = {"draft": args.draft, "draft_by": args.draft_by}
+    generator = Generator(model, tokenizer, num_pages=pages, **how)
     text = request.TextStream(tokenizer, params.stop, params.stop_ids)
     completion = request.Completion("prompt", 0)
     try:

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.pages import Pages
     from moetrain.rollout.server import CompletionServer
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, args.draft)
+    block = args.draft if args.draft_by == "block" else 0
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)
     generator = Generator(
         model,
         tokenizer,
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None) -> None:
         max_sequences=args.max_sequences,
         max_tokens=args.max_step_tokens,
         draft=args.draft,
+        draft_by=args.draft_by,
     )
     generator.warm_up()
     name = args.name or args.path

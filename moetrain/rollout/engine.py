@@ -21,7 +21,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
-from moetrain.models.families.drafting import check_drafting, most_drafts
+from moetrain.models.families.drafting import DraftBy, check_drafting, most_drafts
 from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
@@ -55,6 +55,7 @@ class Generator:
         experts: ExpertParallel | None = None,
         heads: HeadParallel | None = None,
         draft: int = 0,
+        draft_by: DraftBy = "block",
     ) -> None:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
@@ -66,8 +67,10 @@ class Generator:
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
             heads: those that share the cache, and so serve the same requests: the first one's.
-            draft: tokens that its block for further tokens guesses at once; on all ranks as many,
-                and 0 where they share heads.
+            draft: tokens that are guessed at once; on all ranks as many, and 0 where they share
+                heads.
+            draft_by: what guesses: its block for further tokens, or ngram, where the text's last
+                tokens stood before.
 
         Raises:
             ConfigError: a layer has no cache here, or nothing can draft.
@@ -80,7 +83,7 @@ class Generator:
                 raise ValueError(f"{name} {size} is not positive")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
-        check_drafting(model, draft)
+        check_drafting(model, draft, draft_by)
         self.model = model
         self.tokenizer = tokenizer
         self.experts = experts
@@ -91,7 +94,8 @@ class Generator:
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
-        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, draft)
+        own = draft, draft_by == "block"
+        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, *own)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
         self.version = 0
@@ -224,6 +228,8 @@ class Generator:
                 if matcher.is_stopped():
                     completion.finish_reason = "abort" if matcher.is_error() else "stop"
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
+        if self.steps.draft and not self.steps.has_block:
+            sequence.drafts = sequence.lookup.ahead(sequence.tokens, self.steps.draft)
         completion.num_drafted += len(drafts)
         completion.num_right += completion.num_new - 1
         place, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)

@@ -28,6 +28,7 @@ import torch
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.attention.paged import PagedRows, attend_over_pages
 from moetrain.kernels.norm.rotary import rotate_into_pages
+from moetrain.models.families.drafting import Lookup
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.request import Completion, Request
@@ -204,6 +205,7 @@ class Running:
         """Tokens whose keys and values lie in ``pages``."""
         self.drafts: list[int] = []
         """What its next tokens may be, if it was read to its end."""
+        self.lookup = Lookup()
         self.matcher: Any = None
         """How far its grammar has come (:mod:`moetrain.rollout.grammar`); None: it has none."""
         self.routes: list[torch.Tensor] = []

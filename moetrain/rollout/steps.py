@@ -85,6 +85,8 @@ class Steps:
     max_sequences: int
     heads: HeadParallel | None
     draft: int
+    has_block: bool
+    """Whether the model's block for further tokens drafts."""
 
     def __post_init__(self) -> None:
         model, pages, heads = self.model, self.pages, self.heads
@@ -95,7 +97,7 @@ class Steps:
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[Any] = []
         """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
-        layers = model.arch.layers()[: model.arch.num_layers + bool(self.draft)]
+        layers = model.arch.layers()[: model.arch.num_layers + (self.draft > 0 and self.has_block)]
         mixers: list[tuple[AttentionPart, Any]] = [
             (part, model.get_submodule(f"layers.{i}.{part.name}"))
             for i, parts in enumerate(layers)
@@ -262,7 +264,7 @@ class Steps:
         words = keys_N, inverse_N, scales_N, self.known, model.kernels.backend, softcap
         tokens_N, logprobs_N = sample_tokens(hidden_ND, model.head_weight, *words)
         chosen_RN = torch.stack((tokens_N.double(), logprobs_N.double()))
-        if self.draft:
+        if self.draft and self.has_block:
             depths_N, next_N, limits_N = chunks_NC[:, _DEPTH:_PAGES].unbind(1)
             places = last_tokens_N, positions_N, depths_N, next_N, limits_N
             chunks = Chunks(last_N, *places, tokens_N)

@@ -1,4 +1,5 @@
-"""Drafting: a block for further tokens guesses the tokens that the model then checks all at once.
+"""Drafting: a block for further tokens, or the text so far, guesses tokens that the model then
+checks all at once.
 
 A step of generation reads a sequence's last token and the K that were drafted behind it, and the
 model chooses a token after each. Its noise depends on the position alone, so what it chooses after
@@ -14,6 +15,8 @@ Worked example, K = 2, with a at place 7 and drafts x and y::
     block       h_7, x   h_8, z   h_9, c      its result at 8 gives the draft of place 10, d
     again                         h'_8, d     and its result that of place 11
 
+A text's own drafts (:class:`Lookup`) need no block, and are looked up on the host.
+
 The block (:mod:`moetrain.models.families.multi_token`; a model's first, if it has several) has
 pages of its own. It reads every token's hidden state with the token after it, so its keys and
 values of place 9 are written again when the model has read z.
@@ -22,8 +25,8 @@ Legend: T tokens of a step, N chunks of it (of a prompt, or one token or draft),
 K drafts.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,18 +34,52 @@ from moetrain.config import ConfigError
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 
+DraftBy = Literal["block", "ngram"]
+"""What guesses: the model's block for further tokens, or the text so far."""
 
-def check_drafting(model: Any, draft: int) -> None:
-    """Raise ConfigError if ``model``, a ``Transformer``, has nothing to draft tokens with.
+
+def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
+    """Raise ConfigError if ``model``, a ``Transformer``, has no block to draft tokens with.
 
     Raises ValueError: ``draft`` is negative.
     """
     if draft < 0:
         raise ValueError(f"draft {draft} is negative")
-    if draft and not model.arch.mtp_layers:
+    if draft and by == "block" and not model.arch.mtp_layers:
         problem = "but this model was loaded without blocks for further tokens"
-        remedy = "load it with load_model(..., draft=...), or use 0"
+        remedy = "load it with load_model(..., draft=...), or set draft_by 'ngram'"
         raise ConfigError("draft", f"{draft}, {problem}; {remedy}")
+
+
+class Lookup:
+    """Drafts by a text itself: it goes on as it did where its last tokens stood before.
+
+    Worked example: behind ``a b c d a b``, ``a b`` stood before, so drafts are c, d, a, ... The
+    longest of :data:`_LENGTHS` that is found counts, at its latest place. (Prompt lookup decoding,
+    Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.)
+    """
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], int] = {}
+        """Where the text went on behind tokens, the last time that it did."""
+        self._known = 0
+
+    def ahead(self, tokens: Sequence[int], number: int) -> list[int]:
+        """Return ``number`` tokens that may follow ``tokens``, or none; they only ever grow."""
+        for place in range(self._known, len(tokens)):
+            for length in _LENGTHS:
+                if length <= place:
+                    self._behind[tuple(tokens[place - length : place])] = place
+        self._known = len(tokens)
+        for length in _LENGTHS:
+            place = self._behind.get(tuple(tokens[-length:]))
+            if place is not None:
+                period = len(tokens) - place  # behind the end it repeats itself
+                return [tokens[place + i % period] for i in range(number)]
+        return []
+
+
+_LENGTHS = (4, 3, 2)
 
 
 def most_drafts(place: int, left: int, carries_state: bool) -> int:
