@@ -426,6 +426,10 @@ class LogSection(Section):
     profile_after: PositiveInt = 4
     """Steps of this process before the profiled ones; one more warms up the profiler."""
 
+    find_nan: bool = False
+    """If a step's loss or gradient is not finite, compute it again, and say which tensor of which
+    module was the first, and on which rank. Each step then waits for the device."""
+
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
         needed = self.profile_after + self.WARM_STEPS + self.profile

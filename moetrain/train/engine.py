@@ -36,6 +36,7 @@ from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
+from moetrain.train.find_nan import first_not_finite
 from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState, StateKind
@@ -93,6 +94,8 @@ class Engine(ModelState):
         self.retried_steps = 0
         self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
+        self._given: list[tuple[Sequence[Any], Objective[Any]]] = []
+        """What the step's gradients are of; if they may have to be computed again."""
         captures = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
         if self.graphs is not None:
@@ -109,6 +112,8 @@ class Engine(ModelState):
         If it fails, the gradients of the whole step are forgotten, those of earlier calls too.
         """
         self._need("weights", "gradients")
+        if self.config.log.find_nan:
+            self._given.append((batches, objective))
         with annotate("forward_backward"):
             sizes = self._sum_sizes(objective.sizes(batches))
             try:
@@ -165,7 +170,7 @@ class Engine(ModelState):
 
     def forget(self) -> None:
         super().forget()
-        self._since_step = []
+        self._since_step, self._given = [], []
 
     def forward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
         """Return the sums of :meth:`forward_backward`, without computing gradients."""
@@ -196,7 +201,17 @@ class Engine(ModelState):
         else:
             outcome = self.graphs.run([], self._update, done)
         self.fsdp.clear_gradients()
+        if self.config.log.find_nan and outcome.skipped.item():
+            where = first_not_finite(self.model, self.fsdp, self.world, self._learn_again)
+            said = f"the first is {where}" if where else "computed again, all of them are finite"
+            logger.warning("log.find_nan: a step's numbers are not finite: %s", said)
+            self.fsdp.clear_gradients()
+        self._given = []
         return outcome
+
+    def _learn_again(self) -> None:
+        for batches, objective in self._given:
+            self._learn_totals(batches, objective, self._sum_sizes(objective.sizes(batches)))
 
     def _update(self, done: Sequence[Totals]) -> _StepOutcome:
         norm = self.fsdp.gradient_norm()
