@@ -15,6 +15,7 @@ from moetrain.train.speed import step_seconds
 PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text()
 HALF = "optim.state_dtype=bfloat16"
 BOTH = f"{HALF} optim.gradient_dtype=bfloat16 parallel.reshard_after_forward=yes"
+FLOAT8 = "optim.state_dtype=float8 optim.weight_dtype=bfloat16"
 FP8 = "kernels.precision=fp8"
 SIX, FOUR = "model.num_layers=6", "model.num_layers=4"
 TWELVE, TWENTY_FOUR = f"{BOTH} model.num_layers=12", f"{BOTH} model.num_layers=24"
@@ -30,9 +31,15 @@ ROWS = [
     (1, 8, f"{SIX} activation.policy=full", "86,350"),
     (1, 4, FOUR, "115,000"),
     (1, 4, f"{FOUR} {HALF}", "118,700"),
-    (2, 10, TWELVE, "64,110"),
-    (2, 10, TWELVE, "63,310"),
-    (2, 10, f"{TWELVE} {FP8}", "69,680"),
+    (2, 10, TWELVE, "64,780"),
+    (2, 10, TWELVE, "66,080"),
+    (2, 10, TWELVE.replace(HALF, "optim.state_dtype=float32"), "65,090"),
+    (2, 10, TWELVE.replace(HALF, FLOAT8), "65,030"),
+    (2, 10, f"{TWELVE} {FP8}", "71,620"),
+    (2, 10, f"{TWELVE} {FP8}_gradients", "77,890"),
+    (2, 10, f"{TWELVE} {FP8}_blocks", "68,510"),
+    (2, 10, f"{TWELVE} optim.name=muon", "50,240"),
+    (2, 8, f"{BOTH.replace(HALF, FLOAT8)} activation.policy=full", "14,790"),
     (4, 10, TWENTY_FOUR, "36,360"),
     (4, 10, f"{TWENTY_FOUR} moe.force_balanced=yes", "37,020"),
     (4, 10, f"{TWENTY_FOUR} {FP8}", "40,160"),
