@@ -131,6 +131,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
+    _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval", _EVALUATED, _SOME),
     _Need("train.eval_rows", _EVALUATED),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),

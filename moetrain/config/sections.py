@@ -282,6 +282,9 @@ class TrainSection(Section):
     They are stored in the compute dtype, without gradients or moments."""
     max_bad_steps: PositiveInt = 5
     """A step whose loss or gradient norm is not finite is skipped. So many in a row end the run."""
+    compare_replicas: NonNegativeInt = 0
+    """Steps between comparisons of the bits of weights that several ranks hold; a difference, which
+    is a machine's fault, ends the run and names the rank. 0: none."""
     gc_interval: PositiveInt = 50
     """Steps between runs of Python's garbage collector, which never runs in between."""
     eval_interval: NonNegativeInt = 100

@@ -391,20 +391,21 @@ def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], to
     sums = torch.zeros(len(frozen), dtype=torch.int64, device=fsdp.device)
     for i, (name, entry) in enumerate(frozen.items()):
         if name in fsdp.members and entry.holders[0] == stages.rank:
-            sums[i] = _checksum(fsdp.members[name])
+            member = fsdp.members[name]
+            if member.layout.mesh.get_local_rank(0) == 0:  # copies count once
+                sums[i] = checksum(member)
     rows = zip(frozen.items(), sum_all(sums).tolist(), strict=True)
     lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _checksum(member: Member) -> torch.Tensor:
+def checksum(member: Member) -> torch.Tensor:
     """Give this rank's share (int64) of the sum, modulo 2^64, of every row's bits in fp32 times the
-    row's number; copies count once."""
-    layout, local = member.layout, member.read()
+    row's number."""
+    local, number = member.read(), member.layout.box[0].start + 1
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    if layout.mesh.get_local_rank(0) > 0 or not local.numel():
+    if not local.numel():
         return total
-    number = layout.box[0].start + 1
     for part in local.split(max(1, _CHECKED_NUMBERS // local[0].numel())):
         bits_RN = part.float().reshape(part.shape[0], -1).view(torch.int32)
         numbers_R = torch.arange(number, number + part.shape[0], device=local.device)

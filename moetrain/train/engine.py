@@ -36,7 +36,7 @@ from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
-from moetrain.train.find_nan import first_not_finite
+from moetrain.train.faults import first_not_finite
 from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState, StateKind

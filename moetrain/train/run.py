@@ -30,6 +30,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas
 from moetrain.train.metrics import MetricsLog, RoutingWatch, Throughput
 from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
@@ -282,6 +283,8 @@ class Run(ABC):
     def after_step(self) -> None:
         """Evaluate and save, if it is time to."""
         config = self.config
+        if self.due(config.train.compare_replicas):
+            compare_replicas(self.engine.fsdp, self.world)
         if self.due(config.train.eval_interval):
             self.evaluate()
         # What was asked for before the last checkpoint has come with that.

@@ -1,4 +1,4 @@
-"""log.find_nan: which tensor was the first that is not finite, and that nothing else changes."""
+"""Silent faults: the first tensor that is not finite is named, and a rank with other bits is."""
 
 import logging
 import re
@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
-from test_engine import make_batches, make_engine, objective_of, train, weights_of
+from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
+
+from moetrain.config import Config
+from moetrain.config.sources import RunFailed
+from moetrain.train.callbacks import Callback
+from moetrain.train.faults import compare_replicas
+from moetrain.train.trainer import Trainer
 
 FIND = "log.find_nan=yes"
 
@@ -155,3 +161,70 @@ def test_the_rank_is_named():
         for skipped, said in spawn(2, spoilt_on_one_rank, [*words, "train.micro_batch_size=4"]):
             assert skipped
             assert re.search("the first is what layers.1.attn gives, .*, on rank 1$", said[0])
+
+
+# ---- replicas -----------------------------------------------------------------------------------
+
+
+def spoilt_replica(words, name, victim):
+    """What is said after a step, before and after one bit of a weight changes on one rank."""
+    engine = make_engine(*words)
+    world, said = engine.world, []
+    for is_spoilt in (False, True):
+        batch = make_batches(0, 2)[world.data_rank]
+        engine.forward_backward([batch], objective_of(engine))
+        engine.step(1e-3)
+        if is_spoilt and dist.get_rank() == victim:
+            engine.fsdp.members[name].local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        try:
+            compare_replicas(engine.fsdp, world)
+            said.append("")
+        except RunFailed as failed:
+            said.append(str(failed))
+    return said
+
+
+REPLICAS = [
+    (
+        3,
+        "parallel.dp_replicate=3",
+        "layers.1.attn.wq.weight",
+        "rank 1 in 1 weights, as layers.1.attn.wq.weight$",
+    ),
+    (
+        2,
+        "parallel.dp_replicate=2",
+        "norm.weight",
+        "rank 0 in 1 weights, as norm.weight; rank 1 in 1 .*",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "name", "says"), REPLICAS)
+def test_a_replica_with_other_bits_is_named(world, layout, name, says):
+    words = [layout, "train.micro_batch_size=2", "train.global_batch_size=12"]
+    for same, other in spawn(world, spoilt_replica, words, name, 1):
+        assert same == ""
+        found = re.search("than their replicas: (.*). Resume", other)
+        assert found is not None
+        assert re.search(f"^{says}", found[1]), other
+
+
+def run_spoilt(words):
+    class Spoil(Callback):
+        def on_update(self, run):
+            if run.step == 3 and dist.get_rank() == 1:
+                run.engine.fsdp.members["norm.weight"].local[0] += 1e-3
+
+    trainer = Trainer(Config.load(None, words, environ={}), callbacks=[Spoil()])
+    with pytest.raises(RunFailed, match=r"train.compare_replicas: .* rank 1 in .* as norm.weight"):
+        trainer.fit()
+    return trainer.step
+
+
+def test_a_run_ends_at_the_next_comparison(tmp_path):
+    words = ["train.steps=9", "train.compare_replicas=2", "parallel.dp_replicate=2"]
+    words += [word for word in WORDS if not word.startswith(("output_dir", "data"))]
+    words += [f"output_dir={tmp_path}", "data.source=synthetic", "data.seq_len=12"]
+    words += ["train.micro_batch_size=4", "train.eval_interval=0", "model.vocab_size=257"]
+    assert spawn(2, run_spoilt, words) == [4, 4]

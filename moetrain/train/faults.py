@@ -1,12 +1,16 @@
-"""Where numbers come from that are not finite (``log.find_nan``).
+"""Silent faults: numbers that are not finite, and ranks that compute wrong bits.
 
-Such a step changes no weight. So its micro-batches can go through the same weights once more, now
-without the compiler, while hooks look at what each module gives and at the gradients that come back
-to it. The first tensor in time that is not finite is the source, or follows from it: the source
-lies behind the tensor before it. Left out on purpose: tensors within a module, such as those of a
-kernel.
+A step that is not finite changes no weight. So (``log.find_nan``) its micro-batches can go through
+the same weights once more, now without the compiler, while hooks look at what each module gives and
+at the gradients that come back to it. The first tensor in time that is not finite is the source, or
+follows from it: the source lies behind the tensor before it. Left out on purpose: tensors within a
+module, such as those of a kernel.
+
+Ranks that hold the same weights update them by the same sums, and so must have the same bits
+(``train.compare_replicas``): a difference is a fault of a machine.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from moetrain.config.sources import RunFailed
 from moetrain.models.transformer import Transformer
+from moetrain.parallel.apply import checksum
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.world import World
 
@@ -46,6 +52,36 @@ def first_not_finite(
     _, rank, what, before = min(found)
     what += f", behind {before}" * (" gives" in what)
     return f"{what}, on rank {rank}" if world.size > 1 else what
+
+
+def compare_replicas(fsdp: FSDP, world: World) -> None:
+    """Compare the bits of weights that several ranks hold. Collective; waits for the device.
+
+    Raises RunFailed on every rank: some differ. It names the ranks that are unlike most others, or
+    all that hold the weight if there are no most.
+    """
+    held = {name: m for name, m in fsdp.members.items() if m.layout.replicas is not None}
+    sums = torch.stack([checksum(m) for m in held.values()]).tolist() if held else ()
+    mine = {
+        name: (tuple(dist.get_process_group_ranks(member.layout.replicas)), total)
+        for (name, member), total in zip(held.items(), sums, strict=True)
+    }
+    found = world.gather(mine)
+    unlike: dict[int, set[str]] = {}
+    for name, ranks in {(name, ranks) for own in found for name, (ranks, _) in own.items()}:
+        sums = [found[rank][name][1] for rank in ranks]
+        usual, count = Counter(sums).most_common(1)[0]
+        if count < len(ranks):
+            is_known = 2 * count > len(ranks)
+            for rank, total in zip(ranks, sums, strict=True):
+                if not is_known or total != usual:
+                    unlike.setdefault(rank, set()).add(name)
+    if unlike:
+        said = (f"rank {r} in {len(n)} weights, as {min(n)}" for r, n in sorted(unlike.items()))
+        raise RunFailed(
+            "train.compare_replicas: ranks that hold the same weights have other bits than their "
+            f"replicas: {'; '.join(said)}. Resume from a checkpoint before that, on other machines"
+        )
 
 
 def _is_finite(x: torch.Tensor) -> torch.Tensor:
