@@ -1,0 +1,273 @@
+"""OpenAI's protocol: what clients may ask for, completions and chats, and the form of replies.
+
+Beyond the protocol, every choice has its ``token_ids``. With tools a stream has a choice's text at
+its end, where calls are known.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.models.families.tool_calls import call_grammar, parse_tools
+from moetrain.rollout.request import JsonBody, chat_ids
+from moetrain.rollout.serving import Update
+
+_MOST_COMPLETIONS = 128
+_MOST_LIKELIEST = 20
+"""Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
+_MOST_STOPS, _LONGEST_STOP = 16, 128
+"""Number of stop texts, and characters of one: each token is checked against all of them."""
+_MOST_TURNS = 4096
+"""Turns of a chat: templates may take time that grows with their square."""
+_LEAST_LOGPROB = -9999.0
+"""The protocol's value for a token that is never chosen."""
+_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+_Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
+
+
+class _Format(JsonBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """``schema``, and others that only describe it."""
+
+
+class Asked(JsonBody):
+    """The fields that completions and chats share. SamplingParams says what numbers may be."""
+
+    kind: ClassVar[str]
+    """The ``object`` of a reply, and of a part of one."""
+    kind_of_parts: ClassVar[str]
+
+    model: str = ""
+    """Ignored: the server has one model."""
+    user: str = ""
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: a new one for each request."""
+    n: int = Field(default=1, le=_MOST_COMPLETIONS)
+    stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Ignored: a stream's last part has the usage."""
+    response_format: _Format = _Format(type="text")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    guided_grammar: str | None = None
+
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        """Return the grammars that are asked for, by kind, of which a text can follow one."""
+        form, schema = self.response_format, self.response_format.json_schema.get("schema")
+        schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
+        if form.type == "json_schema" and schema is None:
+            raise ValueError("response_format: json_schema has no schema; give it")
+        given = [
+            ("json_schema", schemas[form.type]),
+            ("json_schema", self.guided_json),
+            ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
+        ]
+        return [(kind, text) for kind, text in given if text is not None]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a completion at most; None: the default."""
+        return self.max_tokens
+
+    @cached_property
+    def schemas(self) -> dict[str, Any]:
+        """The parameters of each tool that may be called."""
+        return {}
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        """What all parts of the reply begin with."""
+        return {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time())}
+
+    def reply(
+        self, model: str, choices: list[dict[str, Any]], tokens: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        """Return a reply, or a part of one if it is a stream.
+
+        ``tokens``: how many were read and written; None: a part before the last.
+        """
+        kind = self.kind_of_parts if self.stream else self.kind
+        reply = {**self.head, "object": kind, "model": model, "choices": choices}
+        if tokens is not None:
+            counts = dict(zip(("prompt_tokens", "completion_tokens"), tokens, strict=True))
+            reply["usage"] = counts | {"total_tokens": sum(tokens)}
+        return reply
+
+    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Return a whole reply in the protocol's form."""
+        return reply
+
+    async def events(self, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        """Yield a reply's parts as server-sent events in the protocol's form."""
+        async for part in parts:
+            yield f"data: {json.dumps(part, allow_nan=False)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+class Completions(Asked):
+    kind: ClassVar = "text_completion"
+    kind_of_parts: ClassVar = "text_completion"
+
+    prompt: Any
+    """A text or token ids, or a list of either."""
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens go with each token's log-probability; None: there are none."""
+        return self.logprobs
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        """Return the tokens of every prompt; raises ValueError."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt is neither text nor token ids, nor a list of either")
+        if not all(isinstance(one, str) or _is_ids(one) for one in prompt):
+            raise ValueError("prompt is a list of something else than texts or token ids")
+        try:
+            return [
+                tuple(tokenizer.encode_prompt(one) if isinstance(one, str) else one)
+                for one in prompt
+            ]
+        except ValueError as error:
+            raise ValueError(f"prompt: {error}") from None
+
+    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+        """Return a choice's text, of a stream a part, and why it ended (None: it goes on)."""
+        return {"text": text, "finish_reason": reason}
+
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        """Return a choice's log-probabilities; ``name`` gives a token's text."""
+        tops = [update.top_logprobs.items() for update in updates]
+        return {
+            "tokens": [name(update.token) for update in updates],
+            "token_logprobs": [update.logprob for update in updates],
+            "top_logprobs": [
+                {name(token): max(p, _LEAST_LOGPROB) for token, p in top} for top in tops
+            ],
+        }
+
+
+class Chat(Asked):
+    """A request to answer the last turn of a chat."""
+
+    kind: ClassVar = "chat.completion"
+    kind_of_parts: ClassVar = "chat.completion.chunk"
+
+    messages: list[Any] = Field(max_length=_MOST_TURNS)
+    """Objects, whose keys the template defines."""
+    tools: Any = None
+    tool_choice: Any = None
+    documents: Any = None
+    chat_template_kwargs: Any = None
+    """These three go to the template, which defines what they may be."""
+    parallel_tool_calls: bool = True
+    store: bool = False
+    metadata: Any = None
+    """These three change nothing."""
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Chat:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens is max_completion_tokens by another name; send one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs true; send both")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        found = super().grammars(tokenizer)
+        if self.tool_choice not in (None, "auto", "none"):
+            template = tokenizer.tool_template or tokenizer.chat_template or ""
+            found.append(("grammar", call_grammar(self.tools, self.tool_choice, template)))
+        return found
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        return [chat_ids(tokenizer, self.turns, self.record)]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The template's variables beside the messages."""
+        tools = None if self.tool_choice == "none" else self.tools
+        record = {"documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
+        return {"tools": tools, **record}
+
+    @property
+    def turns(self) -> list[Any]:
+        """The messages as templates read them, with objects as tools' arguments."""
+        turns = copy.deepcopy(self.messages)
+        for turn in turns:
+            calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+            for call in calls if isinstance(calls, list) else ():
+                with suppress(ValueError, TypeError, LookupError):  # not as clients write it
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return turns
+
+    @cached_property
+    def schemas(self) -> dict[str, Any]:
+        tools = ChatTemplate.variables_of(self.record)["tools"] or ()
+        functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
+        named = [f for f in functions if isinstance(f.get("name"), str)]
+        return {f["name"]: f.get("parameters") or {} for f in named}
+
+    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+        text, calls = parse_tools(text, self.schemas)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": []}
+            reason = "tool_calls" if reason == "stop" else reason
+        for i, (name, arguments) in enumerate(calls):
+            function = {"name": name, "arguments": arguments}
+            call: dict[str, Any] = {"index": i} if self.stream else {}
+            # The same when an agent that was resumed is told again.
+            call |= {"id": f"call_{len(self.messages)}_{i}", "type": "function"}
+            message["tool_calls"].append({**call, "function": function})
+        return {"delta" if self.stream else "message": message, "finish_reason": reason}
+
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": None}
+
+        content = []
+        for update in updates:
+            top = [entry(*pair) for pair in update.top_logprobs.items()]
+            content.append(entry(update.token, update.logprob) | {"top_logprobs": top})
+        return {"content": content}
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
