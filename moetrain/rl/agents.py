@@ -18,7 +18,7 @@ import copy
 import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,8 @@ from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 from moetrain.rollout.access import Access
 from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.protocol import Chat
-from moetrain.rollout.request import JsonBody
-from moetrain.rollout.server import CompletionServer, unless_gone
+from moetrain.rollout.protocol import Chat, Responses
+from moetrain.rollout.server import CompletionServer, parsed, unless_gone
 
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
@@ -64,6 +63,10 @@ class _AgentChat(Chat):
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self
+
+
+class _AgentResponses(_AgentChat, Responses):
+    """The same in the form of responses."""
 
 
 class _Request(NamedTuple):
@@ -92,8 +95,12 @@ class AgentEnvironment(JsonServer, Environment):
         self.loop, self._starting = asyncio.new_event_loop(), threading.Lock()
         self.address: str | None = None
         """Of the server, which is started with the first episode."""
-        path = "/{name}/v1/chat/completions"
-        super().__init__([Route(path, self.answer, methods=["POST"])], 4, "a request")
+        kinds = {"chat/completions": _AgentChat, "responses": _AgentResponses}
+        routes = [
+            Route(f"/{{name}}/v1/{path}", partial(self.answer, kind), methods=["POST"])
+            for path, kind in kinds.items()
+        ]
+        super().__init__(routes, 4, "a request")
 
     def episode(self, task: int) -> Episode:
         with self._starting:
@@ -105,25 +112,19 @@ class AgentEnvironment(JsonServer, Environment):
                 threading.Thread(target=serve, daemon=True).start()
         return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, kind: type[_AgentChat], request: Request) -> Response:
         episode = self.episodes.get(request.path_params["name"])
         if episode is None:
             raise HTTPException(404, _OVER)
-        body, prompt = await self.read(request, self._parse)
+
+        def prompted(asked: _AgentChat) -> Any:
+            return asked, *asked.prompts(self.prompts.tokenizer)
+
+        body, prompt = await self.read(request, partial(parsed, kind, prompted))
         reply = await unless_gone(request, episode.ask(body, prompt))
         if not body.stream:
             return self.reply(body.whole(reply))
-        events = [event async for event in body.events(_once(reply))]
-        return Response("".join(events), media_type="text/event-stream")
-
-    def _parse(self, body: object) -> tuple[_AgentChat, tuple[int, ...]]:
-        if isinstance(body, dict):  # null counts as left out
-            body = {key: value for key, value in body.items() if value is not None}
-        try:
-            asked = _AgentChat.model_validate(body)
-            return asked, asked.prompts(self.prompts.tokenizer)[0]
-        except ValueError as error:  # ConfigError among others
-            raise HTTPException(400, JsonBody.complaint(error)) from None
+        return Response(body.writer()(reply), media_type="text/event-stream")
 
 
 class _AgentEpisode(Episode):
@@ -261,7 +262,3 @@ def _key(message: Mapping[str, Any]) -> Any:
         content = "".join(part if isinstance(part, str) else part["text"] for part in content)
     calls = [(call.get("id"), call.get("function")) for call in calls]
     return message.get("role"), content, calls, message.get("tool_call_id")
-
-
-async def _once(part: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    yield part

@@ -10,13 +10,15 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.families.tool_calls import call_grammar, parse_tools
@@ -32,6 +34,8 @@ _MOST_TURNS = 4096
 """Turns of a chat: templates may take time that grows with their square."""
 _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
+_NOT_OF_RESPONSES = {"messages", "max_tokens", "max_completion_tokens", "response_format", "n"}
+_NOT_OF_RESPONSES |= {"logprobs", "top_logprobs", "previous_response_id", "conversation"}
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 
@@ -46,8 +50,9 @@ class Asked(JsonBody):
     """The fields that completions and chats share. SamplingParams says what numbers may be."""
 
     kind: ClassVar[str]
-    """The ``object`` of a reply, and of a part of one."""
-    kind_of_parts: ClassVar[str]
+    """The ``object`` of a reply, to which that of a part adds ``kind_of_parts``."""
+    kind_of_parts: ClassVar = ""
+    counts: ClassVar = ("prompt_tokens", "completion_tokens")
 
     model: str = ""
     """Ignored: the server has one model."""
@@ -87,13 +92,10 @@ class Asked(JsonBody):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of a completion at most; None: the default."""
-        return self.max_tokens
-
-    @cached_property
-    def schemas(self) -> dict[str, Any]:
-        """The parameters of each tool that may be called."""
-        return {}
+        """Tokens of a completion at most, by whichever name; None: the default."""
+        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        given = (getattr(self, name, None) for name in names)
+        return next((number for number in given if number is not None), None)
 
     @cached_property
     def head(self) -> dict[str, Any]:
@@ -107,10 +109,10 @@ class Asked(JsonBody):
 
         ``tokens``: how many were read and written; None: a part before the last.
         """
-        kind = self.kind_of_parts if self.stream else self.kind
+        kind = self.kind + self.kind_of_parts * self.stream
         reply = {**self.head, "object": kind, "model": model, "choices": choices}
         if tokens is not None:
-            counts = dict(zip(("prompt_tokens", "completion_tokens"), tokens, strict=True))
+            counts = dict(zip(self.counts, tokens, strict=True))
             reply["usage"] = counts | {"total_tokens": sum(tokens)}
         return reply
 
@@ -118,16 +120,14 @@ class Asked(JsonBody):
         """Return a whole reply in the protocol's form."""
         return reply
 
-    async def events(self, parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-        """Yield a reply's parts as server-sent events in the protocol's form."""
-        async for part in parts:
-            yield f"data: {json.dumps(part, allow_nan=False)}\n\n"
-        yield "data: [DONE]\n\n"
+    def writer(self) -> Callable[[dict[str, Any]], str]:
+        """Return what makes server-sent events of each part of a reply, one after the other."""
+        end = {True: "data: [DONE]\n\n", False: ""}
+        return lambda part: f"data: {json.dumps(part, allow_nan=False)}\n\n{end['usage' in part]}"
 
 
 class Completions(Asked):
     kind: ClassVar = "text_completion"
-    kind_of_parts: ClassVar = "text_completion"
 
     prompt: Any
     """A text or token ids, or a list of either."""
@@ -175,7 +175,7 @@ class Chat(Asked):
     """A request to answer the last turn of a chat."""
 
     kind: ClassVar = "chat.completion"
-    kind_of_parts: ClassVar = "chat.completion.chunk"
+    kind_of_parts: ClassVar = ".chunk"
 
     messages: list[Any] = Field(max_length=_MOST_TURNS)
     """Objects, whose keys the template defines."""
@@ -203,11 +203,6 @@ class Chat(Asked):
     @property
     def likeliest(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def most_tokens(self) -> int | None:
-        newer = self.max_completion_tokens
-        return self.max_tokens if newer is None else newer
 
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
         found = super().grammars(tokenizer)
@@ -239,6 +234,7 @@ class Chat(Asked):
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
+        """The parameters of each tool that may be called."""
         tools = ChatTemplate.variables_of(self.record)["tools"] or ()
         functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
         named = [f for f in functions if isinstance(f.get("name"), str)]
@@ -269,5 +265,146 @@ class Chat(Asked):
         return {"content": content}
 
 
+class Responses(Chat):
+    """A request of ``/v1/responses``, which becomes a chat's before it is checked.
+
+    So what is generated, recorded and refused is the same. Left out on purpose: responses that are
+    kept, tools that a server runs, and items of reasoning, since thoughts are part of the text.
+    """
+
+    kind: ClassVar = "response"
+    kind_of_parts: ClassVar = ""
+    counts: ClassVar = ("input_tokens", "output_tokens")
+
+    max_output_tokens: int | None = None
+    text: dict[Literal["format"], dict[str, Any]] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_chat(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if others := _NOT_OF_RESPONSES & body.keys():
+            raise ValueError(
+                f"{min(others)!r} is not supported; send the whole input, for one answer"
+            )
+        body = {key: value for key, value in body.items() if value != []}
+        first, given = body.pop("instructions", None), body.pop("input", None)
+        items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+        body["messages"] = [] if first is None else [{"role": "system", "content": first}]
+        body["messages"] += _turns_of(items)
+        if tools := body.get("tools"):
+            body["tools"] = [_tool(x) for x in (tools if isinstance(tools, list) else [tools])]
+        match body.get("tool_choice"):
+            case {"name": name}:
+                body["tool_choice"] = {"type": "function", "name": name, "function": {"name": name}}
+        match body.get("text"):
+            case {"format": {"type": kind, **schema}}:
+                body["response_format"] = {"type": kind, "json_schema": schema}
+        return body
+
+    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+        (choice,) = reply.pop("choices")
+        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+        statuses = {None: "in_progress", "stop": "completed", "tool_calls": "completed"}
+        status = statuses.get(choice["finish_reason"], "incomplete")
+        is_long = choice["finish_reason"] == "length"
+        output = [{"type": "function_call", "call_id": c["id"], **c["function"]} for c in calls]
+        if text or not calls:
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            output.insert(0, {"type": "message", "role": "assistant", "content": [part]})
+        for i, item in enumerate(output):
+            item |= {"id": f"{reply['id']}-{i}", "status": status}
+        if "usage" in reply:
+            reply["usage"]["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+            reply["usage"]["output_tokens_details"] = {"reasoning_tokens": 0}
+        return reply | {
+            "created_at": reply.pop("created"),
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_long else None,
+            "output": output,
+            "token_ids": choice["token_ids"],
+            "tools": [{"type": "function", **tool["function"]} for tool in self.tools or ()],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+    def writer(self) -> Callable[[dict[str, Any]], str]:
+        numbers, texts, tokens = count(), list[str](), list[int]()
+
+        def event(kind: str, **fields: Any) -> str:
+            fields = {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
+            return f"event: {fields['type']}\ndata: {json.dumps(fields, allow_nan=False)}\n\n"
+
+        def write(part: dict[str, Any]) -> str:
+            (choice,) = part["choices"]
+            is_first, is_last = not tokens, choice["finish_reason"] is not None
+            texts.append(choice["delta"]["content"] or "")
+            tokens.extend(choice["token_ids"])
+            said = {"message": choice["delta"] | {"content": "".join(texts)}, "token_ids": tokens}
+            whole = self.whole(part | {"choices": [choice | said]})
+            events = ""
+            if is_first:
+                events = event("created", response=whole | {"output": [], "status": "in_progress"})
+            # With tools it is known at the end which items there are.
+            for i, item in enumerate(whole["output"] if is_last or not self.schemas else ()):
+                at = {"item_id": item["id"], "output_index": i}
+                kind, key, holder = "function_call_arguments", "arguments", item
+                if item["type"] == "message":
+                    kind, key, holder = "output_text", "text", item["content"][0]
+                    at |= {"content_index": 0, "logprobs": []}
+                words, holder[key] = holder[key], ""
+                if is_first or self.schemas:
+                    events += event("output_item.added", output_index=i, item=item)
+                new = words if self.schemas else texts[-1]
+                events += event(f"{kind}.delta", **at, delta=new)
+                holder[key] = words
+                if is_last:
+                    events += event(f"{kind}.done", **at, **{key: words})
+                    events += event("output_item.done", output_index=i, item=item)
+            return events + (event(whole["status"], response=whole) if is_last else "")
+
+        return write
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _turns_of(items: list[Any]) -> list[Any]:
+    """Return a chat's messages: calls are part of the assistant's turn before them, if any."""
+    turns: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case {"type": "function_call", "call_id": to, "name": name, "arguments": words}:
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant"})
+                function = {"name": name, "arguments": words}
+                call = {"id": to, "type": "function", "function": function}
+                turns[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": to, "output": said}:
+                turns.append({"role": "tool", "tool_call_id": to, "content": _joined(said)})
+            case {"role": role, "content": said} if item.get("type", "message") == "message":
+                role = "system" if role == "developer" else role  # which templates drop
+                turns.append({"role": role, "content": _joined(said)})
+            case _:
+                problem = "is no message, function_call or function_call_output; leave it out"
+                raise ValueError(f"input: {shortened(item)} {problem}")
+    return turns
+
+
+def _joined(content: Any) -> Any:
+    """Join parts of text, whose types templates do not know."""
+    try:
+        return "".join(part["text"] for part in content)
+    except (LookupError, TypeError):  # a chat reads or refuses it
+        return content
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """Return a chat's tool, whose keys templates write in this order."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ValueError(f"tools: {shortened(tool)} is not of type function; leave it out")
+    names = ("name", "description", "parameters", "strict", *sorted(tool.keys() - {"type"}))
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""An HTTP server that speaks OpenAI's protocol: completions and chat, whole or as streams.
+"""An HTTP server that speaks OpenAI's protocol: completions and chats, whole or as streams.
 
 Who hangs up is generated for no further (:class:`~moetrain.rollout.engine.Serving`).
 """
@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -27,7 +27,7 @@ from moetrain.config import logger
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.protocol import Chat, Completions
+from moetrain.rollout.protocol import Chat, Completions, Responses
 from moetrain.rollout.request import (
     JsonBody,
     Request,
@@ -43,6 +43,7 @@ _MOST_LOGPROBS = 1 << 20
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=JsonBody)
 
 _Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and the update."""
@@ -54,6 +55,7 @@ class CompletionServer(JsonServer):
     BODIES: ClassVar[dict[str, type[Completions | Chat]]] = {
         "/v1/completions": Completions,
         "/v1/chat/completions": Chat,
+        "/v1/responses": Responses,
     }
     """The routes that generate, and what may be asked there."""
 
@@ -89,21 +91,13 @@ class CompletionServer(JsonServer):
         return self.reply({"object": "list", "data": [entry]})
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
-        answer = await self.read(request, partial(self._parse, kind))
+        answer = await self.read(request, partial(parsed, kind, partial(_Answer, self)))
         updates = answer.updates()
         if not answer.asked.stream:
             return await unless_gone(request, answer.whole(updates))
         # The first update, or the error, comes before the status is sent.
         first = await unless_gone(request, anext(updates))
         return _Events(answer.events(first, updates), updates)
-
-    def _parse(self, kind: type[Completions | Chat], body: object) -> _Answer:
-        if isinstance(body, dict):  # null counts as left out
-            body = {key: value for key, value in body.items() if value is not None}
-        try:
-            return _Answer(self, kind.model_validate(body))
-        except ValueError as error:  # from SamplingParams, ConfigError among others
-            raise HTTPException(400, JsonBody.complaint(error)) from None
 
 
 class _Events(StreamingResponse):
@@ -202,25 +196,19 @@ class _Answer:
         self, first: _Item, updates: AsyncGenerator[_Item, None]
     ) -> AsyncGenerator[str, None]:
         """Yield the reply token by token as server-sent events; an error is the last one."""
+        write, held, ends = self.asked.writer(), [""] * len(self.texts), list[Update]()
+        item: _Item | None = first
         try:
-            async for event in self.asked.events(self._parts(first, updates)):
-                yield event
+            while item is not None:
+                number, text, update = item
+                if isinstance(self.asked, Chat) and self.asked.schemas:
+                    held[number] += text
+                    text = held[number] if update.finish_reason else ""
+                ends += [update] if update.finish_reason else []
+                yield write(self._reply([self._choice(number, text, [update])], ends))
+                item = await anext(updates, None)
         except HTTPException as error:
             yield f"data: {json.dumps(self.server.error_body(500, error.detail))}\n\n"
-
-    async def _parts(
-        self, first: _Item, updates: AsyncGenerator[_Item, None]
-    ) -> AsyncIterator[dict[str, Any]]:
-        held, ends = [""] * len(self.texts), list[Update]()
-        item: _Item | None = first
-        while item is not None:
-            number, text, update = item
-            if self.asked.schemas:
-                held[number] += text
-                text = held[number] if update.finish_reason else ""
-            ends += [update] if update.finish_reason else []
-            yield self._reply([self._choice(number, text, [update])], ends)
-            item = await anext(updates, None)
 
     def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
         """Return a reply, or a part of one, after the last updates of the choices that ended."""
@@ -244,6 +232,16 @@ class _Answer:
             decode = self.server.tokenizer.decode
             choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
         return choice
+
+
+def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
+    """Return what ``then`` makes of a request; HTTPException: it is refused."""
+    if isinstance(body, dict):  # null counts as left out
+        body = {key: value for key, value in body.items() if value is not None}
+    try:
+        return then(kind.model_validate(body))
+    except ValueError as error:  # from SamplingParams, ConfigError among others
+        raise HTTPException(400, JsonBody.complaint(error)) from None
 
 
 async def unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
