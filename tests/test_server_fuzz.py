@@ -340,7 +340,7 @@ def hostile(target, draw):
     return path, frame[:99], parts(exchange(target.port, head, frame, hang_up))
 
 
-@pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.long)])
 def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
     draw, expected = random.Random(seed), target.plain()
     statuses = set()
