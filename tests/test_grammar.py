@@ -207,8 +207,13 @@ def ask(client, **body):
     reply = client.post("/v1/chat/completions", json=body)
     if reply.status_code != 200:
         return reply.json()["error"]["message"]
-    assert reply.json()["choices"][0]["finish_reason"] == "stop"
-    return reply.json()["choices"][0]["message"]["content"]
+    (choice,) = reply.json()["choices"]
+    if "tool_calls" in choice["message"]:
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        return call["function"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
 
 
 def test_the_server_takes_the_fields_of_others(client):
@@ -223,11 +228,31 @@ def test_the_server_takes_the_fields_of_others(client):
     call = ask(
         client, tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}}
     )
-    found = json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
-    assert found["name"] == "add"
-    assert follows("schema", json.dumps(found["arguments"]))
-    any_call = ask(client, tools=[TOOL], tool_choice="required")
-    assert json.loads(any_call[12:-13])["name"] == "add"
+    assert call["name"] == "add"
+    assert follows("schema", call["arguments"])
+    assert ask(client, tools=[TOOL], tool_choice="required")["name"] == "add"
+
+
+def test_a_stream_with_tools_has_the_call_at_its_end(client):
+    body = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 150, "seed": 3}
+    body |= {"tools": [TOOL], "tool_choice": "required"}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    told = client.post("/v1/chat/completions", json=body | {"stream": True}).text
+    *lines, done, _ = told.split("\n\n")
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines]
+    *before, last = [part["choices"][0] for part in parts]
+    assert done == "data: [DONE]"
+    assert [x for c in (*before, last) for x in c["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert {c["delta"]["content"] for c in before} == {""}
+    (call,) = last["delta"]["tool_calls"]
+    assert call.pop("index") == 0
+    assert [call] == whole["choices"][0]["message"]["tool_calls"]
+    assert (last["finish_reason"], before[-1]["finish_reason"]) == ("tool_calls", None)
+    assert parts[-1]["usage"] == whole["usage"]
+    assert "usage" not in parts[-2]
+    assert {(part["id"], part["created"]) for part in parts} == {
+        (parts[0]["id"], parts[0]["created"])
+    }
 
 
 @pytest.mark.parametrize(

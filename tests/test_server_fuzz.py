@@ -26,8 +26,14 @@ from moetrain.rl.agents import AgentEnvironment, _AgentChat
 from moetrain.rl.envs import Prompts
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.protocol import Responses
 from moetrain.rollout.server import CompletionServer
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+HEARD = {"type": "function_call_output", "call_id": "c", "output": "1"}
+ITEMS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, CALL, HEARD]
+TOOLS = [{"type": "function", "name": "f", "parameters": {}}]
+OF_RESPONSES = ["input", "instructions", "include", "tool_choice", "text", "previous_response_id"]
 DEEP = "@deep"
 """Stands for a list that is nested too deeply for json.dumps."""
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, 5e-324, 10**400, 2**63, 2**31, 1 << 20, "", "x"]
@@ -36,6 +42,15 @@ VALUES += [[2**70], [10**400], ["a"] * 30, [0.5] * 9, [["a"]], [[1], [2]], [True
 VALUES += [[{"role": "user", "content": "a"}], [{"role": 1, "content": "\ud800"}], [{"role": "a"}]]
 VALUES += [[{"tokens": [1, 2], "weights": [1, 1]}], [{"tokens": []}], [{"tokens": [1, 2], "x": 1}]]
 VALUES += [[{"role": "user", "content": "a", "more": [[[]]]}], {"clip_low": 10**400}, "sort"]
+VALUES += [ITEMS, [CALL], [CALL | {"arguments": 1}], [HEARD | {"output": [{"text": "\ud800"}]}]]
+VALUES += [[{"type": [], "role": {}, "content": [3]}], [{"role": [], "content": ""}, CALL]]
+VALUES += [[{"role": "user", "content": [{"type": "input_text", "text": 1}, None]}], TOOLS, [TOOLS]]
+VALUES += [[{"type": "function", "name": 3, "": 1, "\ud800": []}], {"type": "function", "name": []}]
+VALUES += [
+    {"format": {"type": "json_schema", "schema": 3}},
+    {"format": {"type": []}},
+    {"format": 1},
+]
 BODIES = [
     b"",
     b"{",
@@ -143,7 +158,9 @@ class Serve(Target):
         self.good = {
             "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},
             "/v1/chat/completions": {"messages": turns, "max_tokens": 2, "seed": 1},
+            "/v1/responses": {"input": ITEMS, "tools": TOOLS, "max_output_tokens": 2, "seed": 1},
         }
+        self.names += OF_RESPONSES
 
     def plain(self):
         body = {"prompt": "AB", "max_tokens": 9, "seed": 1, "logprobs": 2}
@@ -239,7 +256,8 @@ class Agents(Target):
         self.agents = AgentEnvironment(
             Prompts(ByteTokenizer(), True), lambda *_: self.over.wait(), None
         )
-        self.over, self.names = threading.Event(), sorted(_AgentChat.model_fields)
+        self.over = threading.Event()
+        self.names = sorted({*_AgentChat.model_fields, *Responses.model_fields, *OF_RESPONSES})
         self.episode = self.agents.episode(0)
         self.port = int(self.agents.address.rpartition(":")[2])
         self.thread = threading.Thread(target=lambda: asyncio.run(self.play()))
@@ -248,6 +266,8 @@ class Agents(Target):
             time.sleep(0.01)
         self.path = f"/{self.episode.name}/v1/chat/completions"
         self.good = {self.path: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}}
+        responses = self.path.replace("chat/completions", "responses")
+        self.good[responses] = {"input": ITEMS, "tools": TOOLS, "max_output_tokens": 2}
 
     async def play(self):
         turn = await self.episode.reset()
@@ -320,7 +340,7 @@ def hostile(target, draw):
     return path, frame[:99], parts(exchange(target.port, head, frame, hang_up))
 
 
-@pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.long)])
 def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
     draw, expected = random.Random(seed), target.plain()
     statuses = set()

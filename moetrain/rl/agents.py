@@ -16,18 +16,16 @@ has a turn in one piece.
 import asyncio
 import copy
 import inspect
-import json
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,12 +33,11 @@ from starlette.routing import Route
 
 from moetrain.config import ConfigError
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.models.families.tool_calls import parse_tools
 from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 from moetrain.rollout.access import Access
 from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.request import JsonBody, chat_ids
-from moetrain.rollout.server import Chat, CompletionServer, unless_gone
+from moetrain.rollout.protocol import Chat, Responses
+from moetrain.rollout.server import CompletionServer, parsed, unless_gone
 
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
@@ -56,10 +53,6 @@ class _AgentChat(Chat):
     """What an agent may ask."""
 
     tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: bool = True
-    stream_options: dict[str, Any] = Field({})
-    store: bool = False
-    metadata: Any = None
 
     @model_validator(mode="after")
     def _is_served(self) -> "_AgentChat":
@@ -71,68 +64,15 @@ class _AgentChat(Chat):
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self
 
-    @property
-    def record(self) -> dict[str, Any]:
-        tools = None if self.tool_choice == "none" else self.tools
-        record = {"documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
-        return {"tools": tools, **record}
 
-    @property
-    def turns(self) -> list[Any]:
-        """The messages as templates read them, with objects as tools' arguments."""
-        turns = copy.deepcopy(self.messages)
-        for turn in turns:
-            calls = turn.get("tool_calls") if isinstance(turn, dict) else None
-            for call in calls if isinstance(calls, list) else ():
-                with suppress(ValueError, TypeError, LookupError):  # not as clients write it
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return turns
-
-    def schemas(self) -> dict[str, Any]:
-        """Return each tool's parameters."""
-        tools = ChatTemplate.variables_of(self.record)["tools"] or ()
-        functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
-        named = [f for f in functions if isinstance(f.get("name"), str)]
-        return {f["name"]: f.get("parameters") or {} for f in named}
+class _AgentResponses(_AgentChat, Responses):
+    """The same in the form of responses."""
 
 
 class _Request(NamedTuple):
     body: _AgentChat
     prompt: tuple[int, ...]
-    reply: "asyncio.Future[_Reply]"
-
-
-class _Reply(NamedTuple):
-    message: dict[str, Any]
-    reason: str
-    tokens: list[int]
-    num_read: int
-
-    def whole(self, model: str) -> dict[str, Any]:
-        choice = {"index": 0, "message": self.message, "finish_reason": self.reason}
-        choice["token_ids"] = self.tokens
-        return _reply(model, "chat.completion", [choice]) | {"usage": self.usage}
-
-    @property
-    def usage(self) -> dict[str, int]:
-        read, made = self.num_read, len(self.tokens)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-
-    def events(self, model: str) -> Iterator[str]:
-        delta = copy.deepcopy(self.message)
-        for i, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = i
-        choice = {"index": 0, "delta": delta, "finish_reason": None}
-        last = {"index": 0, "delta": {}, "finish_reason": self.reason, "token_ids": self.tokens}
-        for choices, usage in (([choice], None), ([last], None), ([], self.usage)):
-            event = _reply(model, "chat.completion.chunk", choices) | {"usage": usage}
-            yield f"data: {json.dumps(event)}\n\n"
-        yield "data: [DONE]\n\n"
-
-
-def _reply(model: str, kind: str, choices: list[Any]) -> dict[str, Any]:
-    reply = {"id": f"chatcmpl-{uuid4().hex}", "object": kind, "created": int(time.time())}
-    return reply | {"model": model, "choices": choices}
+    reply: "asyncio.Future[dict[str, Any]]"
 
 
 class AgentEnvironment(JsonServer, Environment):
@@ -155,8 +95,12 @@ class AgentEnvironment(JsonServer, Environment):
         self.loop, self._starting = asyncio.new_event_loop(), threading.Lock()
         self.address: str | None = None
         """Of the server, which is started with the first episode."""
-        path = "/{name}/v1/chat/completions"
-        super().__init__([Route(path, self.answer, methods=["POST"])], 4, "a request")
+        kinds = {"chat/completions": _AgentChat, "responses": _AgentResponses}
+        routes = [
+            Route(f"/{{name}}/v1/{path}", partial(self.answer, kind), methods=["POST"])
+            for path, kind in kinds.items()
+        ]
+        super().__init__(routes, 4, "a request")
 
     def episode(self, task: int) -> Episode:
         with self._starting:
@@ -168,24 +112,19 @@ class AgentEnvironment(JsonServer, Environment):
                 threading.Thread(target=serve, daemon=True).start()
         return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, kind: type[_AgentChat], request: Request) -> Response:
         episode = self.episodes.get(request.path_params["name"])
         if episode is None:
             raise HTTPException(404, _OVER)
-        body, prompt = await self.read(request, self._parse)
-        answer = await unless_gone(request, episode.ask(body, prompt))
-        if body.stream:
-            return Response("".join(answer.events(body.model)), media_type="text/event-stream")
-        return self.reply(answer.whole(body.model))
 
-    def _parse(self, body: object) -> tuple[_AgentChat, tuple[int, ...]]:
-        if isinstance(body, dict):  # null counts as left out
-            body = {key: value for key, value in body.items() if value is not None}
-        try:
-            asked = _AgentChat.model_validate(body)
-            return asked, chat_ids(self.prompts.tokenizer, asked.turns, asked.record)
-        except ValueError as error:  # ConfigError among others
-            raise HTTPException(400, JsonBody.complaint(error)) from None
+        def prompted(asked: _AgentChat) -> Any:
+            return asked, *asked.prompts(self.prompts.tokenizer)
+
+        body, prompt = await self.read(request, partial(parsed, kind, prompted))
+        reply = await unless_gone(request, episode.ask(body, prompt))
+        if not body.stream:
+            return self.reply(body.whole(reply))
+        return Response(body.writer()(reply), media_type="text/event-stream")
 
 
 class _AgentEpisode(Episode):
@@ -195,7 +134,7 @@ class _AgentEpisode(Episode):
         self.environment, self.task, self.name = environment, task, uuid4().hex
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         """Requests, and at last what the agent returns or raises."""
-        self.waiting: set[asyncio.Future[_Reply]] = set()
+        self.waiting: set[asyncio.Future[dict[str, Any]]] = set()
         self.asked: _Request | None = None
         self.history: list[Any] = []
         """The last request's messages, and its answer."""
@@ -238,8 +177,8 @@ class _AgentEpisode(Episode):
             result = RuntimeError(f"the agent ended with {type(error).__name__}: {error}")
         self.environment.loop.call_soon_threadsafe(self.events.put_nowait, result)
 
-    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> _Reply:
-        """Return the policy's answer."""
+    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> dict[str, Any]:
+        """Return the policy's answer as a reply, or as the one part of a stream."""
         if self.name not in self.environment.episodes:
             raise HTTPException(404, _OVER)
         reply = self.environment.loop.create_future()
@@ -258,27 +197,19 @@ class _AgentEpisode(Episode):
 
     async def _step(self, action: Sequence[int]) -> Turn:
         assert self.asked is not None
-        answer = await asyncio.to_thread(self._answer, self.asked, action)
-        self.history = [*self.asked.body.messages, answer.message]
+        choice = await asyncio.to_thread(self._choice, self.asked.body, action)
+        body, tokens = self.asked.body, (len(self.asked.prompt), len(action))
+        self.history = [*body.messages, choice["delta" if body.stream else "message"]]
         if not self.asked.reply.done():  # its client may have hung up
-            self.asked.reply.set_result(answer)
+            self.asked.reply.set_result(body.reply(body.model, [choice], tokens))
         return await self._turn(action[-1])
 
-    def _answer(self, asked: _Request, action: Sequence[int]) -> _Reply:
-        tokenizer, body = self.environment.prompts.tokenizer, asked.body
-        text = tokenizer.decode(action)
+    def _choice(self, body: _AgentChat, action: Sequence[int]) -> dict[str, Any]:
+        text = self.environment.prompts.tokenizer.decode(action)
         stops = [text.index(stop) for stop in body.stop if stop in text]
         is_ended = bool(stops) or self._is_end(action[-1])
-        text, calls = parse_tools(text[: min(stops, default=None)], body.schemas())
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message |= {"content": text or None, "tool_calls": []}
-        for i, (name, arguments) in enumerate(calls):
-            function = {"name": name, "arguments": arguments}
-            name = f"call_{len(body.messages)}_{i}"  # the same when a resumed agent is told again
-            message["tool_calls"].append({"id": name, "type": "function", "function": function})
-        reason = ("tool_calls" if calls else "stop") if is_ended else "length"
-        return _Reply(message, reason, list(action), len(asked.prompt))
+        said = body.said(text[: min(stops, default=None)], "stop" if is_ended else "length")
+        return {"index": 0, "token_ids": list(action), **said}
 
     def _is_end(self, token: int | None) -> bool:
         tokenizer = self.environment.prompts.tokenizer
