@@ -100,6 +100,7 @@ _TEXTS = {"text", *_RECORDS}
 _PREFERENCES = {"dpo", "ipo", "kto"}
 _BY_PRESET = {"model.path": {None}}
 _OF_TEXT = {"data.source": _Other("synthetic")}
+_HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -197,6 +198,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
+    _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
     _Need("rl.importance_high", {"rl.ratio": _Other("rollout")}),
@@ -347,7 +349,6 @@ class Config(Section):
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
         self.data.sources()
-        self.rl.check()
         self.checkpoint.check()
         if t.steps is not None:
             self.log.check(t.steps)
