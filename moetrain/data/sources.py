@@ -29,14 +29,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import (
-    FilePart,
-    Files,
-    Raw,
-    document_name,
-    find_records,
-    list_files,
-)
+from moetrain.data.containers import FilePart, Files, Raw, document_name, find_records, list_files
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")

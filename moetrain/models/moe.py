@@ -20,11 +20,7 @@ from torch import nn
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.few_tokens import (
-    few_tokens_counters,
-    few_tokens_mlp,
-    fits_few_tokens,
-)
+from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp, fits_few_tokens
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
