@@ -84,8 +84,8 @@ class Tokenizer(Protocol):
         files = self._files()
         if chat_template not in (None, self.chat_template):
             files["chat_template.jinja"] = chat_template
-        bos, pad = (self.special_ids.get(key) for key in ("bos_token", "pad_token"))
-        return TokenizerFiles(files, self.eos_id, bos, pad)
+        ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
+        return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id})
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
