@@ -220,10 +220,9 @@ class AdamW(torch.optim.Optimizer):
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
             how = f"{self.config.state_dtype!r} and optim.name {self.config.name!r}"
-            why = f"not of this model, optim.state_dtype {how}; change it or set never"
-            raise ConfigError(
-                "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
-            )
+            problem = f"not of this model, optim.state_dtype {how}; change it or set never"
+            problem = f"its optimizer state is {problem}: {sorted(odd)[:3]}"
+            raise ConfigError("checkpoint.resume", problem)
         for name, member in trained.items():
             for key in keys(member.rule):
                 moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]
@@ -259,7 +258,8 @@ class Muon(AdamW):
         clip: QKClip | None = None,
     ) -> None:
         super().__init__(fsdp, config, seed)
-        self._clip, self._everyone = clip, everyone
+        self._clip = clip
+        self._largest = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=everyone)
         self._scaled = {
             id(member): clip.scaled[name].part(member.layout.box[0], fsdp.device)
             for name, member in fsdp.members.items()
@@ -287,12 +287,8 @@ class Muon(AdamW):
         how = (self.config.muon_iterations, self.config.eps, self.config.muon_scale)
         self._matrices.orthogonalise(pieces, *how)
         if self._clip is not None:
-            gamma_LH = self._clip.take(self._raise_to_largest)
+            gamma_LH = self._clip.take(self._largest)
             self._gamma_LH = torch.where(rates_S[4] != 0, 1.0, gamma_LH)  # a skipped step has none
-
-    def _raise_to_largest(self, x: torch.Tensor) -> None:
-        if self._everyone.size() > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self._everyone)
 
     def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
         for member in bucket.members:

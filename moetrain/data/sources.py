@@ -314,9 +314,8 @@ class RecordReader:
         if record.get("prompt") is None and isinstance(chosen, list):
             # The prompt is what both whole dialogues begin with.
             if not isinstance(rejected, list):
-                raise BadLineError(
-                    "`chosen` and `rejected` are neither two texts nor two dialogues"
-                )
+                problem = "are neither two texts nor two dialogues"
+                raise BadLineError(f"`chosen` and `rejected` {problem}")
             pairs = zip(chosen, rejected, strict=False)
             shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
             answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}

@@ -352,8 +352,6 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
     elif name != "default":
         return None
     if template is not None and not isinstance(template, str):
-        raise _wrong(
-            f"{folder}/{_CONFIG}: chat_template is neither a text nor a list of "
-            '{"name": ..., "template": ...} with one named default'
-        )
+        wanted = 'a list of {"name": ..., "template": ...} with one named default'
+        raise _wrong(f"{folder}/{_CONFIG}: chat_template is neither a text nor {wanted}")
     return template

@@ -328,9 +328,8 @@ class Architecture(BaseModel):
         for name in ("sliding_windows", "moe_layers", "linear_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
-                raise ValueError(
-                    f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
-                )
+                problem = f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
+                raise ValueError(problem)
         if self.num_params() > _MAX_PARAMS:  # which also asks each part whether it can be
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self

@@ -71,10 +71,8 @@ class RoutedExperts(Part):
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_token {self.num_experts_per_token} is more than "
-                f"num_experts {self.num_experts}"
-            )
+            problem = f"num_experts_per_token {self.num_experts_per_token} is more than"
+            raise ValueError(f"{problem} num_experts {self.num_experts}")
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")

@@ -339,9 +339,8 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
-            raise ConfigError(
-                f"model.{first['loc'][0]}", f"{first['input']!r}: {problem}"
-            ) from None
+            field, problem = first["loc"][0], f"{first['input']!r}: {problem}"
+            raise ConfigError(f"model.{field}", problem) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
     for part in arch.parts():
