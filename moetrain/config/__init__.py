@@ -99,6 +99,7 @@ _RECORDS = {"records", "jsonl"}
 _TEXTS = {"text", *_RECORDS}
 _PREFERENCES = {"dpo", "ipo", "kto"}
 _BY_PRESET = {"model.path": {None}}
+_EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
@@ -110,26 +111,23 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("model.num_experts model.num_experts_per_token", _BY_PRESET),
     _Need("model.intermediate_size model.moe_intermediate_size model.init_std", _BY_PRESET),
     _Need("model.rope", {"model.max_positions": _SET}),
-    _Need("data.path data.eval_path", {"data.source": _TEXTS}),
-    _Need("data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
+    _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
+    _Need("data.mix data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.text_field", {"data.format": {"auto", "text"}}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
-    _Need("data.mix", {"data.source": _RECORDS}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer", _OF_TEXT),
-    _Need("data.streaming", {"data.source": _TEXTS}),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
     _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
     # References of all rows are computed before the first step.
     _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
-    # A pipeline's last stage has no embedding, and PEFT's models have no such blocks.
-    _Need("train.mtp_weight", {"train.objective": {"next_token"}}),
-    _Need("train.mtp_weight", {"parallel.pp": {1}}),
-    _Need("train.mtp_weight", {"lora.rank": {0}}),
-    _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
+    _Need("train.mtp_weight data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
+    _Need("train.mtp_weight", {"parallel.pp": {1}}),  # the last stage has no embedding
+    # PEFT's models have no such blocks; adapters are not copied, and lie between experts' products.
+    _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.eval_interval", _EVALUATED, _SOME),
@@ -143,7 +141,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout", {Fact.EXPERTS: _HELD}),
+    _Need("lora.layout rl.routing_replay", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -170,15 +168,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
     _Need("moe.*", {Fact.EXPERTS: _HELD}),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
-    _Need("moe.deepep_num_sms moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode moe.redundant_experts", _EXPERT_PARALLEL),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {Fact.DEEPEP: _HELD}),
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
-    _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
+    _Need("moe.dispatcher", _EXPERT_PARALLEL, {"alltoall", "deepep"}),
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
     # A step cannot be done again over stages.
     _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
-    _Need("moe.redundant_experts", {"parallel.ep": _SEVERAL}),
-    _Need("moe.redundant_experts", {"lora.rank": {0}}),  # adapters are not copied
     # Neither memory on the host nor graphs know of places for copies.
     _Need("moe.redundant_experts", {"optim.offload_fraction": {0}}),
     _Need("compile.cuda_graphs", {"moe.redundant_experts": {0}}, {True}),
@@ -187,10 +183,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
     # exact promises the bits of generation, which are a kernel's.
     _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
-    # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
-    # between products; exact promises the bits of generation, which computes in bf16.
+    # Tensor parallel ranks would cut rows and so change their scales; exact promises the bits of
+    # generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
-    _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
@@ -220,7 +215,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
     _Need("launch.gpus launch.gpu", {Fact.DRY_RUN: _HELD}),
     _Need("launch.gpus launch.gpu", {"train.device": _Other("cpu")}),
-    _Need("rl.routing_replay", {Fact.EXPERTS: _HELD}),
 )
 
 

@@ -57,15 +57,8 @@ _READS_PARTS = re.compile(
 """How a template looks that takes ``content`` as a list of parts."""
 
 # What templates raise: programs, if small ones.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,  # RecursionError too
-    TypeError,
-    ValueError,
-)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
+_TEMPLATE_ERRORS += (RuntimeError, TypeError, ValueError)  # and with these RecursionError
 
 
 class BadLineError(Exception):

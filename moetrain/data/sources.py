@@ -195,15 +195,10 @@ class Source(Files):
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 
-_ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
+_ROLES: dict[str, str] = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
 """Names that ShareGPT's descendants have for the roles of ``messages``."""
 
