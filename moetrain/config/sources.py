@@ -234,21 +234,15 @@ class Reader(Generic[_C]):
 
     def _nearest(self, key: str, known: list[str]) -> list[str]:
         """List the same key in another section, or what differs in separators or few letters."""
-        section, _, last = key.rpartition(".")
-        letters = key.translate(_SEPARATORS)
+        last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
         alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
         if alike:
             return alike
-
-        def keyed(names: list[str]) -> list[str]:
-            keys = [name.rpartition(".")[2] for name in names]
-            best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
-            return [name for name, own in zip(names, keys, strict=True) if own in best]
-
-        meant = difflib.get_close_matches(section, self._sections, 1, _NEAR)
-        inside = keyed([name for name in known if name.partition(".")[0] in meant])
-        return inside or keyed(known)
+        keys = [name.rpartition(".")[2] for name in known]
+        best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
+        found = [name for name, own in zip(known, keys, strict=True) if own in best]
+        return ("." in key and difflib.get_close_matches(key, found, 1, _NEAR)) or found
 
 
 def _text_of(name: str) -> str:
