@@ -118,7 +118,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
-    _Need("data.packing data.tokenizer", _OF_TEXT),
+    _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
     _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
     # References of all rows are computed before the first step.
@@ -130,11 +130,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
-    _Need("train.eval_interval", _EVALUATED, _SOME),
-    _Need("train.eval_rows", _EVALUATED),
+    _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
-    _Need("train.sample_tokens", _OF_TEXT, _SOME),
-    _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
     _Need("rl.generators", {"rl.placement": {"apart"}}),
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
@@ -196,11 +193,10 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
-    _Need("rl.importance_high", {"rl.ratio": _Other("rollout")}),
     _Need("rl.importance_high", {"rl.importance": _Other("none")}),
     _Need("rl.mask_low rl.mask_high", {"rl.mask": _Other("none")}),
     # Which has these weights in it already.
-    _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
+    _Need("rl.importance rl.importance_high", {"rl.ratio": _Other("rollout")}, _Other("none")),
     _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
     # In the loss its gradient is 0 in expectation.
     _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
