@@ -57,7 +57,6 @@ class RoutedExperts(Part):
     num_experts_per_token: int
     moe_intermediate_size: int
     norm_topk_prob: bool = True
-    """Whether the chosen experts' weights are renormalised to sum to one."""
     router_score: RouterScore = "softmax"
     router_min_sum: float = 0.0
     router_fp32: bool = False
