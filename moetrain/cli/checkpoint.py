@@ -179,9 +179,11 @@ def _export_hf(words: argparse.Namespace) -> int:
     stored, pieces = found.group("model"), model.pieces()
     needed = dict.fromkeys(piece.parameter for piece in pieces)
     if absent := [name for name in needed if name not in stored]:
-        problem = f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)})"
-        remedy = "resume its run with checkpoint.save_hf yes, which exports all"
-        raise ConfigError("checkpoint", f"{problem}; {remedy}")
+        raise ConfigError(
+            "checkpoint",
+            f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)}); resume "
+            "its run with checkpoint.save_hf yes, which exports all",
+        )
     config = found.state["config"]
     began, data = config.get("model", {}).get("path"), config.get("data", {})
     if began is not None:

@@ -49,7 +49,10 @@ _Check = Callable[[], None]
 
 
 def start_ranks(
-    command: Sequence[str], nproc: int, max_restarts: int = 0, check: _Check | None = None
+    command: Sequence[str],
+    nproc: int,
+    max_restarts: int = 0,
+    check: _Check | None = None,
 ) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 

@@ -17,7 +17,10 @@ _NUMBERS = {
     "cache_tokens": (2**16, "tokens in the key/value cache"),
     "max_sequences": (64, "completions generated at once"),
     "max_step_tokens": (2048, "most tokens in one step"),
-    "max_queue": (1024, "completions that may run or wait; requests for more get a 429"),
+    "max_queue": (
+        1024,
+        "completions that may run or wait; requests for more are answered with 429",
+    ),
     "max_request_mib": (4, "largest body of a request, in MiB"),
 }
 """Options that are 1 or more: default and meaning."""

@@ -395,9 +395,11 @@ class CheckpointSection(Section):
     def check(self) -> None:
         """Raise ConfigError if no checkpoint would ever be at a multiple of ``keep_every``."""
         if self.keep_every and (not self.interval or self.keep_every % self.interval):
-            problem = f"{self.keep_every} is no multiple of checkpoint.interval {self.interval}"
-            problem += ": nothing is saved then; make it one"
-            raise ConfigError("checkpoint.keep_every", problem)
+            raise ConfigError(
+                "checkpoint.keep_every",
+                f"{self.keep_every} is no multiple of checkpoint.interval {self.interval}: nothing "
+                "is saved then; make it one",
+            )
 
 
 class LogSection(Section):
@@ -428,8 +430,9 @@ class LogSection(Section):
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
         needed = self.profile_after + self.WARM_STEPS + self.profile
         if self.profile and needed > steps:
-            own = f"log.profile_after {self.profile_after}, one to warm up, and those"
-            problem = (
-                f"{self.profile}, but the run has {steps} steps, and {needed} are needed: {own}"
+            raise ConfigError(
+                "log.profile",
+                f"{self.profile}, but the run has {steps} steps, and {needed} are needed: "
+                f"log.profile_after {self.profile_after}, one to warm up, and those; lower it, or "
+                "train longer",
             )
-            raise ConfigError("log.profile", f"{problem}; lower it, or train longer")

@@ -84,9 +84,11 @@ class _GivenStream(Samples):
         self._iterator, self._taken = iter(self.rows), taken
         for _ in range(0 if has_state else taken - self._began_at):
             if next(self._iterator, self) is self:
-                problem = f"the data that was given ends before row {taken}, to which the "
-                problem += "checkpoint was trained; give the same, or set never"
-                raise ConfigError("checkpoint.resume", problem)
+                raise ConfigError(
+                    "checkpoint.resume",
+                    f"the data that was given ends before row {taken}, to which the checkpoint "
+                    "was trained; give the same, or set never",
+                )
 
 
 def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Data:
@@ -143,9 +145,11 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
     labels = np.asarray(fields.get("labels", ids))
     is_right = ids.ndim == 1 and ids.dtype.kind in "iu" and 0 < len(ids) <= size
     if not is_right or labels.shape != ids.shape:
-        problem = f"{what} is {shortened(given)}, of shape {ids.shape} and dtype {ids.dtype}"
-        wanted = f"a row has 1 to {size} token ids (data.seq_len), with as many labels"
-        raise ConfigError("data", f"{problem}; {wanted}")
+        raise ConfigError(
+            "data",
+            f"{what} is {shortened(given)}, of shape {ids.shape} and dtype {ids.dtype}; a row has "
+            f"1 to {size} token ids (data.seq_len), with as many labels",
+        )
     extra: dict[str, np.ndarray] = {}
     for name in fields.keys() - {"labels"}:
         found = _numbers(fields[name], f"{what}, field {name!r}", len(ids))

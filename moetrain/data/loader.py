@@ -80,9 +80,11 @@ def build_data(config: Config, vocab_size: int) -> Data:
         data = data.model_copy(update={"packing": packing, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > vocab_size:
-        problem = f"more than the model's vocabulary of {vocab_size}; use the model's own tokenizer"
-        problem = f"{data.tokenizer!r} has {tokenizer.vocab_size} tokens, {problem}"
-        raise ConfigError("data.tokenizer", f"{problem} or raise model.vocab_size")
+        raise ConfigError(
+            "data.tokenizer",
+            f"{data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the model's "
+            f"vocabulary of {vocab_size}; use the model's own tokenizer or raise model.vocab_size",
+        )
     if config.train.sample_prompt is not None and config.train.sample_tokens:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)
@@ -228,9 +230,11 @@ def _streamed(
         return train, None, has_chats
     sample = Blocks(rest, held_out, tokenizer, cache_dir, 0).sample(_HELD_OUT_BYTES)
     if sample is None or not sample.targets.any() or not len(rows := _rows(sample, fixed)):
-        problem = f"{data.eval_fraction}: the first blocks of {source.field} hold out too little"
-        problem += "; raise it, name data in data.eval_path, or set it to 0"
-        raise ConfigError("data.eval_fraction", problem)
+        raise ConfigError(
+            "data.eval_fraction",
+            f"{data.eval_fraction}: the first blocks of {source.field} hold out too little; "
+            "raise it, name data in data.eval_path, or set it to 0",
+        )
     return train, rows, has_chats
 
 

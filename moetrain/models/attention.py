@@ -166,7 +166,10 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, sizes: GroupedQueryAttention, kernels: KernelsSection, core: Core = masked_attention
+        self,
+        sizes: GroupedQueryAttention,
+        kernels: KernelsSection,
+        core: Core = masked_attention,
     ) -> None:
         super().__init__()
         self.core, self.batch_invariant = core, kernels.batch_invariant

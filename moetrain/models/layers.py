@@ -200,7 +200,12 @@ class Linear(Adaptable):
     can_drop = True
 
     def __init__(
-        self, in_dim: int, out_dim: int, kernels: KernelsSection = _KERNELS, *, bias: bool = False
+        self,
+        in_dim: int,
+        out_dim: int,
+        kernels: KernelsSection = _KERNELS,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.backend: Backend = kernels.backend

@@ -310,9 +310,11 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
         name = section.preset or ""
         known = sorted(PRESETS)
         near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
-        problem = f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models"
-        problem += " give model.path, a Hugging Face folder or hub id"
-        raise ConfigError("model.preset", problem)
+        raise ConfigError(
+            "model.preset",
+            f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models give "
+            "model.path, a Hugging Face folder or hub id",
+        )
     overrides = section.overrides()
     for name in ("sliding_windows", "moe_layers", "linear_layers", "mixers"):
         if (each := getattr(preset, name, ())) and (count := overrides.get("num_layers")):

@@ -175,7 +175,9 @@ class Export:
             raise error(source.folder, problem)
 
     def _write_shards(
-        self, shards: Mapping[str, Sequence[_Outgoing]], coming: Iterator[tuple[str, torch.Tensor]]
+        self,
+        shards: Mapping[str, Sequence[_Outgoing]],
+        coming: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         """Write this process's files while the model's own weights go by."""
         with ThreadPoolExecutor(1) as thread:
@@ -190,7 +192,10 @@ class Export:
             writing.result()
 
     def _collect(
-        self, shard: Sequence[_Outgoing], coming: Iterator[tuple[str, torch.Tensor]], is_mine: bool
+        self,
+        shard: Sequence[_Outgoing],
+        coming: Iterator[tuple[str, torch.Tensor]],
+        is_mine: bool,
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
