@@ -1,8 +1,8 @@
 """Start the processes of a run on this machine, and make sure that they end together.
 
-:func:`start_ranks` gives ranks the variables that torchrun would. Torch's elastic launcher itself
-gives a stopped run 30 seconds, however large its checkpoint is, and after a failure as long to the
-other ranks, which hang in a collective. Here:
+:func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
+that torchrun would. The rest of that launcher gives a stopped run 30 seconds, however large its
+checkpoint is, and after a failure as long to the other ranks, which hang in a collective. Here:
 
     all ranks succeed        0
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
@@ -17,6 +17,7 @@ systems than Linux, whose kernel tells when a parent or a child has died.
 """
 
 import ctypes
+import logging
 import os
 import runpy
 import signal
@@ -25,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from moetrain.config.environment import LaunchedPlace
@@ -38,10 +38,8 @@ _GRACE_SECONDS = 5.0
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of ranks that stopped when they were asked to; they may take their time."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that stop a run; with SIGUSR1 batch systems warn of a stop."""
+"""Signals that torch's start_processes handles, and SIGUSR1, with which batch systems warn."""
 _FAILED = 1
-_FAILURE_MARK = "failed"
-"""File that exists once a rank's failure was reported."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _Handlers = Mapping[signal.Signals, Any]
@@ -69,7 +67,7 @@ def start_ranks(
 
 
 class _Stopped(BaseException):
-    """A stop signal, the argument, came before ranks began."""
+    """A stop signal, the argument, came while settings were checked."""
 
 
 def _run_ranks(
@@ -78,7 +76,13 @@ def _run_ranks(
     # Ranks need none of this, nor does --help.
     import torch
     from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SignalException,
+        start_processes,
+    )
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     # What torch takes by default is every core, for each of the ranks.
@@ -93,65 +97,77 @@ def _run_ranks(
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
-    follower = (sys.executable, "-m", "moetrain.cli.launch", str(os.getpid()), *command)
+    follower = ("-m", "moetrain.cli.launch", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    ranks: list[Popen[bytes]] = []
-    stops: list[_Stopped] = []
-
-    def stop(number: int, frame: Any) -> None:
-        stops.append(_Stopped(_meaning(number)))
-        raise stops[0]
-
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         gate = Path(folder) / "gate"
+        shared[LaunchedPlace.GATE] = str(gate)
         try:
-            _set_handlers(handlers, stop)
-            for rank in map(str, range(nproc)):
-                error_file = Path(folder) / rank / "error.json"
-                error_file.parent.mkdir()
-                own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": str(error_file)}
-                env = {**os.environ, **shared, **own, LaunchedPlace.GATE: str(gate)}
-                ranks.append(Popen(follower, env=env, start_new_session=True))
-            if check is not None:
-                check()
-            if stops:  # and a user's code caught it
-                raise stops[0]
-            gate.touch()
-            return _watch(ranks, handlers, Path(folder) / _FAILURE_MARK)
-        except _Stopped as stopped:
+            ranks = start_processes(
+                "moetrain",
+                sys.executable,
+                args=dict.fromkeys(range(nproc), follower),
+                envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)},
+                logs_specs=DefaultLogsSpecs(folder),
+            )
+            try:
+                if check is not None:
+                    _call_stoppable(check, handlers)
+                gate.touch()
+                mark = _failure_mark(ranks.error_files[0])
+                return _watch(list(ranks.pids().values()), handlers, mark)
+            finally:
+                ranks.close(signal.SIGKILL)  # and whatever they started
+        except (SignalException, _Stopped) as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
-            return 128 + stopped.args[0]
+            return 128 + (stop.args[0] if isinstance(stop, _Stopped) else stop.sigval)
         finally:
-            for process in ranks:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
-                    process.wait()
-            _set_handlers(handlers, None)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
-def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None] | None) -> None:
-    """Set ``handler`` for all signals, but what nohup ignores stays ignored; None: as before."""
-    for number, was in before.items():
-        signal.signal(number, was if handler is None or was is signal.SIG_IGN else handler)
+def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None]) -> None:
+    for number, was in before.items():  # what nohup ignores stays ignored
+        signal.signal(number, was if was is signal.SIG_IGN else handler)
+
+
+def _call_stoppable(check: _Check, handlers: _Handlers) -> None:
+    """Call ``check``; a stop signal ends it, or is honoured after it if a user's code caught it."""
+    got: list[_Stopped] = []
+
+    def stop(number: int, frame: Any) -> None:
+        got.append(_Stopped(_meaning(number)))
+        raise got[0]
+
+    _set_handlers(handlers, stop)
+    check()
+    if got:
+        raise got[0]
 
 
 def _meaning(number: int) -> int:
     return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
-def _watch(ranks: Sequence[Popen[bytes]], handlers: _Handlers, failed_mark: Path) -> int:
+def _failure_mark(error_file: str) -> Path:
+    """Return the file that exists once a rank's failure was reported."""
+    return Path(error_file).parent.parent / "failed"
+
+
+def _watch(pids: Sequence[int], handlers: _Handlers, failed_mark: Path) -> int:
     """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        forwarded.append(_meaning(number))
-        for rank in ranks:
-            rank.send_signal(forwarded[-1])
+        number = _meaning(number)
+        forwarded.append(number)
+        for pid in pids:
+            os.kill(pid, number)
 
     _set_handlers(handlers, forward)
     deadline = float("inf")
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [_exit_code(pid) for pid in pids]
         failed = [code for code in codes if code not in (None, 0, *_STOPPED)]
         if any(code < 0 and -code not in forwarded for code in failed):
             failed_mark.touch()  # the others' errors follow from this one
@@ -169,6 +185,14 @@ def _watch(ranks: Sequence[Popen[bytes]], handlers: _Handlers, failed_mark: Path
     failed = [code for code in ended if code not in (0, *_STOPPED)]
     # A bad setting (2) that one rank found makes the others fail in other ways (1).
     return max(_FAILED, *failed) if failed else max(ended)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Poll a child's exit code like ``Popen.poll``, but leave the child for its owner to reap."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 # ---- what a rank does --------------------------------------------------------------------------
@@ -189,7 +213,7 @@ def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
     if waits:
         time.sleep(5 * _POLL_SECONDS)
     try:
-        (Path(error_file).parents[1] / _FAILURE_MARK).touch(exist_ok=False)
+        _failure_mark(error_file).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
