@@ -8,20 +8,20 @@ one still runs. The update also writes what the next gather sends, in the comput
 Moments are one flat tensor per bucket, in which a parameter's lie as it does in its shard.
 ``optimizer.state`` shows them parameter by parameter.
 
-Masters in host memory (``optim.offload_fraction``) are updated by :class:`_HostUpdates` while the
-device continues. A thread waits for the clip factor and for gradients, which are on their way down,
-updates bucket by bucket in the order in which the next forward gathers them, and sends weights up.
-Training waits, if it must, where a bucket is gathered: the device's own updates, and the forward of
-the blocks before, hide the rest. For that the first gather after an update starts after the block
-before it, whether the update is done or not: every rank must start collectives in the same order,
-and hosts are not equally fast. An update that was done early thus leaves one gather uncovered, once
-a step; to gather before the block would leave the device without work for as long as a late update
-takes. The update is torch's fused AdamW, vectorised and on all of torch's threads.
+Masters in host memory (``optim.offload_fraction``) are updated there while the device continues. A
+thread waits for the clip factor and for gradients, which are on their way down, updates bucket by
+bucket in the order in which the next forward gathers them, and sends weights up. Training waits, if
+it must, where a bucket is gathered: the device's own updates, and the forward of the blocks before,
+hide the rest. For that the first gather after an update starts after the block before it, whether
+the update is done or not: every rank must start collectives in the same order, and hosts are not
+equally fast. An update that was done early thus leaves one gather uncovered, once a step; to gather
+before the block would leave the device without work for as long as a late update takes. The update
+is torch's fused AdamW, vectorised and on all of torch's threads.
 """
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
@@ -70,8 +70,8 @@ class AdamW(torch.optim.Optimizer):
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """The content of :attr:`state` from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
-        self._host = _HostUpdates(hosted, config, self.settings)
+        self._hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
         members = {n: m for n, m in fsdp.members.items() if m.rule.trainable}
         # Refuses what cannot be cut, before anything runs.
         _ = [moment_place(k, m.layout) for m in members.values() for k in self.moments_of(m.rule)]
@@ -142,10 +142,8 @@ class AdamW(torch.optim.Optimizer):
         decay = self.config.weight_decay
         rate = group["lr"] if lr is None else lr
         rates_S = self.settings.rates(steps, clip, skipped, rate, decay)
-        hosted = self._host.buckets
-        if hosted:  # first, since it takes longest
-            moments = [self._flat[id(bucket)] for bucket in hosted]
-            self._host.start(rates_S, group["lr"], moments)
+        if self._hosted:  # first, since it takes longest
+            self._start_on_host(rates_S, group["lr"])
         self._prepare(rates_S)
         for bucket, out_N in self.fsdp.updates():
             assert bucket.gradient_N is not None  # the norm is of all of them
@@ -163,6 +161,35 @@ class AdamW(torch.optim.Optimizer):
                 tensors = (bucket.shard_N, bucket.gradient_N, avg_N, avg_sq_N, rates_S)
                 adamw(*tensors, decays_B, self.settings, origins_B, out_N)
             self._finish(bucket, out_N)
+
+    def _start_on_host(self, rates_S: torch.Tensor, lr: float) -> None:
+        """Start the updates of masters in host memory; gradients must be on their way."""
+        rates = LateNumbers(rates_S)
+        for bucket in self._hosted:
+            assert bucket.host is not None
+            assert bucket.host.has_gradient
+            bucket.host.update = self._thread.submit(self._update_on_host, bucket, rates, lr)
+
+    @torch.no_grad()
+    def _update_on_host(self, bucket: Bucket, rates: LateNumbers, lr: float) -> None:
+        host = bucket.host
+        assert host is not None
+        # Once they are here, the device no longer uses the weights of before.
+        clip, *_, skipped, step, _ = rates.read().tolist()
+        host.await_gradient()
+        if skipped:
+            return
+        of_numbers = (host.gradient_N, *self._flat[id(bucket)])
+        for decays in (False, True):
+            pieces = [
+                [member.local, *(member.piece_of(x_N) for x_N in of_numbers)]
+                for member in bucket.members
+                if member.rule.decay == decays and member.local.numel()
+            ]
+            weight_decay = self.config.weight_decay if decays else 0.0
+            adamw_on_host(pieces, self.settings, step, clip, lr, weight_decay)
+        host.send()
+        bucket.mark_fresh()
 
     def _prepare(self, rates_S: torch.Tensor) -> None:
         """Do what comes before the updates of single buckets."""
@@ -220,10 +247,9 @@ class AdamW(torch.optim.Optimizer):
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
             how = f"{self.config.state_dtype!r} and optim.name {self.config.name!r}"
-            why = f"not of this model, optim.state_dtype {how}; change it or set never"
-            raise ConfigError(
-                "checkpoint.resume", f"its optimizer state is {why}: {sorted(odd)[:3]}"
-            )
+            problem = f"not of this model, optim.state_dtype {how}; change it or set never"
+            problem = f"its optimizer state is {problem}: {sorted(odd)[:3]}"
+            raise ConfigError("checkpoint.resume", problem)
         for name, member in trained.items():
             for key in keys(member.rule):
                 moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]
@@ -259,7 +285,8 @@ class Muon(AdamW):
         clip: QKClip | None = None,
     ) -> None:
         super().__init__(fsdp, config, seed)
-        self._clip, self._everyone = clip, everyone
+        self._clip = clip
+        self._largest = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=everyone)
         self._scaled = {
             id(member): clip.scaled[name].part(member.layout.box[0], fsdp.device)
             for name, member in fsdp.members.items()
@@ -287,12 +314,8 @@ class Muon(AdamW):
         how = (self.config.muon_iterations, self.config.eps, self.config.muon_scale)
         self._matrices.orthogonalise(pieces, *how)
         if self._clip is not None:
-            gamma_LH = self._clip.take(self._raise_to_largest)
+            gamma_LH = self._clip.take(self._largest)
             self._gamma_LH = torch.where(rates_S[4] != 0, 1.0, gamma_LH)  # a skipped step has none
-
-    def _raise_to_largest(self, x: torch.Tensor) -> None:
-        if self._everyone.size() > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self._everyone)
 
     def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
         for member in bucket.members:
@@ -337,44 +360,3 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
         return floor + (config.lr - floor) * left
     progress = (step - warmup) / max(1, total_steps - warmup)
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-# ---- on the host --------------------------------------------------------------------------------
-
-_Moments = tuple[torch.Tensor, torch.Tensor]
-
-
-class _HostUpdates:
-    """Updates ``buckets`` in this order; their masters lie in host memory (:attr:`Bucket.host`)."""
-
-    def __init__(self, buckets: Sequence[Bucket], config: OptimSection, settings: Settings) -> None:
-        self.buckets, self.config, self.settings = buckets, config, settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
-
-    def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
-        """Start an update with flat ``moments`` of each bucket; gradients must be on their way."""
-        rates = LateNumbers(rates_S)
-        for bucket, flat in zip(self.buckets, moments, strict=True):
-            assert bucket.host is not None
-            assert bucket.host.has_gradient
-            bucket.host.update = self._thread.submit(self._update, bucket, flat, rates, lr)
-
-    @torch.no_grad()
-    def _update(self, bucket: Bucket, flat: _Moments, rates: LateNumbers, lr: float) -> None:
-        host = bucket.host
-        assert host is not None
-        # Once they are here, the device no longer uses the weights of before.
-        clip, *_, skipped, step, _ = rates.read().tolist()
-        host.await_gradient()
-        if skipped:
-            return
-        for decays in (False, True):
-            pieces = [
-                [member.local, *(member.piece_of(x_N) for x_N in (host.gradient_N, *flat))]
-                for member in bucket.members
-                if member.rule.decay == decays and member.local.numel()
-            ]
-            weight_decay = self.config.weight_decay if decays else 0.0
-            adamw_on_host(pieces, self.settings, step, clip, lr, weight_decay)
-        host.send()
-        bucket.mark_fresh()

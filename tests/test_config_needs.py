@@ -23,6 +23,7 @@ PROBES += (
     "current",
     "clip",
     "gspo",
+    "reinforce",
     "mask",
     "reinforce_pp",
     "local",

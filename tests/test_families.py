@@ -351,7 +351,7 @@ def formulas(case, tmp_path):
         want = {name: tuple(p.shape) for name, p in module.named_parameters()}
         assert {name: weight.shape for name, weight in part.weights.items()} == want
     model = Transformer(arch, kernels=KernelsSection(attention="reference"))
-    rules, styles = arch.plan().rules(model), arch.plan().styles(model)
+    rules, styles = arch.plan().rules(model), arch.plan().styles
     assert set(rules) == {name for name, _ in model.named_parameters()}
     routed = {style for name, style in styles.items() if name.endswith(".moe")}
     assert routed == ({"routed"} if arch.num_experts else set())

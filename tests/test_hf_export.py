@@ -306,8 +306,8 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     make_tokenizer(tmp_path / "other", "quite another text, of other words")
     (tmp_path / "other" / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(str(tmp_path / "other"))
-    files = tokenizer.export()
-    files = TokenizerFiles(files.files, eos_id=3, bos_id=None, pad_id=2)
+    ids = {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 2}
+    files = TokenizerFiles(tokenizer.export().files, ids)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path / "out", tokenizer=files)
     out = tmp_path / "out"
     assert (out / "tokenizer.json").read_bytes() == (
@@ -316,7 +316,6 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     assert not (out / "chat_template.jinja").exists()
     assert not (out / "additional_chat_templates").exists()
     assert (out / "LICENSE").exists()
-    ids = {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 2}
     config, generation = read(out / CONFIG), read(out / GENERATION)
     assert {k: config[k] for k in ids} == ids
     assert {k: generation.get(k) for k in ids} == ids
@@ -327,8 +326,8 @@ def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
     """The same tokenizer with another end: only that changes."""
     tokenizer = load_tokenizer(str(checkpoint))
     files = tokenizer.export()
-    assert (files.eos_id, files.bos_id, files.pad_id) == (1, 0, 2)
-    other = TokenizerFiles(files.files, eos_id=7)
+    assert files.ids == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    other = TokenizerFiles(files.files, {**files.ids, "eos_token_id": 7})
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path, tokenizer=other)
     assert read(tmp_path / CONFIG) == {**read(checkpoint / CONFIG), "eos_token_id": 7}
     want = {**read(checkpoint / GENERATION), "eos_token_id": 7}
@@ -380,7 +379,7 @@ def test_a_bare_tokenizer_json_is_completed(tmp_path):
     make_tokenizer(tmp_path / "from")
     (tmp_path / "my.json").write_bytes((tmp_path / "from" / "tokenizer.json").read_bytes())
     files = load_tokenizer(str(tmp_path / "my.json")).export()
-    assert files.eos_id == 1  # "</s>", guessed
+    assert files.ids["eos_token_id"] == 1  # "</s>", guessed
     arch = architecture_from_hf({"model_type": "llama", **SIZES, "vocab_size": VOCABULARY})
     model = Transformer(arch)
     model.init_weights(std=0.1, seed=0)

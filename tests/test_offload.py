@@ -24,7 +24,7 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.optim import AdamW, _HostUpdates
+from moetrain.optim import AdamW
 from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.storage import HostShard
@@ -391,7 +391,7 @@ def test_updates_on_the_host_on_any_mesh(names):
 
 def with_one_late_rank(layouts):
     """Each layout's numbers and weights, where rank 1's host is slow and rank 0's is not."""
-    update, start = _HostUpdates._update, _HostUpdates.start
+    update, start = AdamW._update_on_host, AdamW._start_on_host
 
     def slowly(self, *task):
         time.sleep(0.02)
@@ -399,12 +399,12 @@ def with_one_late_rank(layouts):
 
     def at_once(self, *task):
         start(self, *task)
-        wait([bucket.host.update for bucket in self.buckets])
+        wait([bucket.host.update for bucket in self._hosted])
 
     if dist.get_rank() == 1:
-        _HostUpdates._update = slowly
+        AdamW._update_on_host = slowly
     else:
-        _HostUpdates.start = at_once
+        AdamW._start_on_host = at_once
     answers = {}
     for name, (words, micro) in layouts.items():
         engine, numbers = train_with(1.0, ["train.dtype=float32", *words], micro, steps=3)
@@ -455,7 +455,7 @@ def test_what_the_host_sent_is_not_copied_again(monkeypatch):
 
 
 def test_a_slow_host_is_waited_for(monkeypatch):
-    update = _HostUpdates._update
+    update = AdamW._update_on_host
 
     def slowly(self, *task):
         time.sleep(0.02)
@@ -470,7 +470,7 @@ def test_a_slow_host_is_waited_for(monkeypatch):
         wait(self)
         waits.append(time.perf_counter() - start)
 
-    monkeypatch.setattr(_HostUpdates, "_update", slowly)
+    monkeypatch.setattr(AdamW, "_update_on_host", slowly)
     monkeypatch.setattr(HostShard, "wait", timed)
     engine, numbers = train_with(1.0, words)
     assert numbers == expected[1]
@@ -488,14 +488,14 @@ def test_a_slow_host_is_waited_for(monkeypatch):
 
 
 def test_what_is_written_during_an_update_stays(monkeypatch):
-    update = _HostUpdates._update
+    update = AdamW._update_on_host
 
     def slowly(self, *task):
         time.sleep(0.02)
         update(self, *task)
 
     engine, _ = train_with(1.0, ["train.dtype=bfloat16"])
-    monkeypatch.setattr(_HostUpdates, "_update", slowly)
+    monkeypatch.setattr(AdamW, "_update_on_host", slowly)
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-1)
     assert not any(bucket.host.update.done() for bucket in hosted(engine)[-2:])
@@ -520,7 +520,7 @@ def test_an_update_that_fails_ends_the_step_that_needs_it(monkeypatch):
         raise OSError("no more")
 
     engine, _ = train_with(1.0, [])
-    monkeypatch.setattr(_HostUpdates, "_update", fail)
+    monkeypatch.setattr(AdamW, "_update_on_host", fail)
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-3)
     with pytest.raises(OSError, match="no more"):

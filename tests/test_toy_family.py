@@ -124,10 +124,31 @@ class Mixed(toy_family.Toy):
         return (Thawed if layer else toy_family.Features).of(self)
 
 
-def test_layers_may_not_disagree_about_what_one_name_means(checkpoint):
-    arch = moetrain.load_hf(checkpoint).arch
-    with pytest.raises(ValueError, match="parts called mlp disagree"):
-        Mixed(**arch.model_dump()).plan()
+def test_each_layer_has_the_rules_of_its_own_parts(checkpoint):
+    model = moetrain.load_hf(checkpoint)
+    rules = Mixed(**model.arch.model_dump()).plan().rules(model)
+    w_in = [rules[f"layers.{i}.mlp.w_in.weight"] for i in range(model.arch.num_layers)]
+    assert w_in[1:] == [COLWISE] * len(w_in[1:])
+    assert w_in[0] != COLWISE
+
+
+class Forgetful(toy_family.Toy):
+    def feed_forward(self, layer):
+        part = super().feed_forward(layer)
+        return NoWeights.of(self) if layer == 1 else part
+
+
+class NoWeights(toy_family.Features):
+    weights = {"w_more.weight": Weight((12, 16), COLWISE)}  # noqa: RUF012
+
+
+def test_a_part_must_know_the_parameters_of_its_module(checkpoint):
+    model = moetrain.load_hf(checkpoint)
+    names = (
+        r"plan: parts and modules differ in layers\.1\.mlp\.w_in\.weight, layers\.1\.mlp\.w_more"
+    )
+    with pytest.raises(ValueError, match=names):
+        Forgetful(**model.arch.model_dump()).plan().rules(model)
 
 
 def test_what_its_parts_say_is_asked(words, checkpoint):

@@ -30,9 +30,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _READERS = 8
 """Threads of a rank that read and check: they fill a disk's queue, and a core checks 2 GiB/s."""
+_POOL = ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
 
 
 class DamagedCheckpoint(ConfigError):
@@ -216,11 +216,6 @@ def newest_in(path: Path) -> Path:
 # ---- reading ------------------------------------------------------------------------------------
 
 
-@cache
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint, indexed like one in memory: ``stored[box]`` is read and checked.
@@ -245,12 +240,11 @@ class StoredTensor:
         wanted = [part.indices(size)[:2] for part, size in zip(box, self.shape, strict=False)]
         wanted += [(0, size) for size in self.shape[len(wanted) :]]
         whole = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype)
-        found = sum(self._copy(piece, wanted, whole) for piece in self.entry.pieces)
-        if found != whole.numel():
-            lacking = whole.numel() - found
-            raise DamagedCheckpoint(
-                self.folder / MANIFEST, f"no file has {lacking} numbers of a tensor"
-            )
+        lacking = whole.numel()
+        lacking -= sum(self._copy(piece, wanted, whole) for piece in self.entry.pieces)
+        if lacking:
+            problem = f"no file has {lacking} numbers of a tensor"
+            raise DamagedCheckpoint(self.folder / MANIFEST, problem)
         return whole
 
     def _copy(self, piece: FilePiece, wanted: list[tuple[int, int]], out: torch.Tensor) -> int:
@@ -295,7 +289,7 @@ class StoredTensor:
 
         try:
             chunks = range(start // CHUNK, -(-stop // CHUNK))
-            for _ in map(read, chunks) if len(chunks) < 2 else _readers().map(read, chunks):
+            for _ in map(read, chunks) if len(chunks) < 2 else _POOL.map(read, chunks):
                 pass
         except OSError as error:
             raise DamagedCheckpoint(path, error) from None
@@ -375,9 +369,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise _without_manifest(folder)
     contents, state = _read_manifest(folder)
     if step_of(folder) not in (None, state["step"]):
-        raise DamagedCheckpoint(
-            folder / STATE, f"its 'step' is {shortened(state['step'])}, not that of its folder"
-        )
+        problem = f"its 'step' is {shortened(state['step'])}, not that of its folder"
+        raise DamagedCheckpoint(folder / STATE, problem)
     return Checkpoint(folder, state, contents)
 
 
@@ -393,8 +386,7 @@ def _without_manifest(folder: Path) -> ConfigError:
         )
     if has_weights and STATE in names:
         try:
-            with _open_file(folder / STATE) as file:
-                state = json.loads(file.read())
+            state = json.loads(_read_file(folder / STATE))
         except (OSError, ValueError, RecursionError):
             state = None  # damaged, whatever wrote it
         if isinstance(state, dict):  # format 1 names none
@@ -409,20 +401,20 @@ def _without_manifest(folder: Path) -> ConfigError:
     )
 
 
-def _open_file(path: Path) -> BinaryIO:
-    """Open ``path`` to read it; raises OSError for anything but a file (a pipe would block)."""
+def _read_file(path: Path, most: int = -1) -> bytes:
+    """Read ``most`` bytes (-1: all); OSError: ``path`` is no file (a pipe would block)."""
     if not path.is_file():
         what = "a folder, a pipe, or a link to nothing" if os.path.lexists(path) else "no file"
         raise OSError(f"it is {what}")
-    return path.open("rb")
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
     """Read the manifest and the state of ``folder``, and check the size and header of each file."""
     path = folder / MANIFEST
     try:
-        with _open_file(path) as file:
-            data = file.read()
+        data = _read_file(path)
         if not holds_seal(data):
             raise DamagedCheckpoint(path, "it is not what was written (its checksum differs)")
         value = json.loads(data)
@@ -430,8 +422,7 @@ def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
         contents = Contents.from_json(value)
         for name, known in contents.files.items():
             path = folder / name
-            with _open_file(path) as file:
-                size, head = os.fstat(file.fileno()).st_size, file.read(known.head)
+            head, size = _read_file(path, known.head), path.stat().st_size
             if size != known.size:
                 problem = f"it has {size} bytes, not {known.size}: cut short, or changed"
                 raise DamagedCheckpoint(path, problem)
@@ -439,8 +430,7 @@ def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
                 problem = "its beginning is not what was written (a checksum differs)"
                 raise DamagedCheckpoint(path, problem)
         path = folder / STATE
-        with _open_file(path) as file:
-            return contents, json.loads(file.read())
+        return contents, json.loads(_read_file(path))
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -180,8 +180,8 @@ class Saver:
             raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
         return answer["value"]
 
-    def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> str:
-        """Write this rank's files; return their :class:`Contents` as JSON."""
+    def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> Any:
+        """Write this rank's files; return their :meth:`Contents.to_json`."""
         ready()
         jobs = [
             (folder / f"{group}-{self._rank:05d}-{number:02d}.safetensors", group, parts)
@@ -193,10 +193,10 @@ class Saver:
         whole = Contents({}, {group: {} for group in mine})
         for contents in written:
             whole.add(contents)
-        return json.dumps(whole.to_json())
+        return whole.to_json()
 
 
-def _attempt(act: Callable[[], str]) -> str:
+def _attempt(act: Callable[[], Any]) -> str:
     """Return as JSON what ``act`` returns, or the OSError that it raises."""
     try:
         return json.dumps({"value": act()})
@@ -228,7 +228,7 @@ def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[
     for rank, answer in enumerate(answers):
         if "error" in answer:
             raise OSError(f"rank {rank}: {answer['error']}" if rank else answer["error"])
-    contents = Contents.together([Contents.from_json(json.loads(a["value"])) for a in answers])
+    contents = Contents.together([Contents.from_json(a["value"]) for a in answers])
     for name in contents.files:
         if not (new / name).is_file():
             raise OSError(

@@ -24,20 +24,13 @@ _SAMPLING = {
 def main(argv: Sequence[str] | None) -> None:
     parser = Parser("generate", __doc__)
     parser.add_model()
-    parser.add_argument(
-        "--prompt", required=True, help="text to continue; with --chat, the user's turn"
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="format the prompt by the checkpoint's chat template"
-    )
-    parser.add_argument(
-        "--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit"
-    )
+    add = parser.add_argument
+    add("--prompt", required=True, help="text to continue; with --chat, the user's turn")
+    add("--chat", action="store_true", help="format the prompt by the checkpoint's chat template")
+    add("--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit")
+    add("--stop", action="append", default=[], help="text to stop before; may be repeated")
     for name, (default, meaning) in _SAMPLING.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
-    parser.add_argument(
-        "--stop", action="append", default=[], help="text to stop before; may be repeated"
-    )
+        add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
     from moetrain.rollout import request

@@ -29,21 +29,20 @@ _NUMBERS = {
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("serve", __doc__)
     parser.add_model()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free port, which is printed")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="0: any free port, which is printed")
+    add(
         "--auth",
         choices=["auto", "token", "none"],
         default="auto",
         help="token: serve those who send the bearer token; none: serve everybody who can connect; "
         "auto: none where --host is a loopback address, else token",
     )
-    parser.add_argument(
-        "--token_file", help="file with the bearer token; unset: one is made and named"
-    )
-    parser.add_argument("--name", help="model's name in replies; default PATH")
+    add("--token_file", help="file with the bearer token; unset: one is made and named")
+    add("--name", help="model's name in replies; default PATH")
     for name, (default, meaning) in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+        add(f"--{name}", type=int, default=default, help=meaning)
     args = parser.parse_args(argv)
     for name in _NUMBERS:
         if getattr(args, name) < 1:

@@ -41,7 +41,7 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
+from moetrain.config.sources import PROPOSED, ConfigError, Reader, Recipes, leaves
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package."""
@@ -99,7 +99,9 @@ _RECORDS = {"records", "jsonl"}
 _TEXTS = {"text", *_RECORDS}
 _PREFERENCES = {"dpo", "ipo", "kto"}
 _BY_PRESET = {"model.path": {None}}
+_EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
+_HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -109,41 +111,35 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("model.num_experts model.num_experts_per_token", _BY_PRESET),
     _Need("model.intermediate_size model.moe_intermediate_size model.init_std", _BY_PRESET),
     _Need("model.rope", {"model.max_positions": _SET}),
-    _Need("data.path data.eval_path", {"data.source": _TEXTS}),
-    _Need("data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
+    _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
+    _Need("data.mix data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.text_field", {"data.format": {"auto", "text"}}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
-    _Need("data.mix", {"data.source": _RECORDS}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
-    _Need("data.packing data.tokenizer", _OF_TEXT),
-    _Need("data.streaming", {"data.source": _TEXTS}),
+    _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
     _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
     # References of all rows are computed before the first step.
     _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
-    # A pipeline's last stage has no embedding, and PEFT's models have no such blocks.
-    _Need("train.mtp_weight", {"train.objective": {"next_token"}}),
-    _Need("train.mtp_weight", {"parallel.pp": {1}}),
-    _Need("train.mtp_weight", {"lora.rank": {0}}),
-    _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
+    _Need("train.mtp_weight data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
+    _Need("train.mtp_weight", {"parallel.pp": {1}}),  # the last stage has no embedding
+    # PEFT's models have no such blocks; adapters are not copied, and lie between experts' products.
+    _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
-    _Need("train.eval_interval", _EVALUATED, _SOME),
-    _Need("train.eval_rows", _EVALUATED),
+    _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
-    _Need("train.sample_tokens", _OF_TEXT, _SOME),
-    _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
     _Need("rl.generators", {"rl.placement": {"apart"}}),
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout", {Fact.EXPERTS: _HELD}),
+    _Need("lora.layout rl.routing_replay", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -170,15 +166,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
     _Need("moe.*", {Fact.EXPERTS: _HELD}),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
-    _Need("moe.deepep_num_sms moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode moe.redundant_experts", _EXPERT_PARALLEL),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {Fact.DEEPEP: _HELD}),
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
-    _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
+    _Need("moe.dispatcher", _EXPERT_PARALLEL, {"alltoall", "deepep"}),
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
     # A step cannot be done again over stages.
     _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
-    _Need("moe.redundant_experts", {"parallel.ep": _SEVERAL}),
-    _Need("moe.redundant_experts", {"lora.rank": {0}}),  # adapters are not copied
     # Neither memory on the host nor graphs know of places for copies.
     _Need("moe.redundant_experts", {"optim.offload_fraction": {0}}),
     _Need("compile.cuda_graphs", {"moe.redundant_experts": {0}}, {True}),
@@ -187,10 +181,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
     # exact promises the bits of generation, which are a kernel's.
     _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
-    # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
-    # between products; exact promises the bits of generation, which computes in bf16.
+    # Tensor parallel ranks would cut rows and so change their scales; exact promises the bits of
+    # generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
-    _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
@@ -198,13 +191,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
+    _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
-    _Need("rl.importance_high", {"rl.ratio": _Other("rollout")}),
     _Need("rl.importance_high", {"rl.importance": _Other("none")}),
     _Need("rl.mask_low rl.mask_high", {"rl.mask": _Other("none")}),
     # Which has these weights in it already.
-    _Need("rl.importance", {"rl.ratio": _Other("rollout")}, {"token", "sequence"}),
+    _Need("rl.importance rl.importance_high", {"rl.ratio": _Other("rollout")}, _Other("none")),
     _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
     # In the loss its gradient is 0 in expectation.
     _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
@@ -219,7 +212,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
     _Need("launch.gpus launch.gpu", {Fact.DRY_RUN: _HELD}),
     _Need("launch.gpus launch.gpu", {"train.device": _Other("cpu")}),
-    _Need("rl.routing_replay", {Fact.EXPERTS: _HELD}),
 )
 
 
@@ -293,7 +285,7 @@ class Config(Section):
 
     def is_users(self, name: str) -> bool:
         """Return whether a user has set ``name``, and not only a recipe proposed it."""
-        return not self._origins.get(name, "recipe ").startswith("recipe ")
+        return not self._origins.get(name, PROPOSED).startswith(PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
@@ -348,7 +340,6 @@ class Config(Section):
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
         self.data.sources()
-        self.rl.check()
         self.checkpoint.check()
         if t.steps is not None:
             self.log.check(t.steps)

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from moetrain.config.sections import MaybePath, Section
-from moetrain.config.sources import ConfigError
 
 _PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
@@ -195,14 +194,6 @@ class RlSection(Section):
         if self.importance == "auto":
             return "none" if self.ratio == "rollout" else "token"
         return self.importance
-
-    def check(self) -> None:
-        """Raise ConfigError if two settings of the section exclude each other."""
-        for name in ("clip_low", "clip_high"):
-            value = getattr(self, name)
-            if self.policy == "reinforce" and value is not None:
-                problem = f"{value} contradicts rl.policy 'reinforce', which has no ratio to clip"
-                raise ConfigError(f"rl.{name}", f"{problem}; unset one")
 
 
 class JobsSection(Section):

@@ -9,10 +9,10 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -59,16 +59,11 @@ def _is_recipe(source: object) -> bool:
     return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
-class _Layer(NamedTuple):
-    """The settings of one source."""
-
-    origin: str
-    """The source, in words for people."""
-    values: dict[str, Any]
-    """Values by dotted name."""
-    is_users: bool = True
-    """Whether a user wrote them; a shipped recipe only proposes."""
-
+PROPOSED = "recipe "
+"""Beginning of the origins of settings that only a recipe proposes; all others are a user's."""
+_Layers = Mapping[str, Mapping[str, Any]]
+"""Settings of each source, weakest first: their origin, in words for people, and by dotted name
+their values."""
 
 # One of two alternatives is set: the user's replaces a recipe's or a default.
 _ALTERNATIVES = (
@@ -109,16 +104,16 @@ class Reader(Generic[_C]):
         Returns:
             The config, where each setting comes from, and a line on the recipe that lies under it.
         """
-        layers = [] if source is None else [self._of_source(source)]
-        layers += [
-            _Layer("environment", self._typed(self._of_environment(environ))),
-            _Layer("command line", self._typed(self._of_words(overrides, once))),
-        ]
+        layers: _Layers = {
+            **({} if source is None else self._of_source(source)),
+            "environment": self._typed(self._of_environment(environ)),
+            "command line": self._typed(self._of_words(overrides, once)),
+        }
         recipe, why = _recipe_under(layers, source, recipes)
         if recipe is not None:
-            layers.insert(0, self._of_source(recipe))
+            layers = {**self._of_source(recipe), **layers}
         if recipes.of_path != recipes.of_chats:
-            layers += _source_of_path(layers)
+            layers = {**layers, **_source_of_path(layers)}
         values, origins = _merged(layers)
         return self.build(values), origins, why
 
@@ -150,15 +145,13 @@ class Reader(Generic[_C]):
         remedies = dict.fromkeys(map(_remedy, own))
         return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(remedies)}")
 
-    def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layer:
+    def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layers:
         """Read a recipe, a TOML file (UTF-8, perhaps with a byte order mark) or a mapping."""
         origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
         try:
             tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
             values = self._known(dict(leaves(tree)))
-            if _is_recipe(source):
-                return _Layer(f"recipe {origin}", values, is_users=False)
-            return _Layer(origin, values)
+            return {f"{PROPOSED * _is_recipe(source)}{origin}": values}
         except ConfigError:
             raise
         except FileNotFoundError:
@@ -241,21 +234,15 @@ class Reader(Generic[_C]):
 
     def _nearest(self, key: str, known: list[str]) -> list[str]:
         """List the same key in another section, or what differs in separators or few letters."""
-        section, _, last = key.rpartition(".")
-        letters = key.translate(_SEPARATORS)
+        last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
         alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
         if alike:
             return alike
-
-        def keyed(names: list[str]) -> list[str]:
-            keys = [name.rpartition(".")[2] for name in names]
-            best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
-            return [name for name, own in zip(names, keys, strict=True) if own in best]
-
-        meant = difflib.get_close_matches(section, self._sections, 1, _NEAR)
-        inside = keyed([name for name in known if name.partition(".")[0] in meant])
-        return inside or keyed(known)
+        keys = [name.rpartition(".")[2] for name in known]
+        best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
+        found = [name for name, own in zip(known, keys, strict=True) if own in best]
+        return ("." in key and difflib.get_close_matches(key, found, 1, _NEAR)) or found
 
 
 def _text_of(name: str) -> str:
@@ -280,14 +267,12 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
         raise ConfigError(name, problem)
 
 
-def _given(layers: Iterable[_Layer]) -> dict[str, Any]:
+def _given(layers: _Layers) -> dict[str, Any]:
     """Return what the last layer that has a setting says of it."""
-    return {name: value for layer in layers for name, value in layer.values.items()}
+    return {name: value for values in layers.values() for name, value in values.items()}
 
 
-def _recipe_under(
-    layers: Sequence[_Layer], source: object, recipes: Recipes
-) -> tuple[str | None, str]:
+def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[str | None, str]:
     """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
     if _is_recipe(source):
         return None, f"  recipe {source}"
@@ -307,15 +292,16 @@ def _recipe_under(
     return recipe, f"  recipe {recipe}, as {why}"
 
 
-def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
+def _source_of_path(layers: _Layers) -> _Layers:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
-    given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
+    given = _given(layers)
+    users = _given({k: x for k, x in layers.items() if not k.startswith(PROPOSED)})
     if users.get("data.mix") is not None and "data.source" not in users:
-        return [_Layer("as data.mix is set", {"data.source": "records"}, is_users=False)]
+        return {"as data.mix is set": {"data.source": "records"}}
     path, reads_files = given.get("data.path"), given.get("data.source") in {*_OF_SUFFIX.values()}
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
-        return []
-    return [_Layer("end of data.path", {"data.source": source_by_suffix(path)}, is_users=False)]
+        return {}
+    return {"end of data.path": {"data.source": source_by_suffix(path)}}
 
 
 _RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
@@ -343,11 +329,11 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
     return kind
 
 
-def _merged(layers: Sequence[_Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge layers, weakest first; returns the values, and where each comes from."""
     values = _given(layers)
-    origins = {name: layer.origin for layer in layers for name in layer.values}
-    is_users = {name: layer.is_users for layer in layers for name in layer.values}
+    origins = {name: origin for origin, values in layers.items() for name in values}
+    is_users = {name: not origin.startswith(PROPOSED) for name, origin in origins.items()}
     for pair in _ALTERNATIVES:
         given = [name for name in pair if values.get(name) is not None]
         if len(given) == 2 and is_users[given[0]] == is_users[given[1]]:

@@ -132,9 +132,8 @@ class TokenCache(NamedTuple):
             )
         except (OSError, ValueError, TypeError, LookupError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
-            raise ConfigError(
-                "data.cache_dir", f"{folder} is damaged ({reason}); delete it to tokenise again"
-            ) from None
+            problem = f"{folder} is damaged ({reason}); delete it to tokenise again"
+            raise ConfigError("data.cache_dir", problem) from None
 
 
 class Blocks:

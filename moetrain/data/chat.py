@@ -57,15 +57,8 @@ _READS_PARTS = re.compile(
 """How a template looks that takes ``content`` as a list of parts."""
 
 # What templates raise: programs, if small ones.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,  # RecursionError too
-    TypeError,
-    ValueError,
-)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
+_TEMPLATE_ERRORS += (RuntimeError, TypeError, ValueError)  # and with these RecursionError
 
 
 class BadLineError(Exception):
@@ -172,10 +165,9 @@ class ChatTemplate:
             prompt = self._render(turns[:i], variables, add_generation_prompt=True)
             text = self._render(turns[: i + 1], variables, add_generation_prompt=False)
             if not text.startswith(prompt):
-                raise BadLineError(
-                    f"the chat template's generation prompt does not begin its rendering of "
-                    f"messages[{i}]; give another template in data.chat_template"
-                )
+                said = f"generation prompt does not begin its rendering of messages[{i}]"
+                problem = f"the chat template's {said}; give another template in data.chat_template"
+                raise BadLineError(problem)
             text = prompt + text[len(prompt) :].rstrip()
             content = turns[i].get("content", "")
             content = content.strip() if isinstance(content, str) else content
@@ -249,9 +241,8 @@ class ChatTemplate:
         if not isinstance(variables, dict | None):
             raise BadLineError("`chat_template_kwargs` is not an object")
         if taken := sorted(_RESERVED.intersection(variables or {})):
-            raise BadLineError(
-                f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there"
-            )
+            problem = f"has {taken[0]!r}, which cannot be set there"
+            raise BadLineError(f"`chat_template_kwargs` {problem}")
         for key, value in found.items():
             if not isinstance(value, list | None):
                 said = f"`{key}` is not a list of objects: {shortened(value)}"

@@ -101,9 +101,8 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
     """
     for name in ("data.source", "data.path", "data.eval_path"):
         if config.is_users(name):
-            raise ConfigError(
-                name, "set, but the program gives rows (data=); leave one of them out"
-            )
+            problem = "set, but the program gives rows (data=); leave one of them out"
+            raise ConfigError(name, problem)
     is_sized = hasattr(rows, "row") or _is_sequence(rows)
     sizes = config.data.seq_len, vocab_size
     train = _sized(rows, *sizes) if is_sized else _GivenStream(rows, *sizes)

@@ -29,14 +29,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import (
-    FilePart,
-    Files,
-    Raw,
-    document_name,
-    find_records,
-    list_files,
-)
+from moetrain.data.containers import FilePart, Files, Raw, document_name, find_records, list_files
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -202,15 +195,10 @@ class Source(Files):
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 
-_ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
+_ROLES: dict[str, str] = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
 """Names that ShareGPT's descendants have for the roles of ``messages``."""
 
@@ -321,9 +309,8 @@ class RecordReader:
         if record.get("prompt") is None and isinstance(chosen, list):
             # The prompt is what both whole dialogues begin with.
             if not isinstance(rejected, list):
-                raise BadLineError(
-                    "`chosen` and `rejected` are neither two texts nor two dialogues"
-                )
+                problem = "are neither two texts nor two dialogues"
+                raise BadLineError(f"`chosen` and `rejected` {problem}")
             pairs = zip(chosen, rejected, strict=False)
             shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
             answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}

@@ -84,8 +84,8 @@ class Tokenizer(Protocol):
         files = self._files()
         if chat_template not in (None, self.chat_template):
             files["chat_template.jinja"] = chat_template
-        bos, pad = (self.special_ids.get(key) for key in ("bos_token", "pad_token"))
-        return TokenizerFiles(files, self.eos_id, bos, pad)
+        ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
+        return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id})
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
@@ -352,8 +352,6 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
     elif name != "default":
         return None
     if template is not None and not isinstance(template, str):
-        raise _wrong(
-            f"{folder}/{_CONFIG}: chat_template is neither a text nor a list of "
-            '{"name": ..., "template": ...} with one named default'
-        )
+        wanted = 'a list of {"name": ..., "template": ...} with one named default'
+        raise _wrong(f"{folder}/{_CONFIG}: chat_template is neither a text nor {wanted}")
     return template

@@ -328,9 +328,8 @@ class Architecture(BaseModel):
         for name in ("sliding_windows", "moe_layers", "linear_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
-                raise ValueError(
-                    f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
-                )
+                problem = f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
+                raise ValueError(problem)
         if self.num_params() > _MAX_PARAMS:  # which also asks each part whether it can be
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
@@ -360,28 +359,21 @@ class Architecture(BaseModel):
         return list(dict.fromkeys(self._every_part()))
 
     def plan(self) -> ShardingPlan:
-        """Collect the rules and styles of all parts, and add those that every decoder has.
-
-        Raises ValueError: parts of one name disagree about a parameter's rule or about their style.
-        """
+        """Collect the rules and styles of all parts, and add those that every decoder has."""
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
-        names = [name for part in self.parts() for name in part.norms]
-        rules |= {f"layers.*.{name}.weight": norm for name in names}
-        if self.layer_scalars:
-            rules["layers.*.scalar"] = replace(NORM, trainable=False)
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
-        styles["layers.*norm"] = "own"
         if not self.tie_embeddings:
             rules["lm_head.weight"], styles["lm_head"] = COLWISE, "vocabulary"
-        for part in self.parts():
-            name = f"layers.*.{part.name}"
-            own = {f"{name}.{leaf}": weight.rule for leaf, weight in part.weights.items()}
-            differ = any(rules.get(key, rule) != rule for key, rule in own.items())
-            if differ or styles.get(name, part.style) != part.style:
-                raise ValueError(f"plan: parts called {part.name} disagree")
-            rules |= own
-            styles[name] = part.style
+        for i, parts in enumerate(self.layers()):
+            if self.layer_scalars:
+                rules[f"layers.{i}.scalar"] = replace(NORM, trainable=False)
+            for part in parts:
+                for name in part.norms:
+                    rules[f"layers.{i}.{name}.weight"], styles[f"layers.{i}.{name}"] = norm, "own"
+                name = f"layers.{i}.{part.name}"
+                rules |= {f"{name}.{leaf}": weight.rule for leaf, weight in part.weights.items()}
+                styles[name] = part.style
         return ShardingPlan(rules, styles)
 
     def window(self, layer: int) -> int | None:

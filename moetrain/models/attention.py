@@ -47,9 +47,8 @@ class GroupedQueryAttention(AttentionPart):
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            others = f"num_kv_heads {self.num_kv_heads}"
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of {others}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
         width = self.head_dim * self.partial_rotary_factor

@@ -105,27 +105,18 @@ def match(template: str, name: str) -> dict[str, str] | None:
     return None if found is None else found.groupdict()
 
 
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+_SAME = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "rope_theta", "mlp_bias")
+_SAME += ("num_experts", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
+_FIELDS = {name: name for name in (*_SAME, "partial_rotary_factor")} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
     "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-    "partial_rotary_factor": "partial_rotary_factor",
     "qkv_bias": "attention_bias",
     "out_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
-    "num_experts": "num_experts",
     "num_experts_per_token": "num_experts_per_tok",
-    "moe_intermediate_size": "moe_intermediate_size",
-    "norm_topk_prob": "norm_topk_prob",
-    "router_aux_loss_coef": "router_aux_loss_coef",
 }
 """Architecture fields, and the usual keys that hold them, in families whose files have the key."""
 

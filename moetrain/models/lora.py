@@ -75,9 +75,8 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
             weight = module.get_parameter(leaf)
             *stack, out_dim, in_dim = weight.shape
             if stack and lora.rank % 8:
-                raise ConfigError(
-                    "lora.rank", f"{lora.rank} is not a multiple of 8, which {name} needs"
-                )
+                problem = f"{lora.rank} is not a multiple of 8, which {name} needs"
+                raise ConfigError("lora.rank", problem)
             shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
             for half, shape in zip(ADAPTER, shapes, strict=True):
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))

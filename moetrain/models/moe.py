@@ -20,11 +20,7 @@ from torch import nn
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.few_tokens import (
-    few_tokens_counters,
-    few_tokens_mlp,
-    fits_few_tokens,
-)
+from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp, fits_few_tokens
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
@@ -61,7 +57,6 @@ class RoutedExperts(Part):
     num_experts_per_token: int
     moe_intermediate_size: int
     norm_topk_prob: bool = True
-    """Whether the chosen experts' weights are renormalised to sum to one."""
     router_score: RouterScore = "softmax"
     router_min_sum: float = 0.0
     router_fp32: bool = False
@@ -75,10 +70,8 @@ class RoutedExperts(Part):
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_token {self.num_experts_per_token} is more than "
-                f"num_experts {self.num_experts}"
-            )
+            problem = f"num_experts_per_token {self.num_experts_per_token} is more than"
+            raise ValueError(f"{problem} num_experts {self.num_experts}")
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")

@@ -7,10 +7,10 @@ patterns: how they are cut follows from the weights that they adapt.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -144,31 +144,22 @@ _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] 
 
 
 class ShardingPlan(NamedTuple):
-    """Shell-style patterns for every parameter and part; the first that matches a name decides.
-
-    A pattern that matches nothing and a name that no pattern covers are a ValueError, since such a
-    plan does not describe the model.
-    """
+    """The rule of every parameter and the style of every part in or beside blocks, by name."""
 
     parameters: Mapping[str, Rule]
-    parts: Mapping[str, PartStyle]
+    """The rules of the model's own parameters, without adapters."""
+    styles: dict[str, PartStyle]
 
     def rules(self, model: nn.Module) -> dict[str, Rule]:
-        """Return the rule of every parameter of ``model``, by name."""
-        names = [name for name, _ in model.named_parameters()]
-        rules = _match(self.parameters, [n for n in names if not n.endswith(ADAPTER)])
-        return {n: rules[n] if n in rules else _adapter_rule(rules, n) for n in names}
+        """Return the rule of every parameter of ``model``, by name.
 
-    def styles(self, model: nn.Module) -> dict[str, PartStyle]:
-        """Return the style of every part (in or beside blocks, with parameters), by name."""
-        parts = []
-        for name, child in model.named_children():
-            found = {name: child}
-            if isinstance(child, nn.ModuleList):
-                blocks = child.named_children()
-                found = {f"{name}.{i}.{k}": x for i, b in blocks for k, x in b.named_children()}
-            parts += [name for name, part in found.items() if any(True for _ in part.parameters())]
-        return _match(self.parts, parts)
+        Raises ValueError: the parts that made the plan have not the parameters of ``model``.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        own = {name for name in names if not name.endswith(ADAPTER)}
+        if odd := sorted(own ^ self.parameters.keys()):
+            raise ValueError(f"plan: parts and modules differ in {', '.join(odd[:5])}")
+        return {n: self.parameters.get(n) or _adapter_rule(self.parameters, n) for n in names}
 
     def rules_of_run(self, model: nn.Module, config: Config, dtype: torch.dtype) -> dict[str, Rule]:
         """Return :meth:`rules` as a run of ``config`` trains them; ``dtype``: the compute dtype.
@@ -199,28 +190,6 @@ class ShardingPlan(NamedTuple):
                 rule = replace(rule, is_orthogonal=True)
             rules[name] = rule
         return rules
-
-
-_T = TypeVar("_T")
-
-
-def _match(patterns: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T]:
-    """Map each name to the value of the first pattern that matches it."""
-    unused = set(patterns)
-    found = {}
-    uncovered = []
-    for name in names:
-        pattern = next((p for p in patterns if fnmatchcase(name, p)), None)
-        if pattern is None:
-            uncovered.append(name)
-        else:
-            found[name] = patterns[pattern]
-            unused.discard(pattern)
-    if uncovered:
-        raise ValueError(f"plan: no pattern covers {', '.join(uncovered[:5])}")
-    if unused:
-        raise ValueError(f"plan: nothing matches {', '.join(sorted(unused))}")
-    return found
 
 
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:

@@ -31,13 +31,7 @@ from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
-from moetrain.models.layers import (
-    Context,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    Vocabulary,
-)
+from moetrain.models.layers import Context, Linear, RMSNorm, RotaryEmbedding, Vocabulary
 from moetrain.models.lora import add_adapters
 from moetrain.models.rules import ADAPTER, Rule
 

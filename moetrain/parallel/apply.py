@@ -83,7 +83,7 @@ def _parallelize(
 ) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device, parallel = world.meshes, world.device, config.parallel
-    styles = model.arch.plan().styles(model)
+    styles = model.arch.plan().styles
     units = stages.cut(model)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     for name in styles.keys() - here:

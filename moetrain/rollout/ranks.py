@@ -45,7 +45,7 @@ class ExpertParallel:
         self.group = group
         self.top_k = model.arch.num_experts_per_token
         plan = model.arch.plan()
-        styles, rules = plan.styles(model), plan.rules(model)
+        styles, rules = plan.styles, plan.rules(model)
         self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)
         set_dispatcher(model, styles, self._dispatcher)
         for name, rule in rules.items():

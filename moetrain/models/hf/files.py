@@ -147,14 +147,8 @@ class TokenizerFiles:
 
     files: Mapping[str, Path | str]
     """Each file by its name in the export: a path to copy, or the text to write."""
-    eos_id: int
-    bos_id: int | None = None
-    pad_id: int | None = None
-
-    def ids(self) -> dict[str, int | None]:
-        """Return the ids under their keys in ``config.json``."""
-        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
-        return {f"{key}_token_id": value for key, value in ids.items()}
+    ids: Mapping[str, int | None]
+    """Ids of special tokens under their keys in ``config.json``: ``eos_token_id`` and others."""
 
     @classmethod
     def has(cls, name: str) -> bool:

@@ -118,12 +118,8 @@ def load_weights(
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
         logger.info(what, source.folder, len(quantised))
     if source.extra:
-        logger.info(
-            "%s: %d tensors that are not trained here are carried on into an export: %s",
-            source.folder,
-            len(source.extra),
-            listing(sorted(source.extra)),
-        )
+        what = "%s: %d tensors that are not trained here are carried on into an export: %s"
+        logger.info(what, source.folder, len(source.extra), listing(sorted(source.extra)))
     model.source = source
 
 
@@ -240,18 +236,14 @@ def _check_headers(
             misshapen.append(f"{name} {list(got)}, not {list(want)}")
         if stored[name].dtype not in _TRAINABLE:
             untrainable.append(f"{name} {str(stored[name].dtype).removeprefix('torch.')}")
-    problems = [
-        f"{what}: {listing(names)}"
-        for what, names in (
-            ("missing", [name for name in pieces if name not in stored]),
-            ("unexpected", unexpected),
-            ("of another shape", misshapen),
-            ("of a dtype that cannot be trained", untrainable),
-        )
-        if names
-    ]
-    if problems:
-        raise error(source.folder, f"tensors do not fit config.json; {'; '.join(problems)}")
+    problems = {
+        "missing": [name for name in pieces if name not in stored],
+        "unexpected": unexpected,
+        "of another shape": misshapen,
+        "of a dtype that cannot be trained": untrainable,
+    }
+    if told := [f"{what}: {listing(names)}" for what, names in problems.items() if names]:
+        raise error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
@@ -339,9 +331,8 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
-            raise ConfigError(
-                f"model.{first['loc'][0]}", f"{first['input']!r}: {problem}"
-            ) from None
+            field, problem = first["loc"][0], f"{first['input']!r}: {problem}"
+            raise ConfigError(f"model.{field}", problem) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
     for part in arch.parts():

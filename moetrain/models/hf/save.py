@@ -350,7 +350,7 @@ def _set_ids(
     Even then the token that ended every document in training must be among those that end a text,
     of which a chat model's checkpoint often lists several.
     """
-    ids = tokenizer.ids()
+    ids = dict(tokenizer.ids)
     if source is not None and _is_same_tokenizer(tokenizer, source.folder):
         known = (value.get(_EOS) for value in (config, generation))
         if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
