@@ -90,7 +90,7 @@ def test_hopeless_is_what_fails_alike_step_after_step():
     failed = deque(maxlen=_HOPELESS_STEPS)
     steps = [("raised", "raised"), ("raised", "raised"), ("raised", None), ("timeout",) * 2]
     steps += [("raised", "timeout"), ("raised",) * 2, ("raised",) * 2, ("timeout",) * 2]
-    steps += [("timeout",)] * (_HOPELESS_STEPS - 2)
+    steps = [(None, None)] * _HOPELESS_STEPS + steps + [("timeout",)] * (_HOPELESS_STEPS - 2)
     for step in steps:
         failed.append(_failed_alike(ended(*step)))
         assert _failed_alike(failed) is None or len(failed) < _HOPELESS_STEPS

@@ -185,9 +185,9 @@ class _Gathered:
         before, keys = context.parts[0].before, (k, v)
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
-            given = self.parts.gather(own) if before is None else self._near(own, before)
+            arrived = self.parts.gather(own) if before is None else self._near(own, before)
             widths = [x.shape[2] * x.shape[3] for x in keys]
-            both = zip(given.split(widths, 2), keys, strict=True)
+            both = zip(arrived.split(widths, 2), keys, strict=True)
             keys = tuple(y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
         else:
             assert before is None  # latent attention has no windows

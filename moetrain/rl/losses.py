@@ -181,11 +181,8 @@ class PolicyObjective:
         if batch.teacher_BS is not None:
             apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
             advantage = advantage - settings.teacher_coef * apart
-        what, limits = (
-            (logprob, old, log_ratio, advantage),
-            (settings.clip_range, settings.dual_clip),
-        )
-        loss, ratio, is_clipped = policy_loss(settings.policy, *what, *limits)
+        given = logprob, old, log_ratio, advantage, settings.clip_range, settings.dual_clip
+        loss, ratio, is_clipped = policy_loss(settings.policy, *given)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],

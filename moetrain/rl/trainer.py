@@ -155,8 +155,14 @@ class RlTrainer(Run):
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
+        """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
-        return super().fit()
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    self.after_step(self.train_step())
+            self.finish()
+        return self.result()
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim
@@ -357,7 +363,8 @@ class RlTrainer(Run):
         self.say(f"  time {whole:.2f} s: {'  '.join(parts)}")
 
     def finish(self) -> None:
-        """Export the weights, and log where the time went."""
+        """Evaluate, export the weights, and log where the time went."""
+        self.evaluate()
         self.export(self.tokenizer, self.tokenizer.chat_template)
         self.time.take()
         total, size = self.time.total, self.world.size + self.config.rl.apart

@@ -1,8 +1,9 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
-:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share:
-a subclass says what a step is; when to log, evaluate, save and stop is decided here. Within a step
-nothing here waits for the device: skipped steps are counted on it and read one step late.
+:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
+A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
+stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
+it and read one step late.
 """
 
 import gc
@@ -11,8 +12,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,7 +114,9 @@ class _StepWatch:
 class Run(ABC):
     """One training run.
 
-    A subclass says what a step is, and what it is built of, evaluated by and resumed from.
+    A subclass's ``fit`` is within :meth:`opened`. Its loop, within :meth:`stepping`, takes steps
+    while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`, and calls :meth:`after_step`. A
+    step may raise :class:`GivenUp`, if everything is then as it was before it.
     """
 
     generates: ClassVar[bool] = False
@@ -172,27 +175,16 @@ class Run(ABC):
     # ---- what a kind of run says ---------------------------------------------------------------
 
     @abstractmethod
-    def train_step(self) -> Any:
-        """Take a step, and add to :attr:`step` and :attr:`tokens`; returns :meth:`log_step`'s.
-
-        Its ``skipped`` (0-d bool) is the same on every rank. Raises GivenUp: all is as it was.
-        """
-
-    @abstractmethod
-    def log_step(self, result: Any) -> None:
-        """Log what :meth:`train_step` returned; this waits for the device."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Export what settings ask for, after the last evaluation."""
-
-    @abstractmethod
     def build(self, arch: Architecture) -> None:
         """Build :attr:`engine` and the data it trains on; set what is declared beside it."""
 
     @abstractmethod
     def evaluate(self) -> None:
         """Evaluate on held-out data and log it, unless that was done at this step."""
+
+    @abstractmethod
+    def log_step(self, result: Any) -> None:
+        """Log what the loop got of a step; this waits for the device."""
 
     @abstractmethod
     def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
@@ -205,8 +197,9 @@ class Run(ABC):
 
     # ---- the run -------------------------------------------------------------------------------
 
-    def fit(self) -> Result:
-        """Train to ``train.steps``, or for ``train.epochs``, unless a callback ends the run.
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the run's folder and log, and leave the other ranks at the end.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
@@ -221,9 +214,7 @@ class Run(ABC):
                     self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
                 with self.callbacks.running(self):
-                    self.take_steps()
-                    self.evaluate()
-                    self.finish()
+                    yield
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
@@ -231,27 +222,26 @@ class Run(ABC):
             finally:
                 if self.log is not None:
                     self.log.close()
-        return self.result()
 
-    def take_steps(self) -> None:
-        """Take the steps that are left, watching for stop signals, and save at their end."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Watch for stop signals in the loop over steps, and save at its end."""
         with stop_signals() as self.stop, garbage_collector_off():
             if self.step == 0 and self.config.train.eval_interval:
                 self.evaluate()  # where the held-out curve starts
             self.clock.start()
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
-                while self.step < self.total_steps and not self.watch.asked_to_end:
-                    result = self.train_step()
-                    self.count_step(result.skipped)
-                    if self.due(self.config.log.interval) or self.step in (1, self.total_steps):
-                        self.log_step(result)
-                    self.after_step()
+                yield
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
         if self.log is not None:
             self.log.end_progress()
+
+    @property
+    def goes_on(self) -> bool:
+        return self.step < self.total_steps and not self.watch.asked_to_end
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
         """End the run after this step, as if it were its last; ``reason`` is said and returned.
@@ -264,15 +254,6 @@ class Run(ABC):
             self.say(f"ended at step {self.step}: {reason}")
         self.watch.asked_to_end |= everywhere or self.world.size == 1
 
-    def count_step(self, skipped: torch.Tensor) -> None:
-        """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
-        minutes = self.config.checkpoint.minutes
-        if 0 < 60 * minutes <= time.monotonic() - self.saved_time:
-            self.ask_to_save()
-        for callback in self.callbacks:
-            callback.on_update(self)
-        self.watch.update(skipped, self.sum_requests())
-
     def ask_to_save(self) -> None:
         self.wants_save = self.world.is_main
 
@@ -280,9 +261,19 @@ class Run(ABC):
         """Return whether something done every ``interval`` steps (0: never) is due now."""
         return interval > 0 and self.step % interval == 0
 
-    def after_step(self) -> None:
-        """Evaluate and save, if it is time to."""
+    def after_step(self, result: Any) -> None:
+        """Count the step just taken, and log, evaluate and save, if it is time to.
+
+        ``result`` is :meth:`log_step`'s; its ``skipped`` (0-d bool) is the same on every rank.
+        """
         config = self.config
+        if 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time:
+            self.ask_to_save()
+        for callback in self.callbacks:
+            callback.on_update(self)
+        self.watch.update(result.skipped, self.sum_requests())
+        if self.due(config.log.interval) or self.step in (1, self.total_steps):
+            self.log_step(result)
         if self.due(config.train.compare_replicas):
             compare_replicas(self.engine.fsdp, self.world)
         if self.due(config.train.eval_interval):
@@ -459,9 +450,7 @@ class Run(ABC):
         self.continues = found.folder
         if ("under_way" in found.state) != self.generates:
             kind = "a run that generated nothing" if self.generates else "reinforcement learning"
-            problem = (
-                f"{str(found.folder)!r} is of {kind}; to begin from its weights give its export"
-            )
-            raise ConfigError("checkpoint.resume", f"{problem} (checkpoint.save_hf) as model.path")
+            remedy = "to begin from its weights give its export (checkpoint.save_hf) as model.path"
+            raise ConfigError("checkpoint.resume", f"{str(found.folder)!r} is of {kind}; {remedy}")
         self.callbacks.load_state(found.state)
         self.take_up(found)

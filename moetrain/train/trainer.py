@@ -20,7 +20,7 @@ from moetrain.data.packing import Dataset
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
-from moetrain.train.callbacks import Callback
+from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
@@ -100,16 +100,22 @@ class Trainer(Run):
         self.identity = self.data.fingerprint
         number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
         self.trained_on = f"{number} of {config.data.seq_len} tokens"
+        is_text, is_given = config.data.source != "synthetic", self._given is not None
+        self.has_text = config.is_set("data.tokenizer") if is_given else is_text
+        """Whether the ids that are trained on are the tokenizer's."""
         self.engine = Engine(config, arch, self.world)
         self.engine.before_forward = self.give_up_if_stopped
 
-    @property
-    def has_text(self) -> bool:
-        """Whether the ids that are trained on are the tokenizer's."""
-        config, is_given = self.config, self._given is not None
-        return config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
-
     # ---- the loop ------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    self.after_step(self.train_step())
+            self.finish()
+        return self.result()
 
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
@@ -203,6 +209,8 @@ class Trainer(Run):
         self.clock.start()
 
     def finish(self) -> None:
+        """Evaluate, and export what settings ask for."""
+        self.evaluate()
         self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
 
     # ---- saving and resuming -------------------------------------------------------------------
