@@ -111,7 +111,7 @@ class JobSession:
         model, experts = replica(self.engine)
         pages, most = Pages.number_for(config), config.rl.max_sequences
         heads, self.leaders = sharing_heads(self.world, experts)
-        sizes = {"num_pages": pages, "max_sequences": most}
+        sizes: dict[str, Any] = {"num_pages": pages, "max_sequences": most}
         named = config.is_set("data.tokenizer")
         tokenizer = load_tokenizer(config.data.tokenizer) if named else None
         self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
