@@ -228,9 +228,12 @@ class JobsSection(Section):
     max_saves: PositiveInt = 16
     """Saves of one kind of a training run, and samplers of a session, where the idlest gives way
     to another."""
+    max_resident: PositiveInt | Literal["auto"] = "auto"
+    """Jobs that stay on the device between their turns; to change between them copies nothing.
+    auto: as many as it has room for beside a step; on a CPU 1."""
     max_loaded: PositiveInt = 8
-    """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
-    16 in the middle of a step. Others are read from disk at each turn."""
+    """Further jobs that stay in host memory between their turns, at 12 bytes for each trained
+    parameter, or 16 in the middle of a step. Others are read from disk at each turn."""
     save_interval: PositiveInt = 20
     """Requests of a job between two of its checkpoints. Those after the last one are computed again
     after a restart, from the job's log."""

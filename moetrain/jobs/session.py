@@ -125,6 +125,12 @@ class JobSession:
             () if tokenizer is None else end_ids(self.engine.model, tokenizer),
             tokenizer is not None,
         )
+        most = config.jobs.max_resident
+        if most == "auto":
+            room = start.room if self.world.device.type == "cuda" else 0
+            each = self.engine.state_bytes() * 4 / 3  # with gradients
+            most = min(self.world.gather(1 + int(max(0, room) // each)))
+        self._max_resident = most
         self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
         self._aside = Path(config.output_dir) / "aside"
@@ -188,11 +194,11 @@ class JobSession:
         held = self._held.pop(job, None)
         self._leave()
         if held is not None:
-            held.pick_up()
-            self.engine.copy_in(held)
+            self.engine.enter(held)
             self.now = held
             return
-        now = JobState(job, seed, Path(folder))
+        now = self.now = JobState(None, seed, Path(folder))  # nobody's, if that fails
+        self.engine.enter(now)
         if Job(now.folder).is_sampler:
             now.kinds = ("model",)
             found = None if source is None else open_checkpoint(now.folder.parent / source)
@@ -202,21 +208,25 @@ class JobSession:
             self.engine.restore(now, found, now.kinds)
         else:
             self.engine.begin(seed)
-        now.saved = now.seen
-        self.now = now
+        now.saved, now.id = now.seen, job
 
     def _leave(self) -> None:
-        """Unload the current job and hold its state in host memory, if there is room."""
-        if self.now.id is None:
+        """Leave the current job, and hold its state on the device or in host memory, if there is
+        room."""
+        left, self.now = self.now, JobState()
+        if left.id is None:
+            self.engine.drop(left)
             return
+        self.engine.leave(left)
+        self._held[left.id] = left
+        resident = [held for held in self._held.values() if held.is_resident]
         try:
-            self.engine.copy_out(self.now)
+            for held in resident[: max(0, len(resident) + 1 - self._max_resident)]:
+                self.engine.copy_out(held)
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        self._held[self.now.id] = self.now
-        self.now = JobState()
-        loaded = [job for job, held in self._held.items() if held.file is None]
+        loaded = [job for job, held in self._held.items() if held.tensors and not held.is_resident]
         for job in loaded[: -self.config.jobs.max_loaded]:
             if not self._held[job].since_step:
                 self._put_away(job)
@@ -229,12 +239,12 @@ class JobSession:
     def _put_away(self, job: str) -> None:
         """Save ``job``, a run that is not in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
-        held.drop()
         if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
-            self.engine.copy_in(held)
+            self.engine.enter(held)
             self.now = held
             self.save()
             self.now = JobState()
+        self.engine.drop(held)
 
     @_together
     def put_all_away(self) -> None:
@@ -246,11 +256,11 @@ class JobSession:
     @_together
     def forget(self, job: str) -> None:
         """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
-        if (held := self._held.pop(job, None)) is not None:
-            held.drop()
         if self.now.id == job:
             self.engine.forget()
-            self.now = JobState()
+            self._held[job], self.now = self.now, JobState()
+        if (held := self._held.pop(job, None)) is not None:
+            self.engine.drop(held)
 
     def probe(self) -> None:
         """Raise RunFailed if the device no longer works, as after an error in a kernel."""

@@ -1,7 +1,8 @@
-"""One engine that many jobs share: what belongs to a job is copied in and out of it.
+"""One engine that many jobs share: it goes to where a job's state lies, which copies nothing.
 
 Between two steps a job's state is what a checkpoint holds. In the middle of one it has gradients
-besides, which fit this layout alone and are of no use to another process.
+besides, which fit this layout alone and are of no use to another process. States that have no room
+on the device are copied to host memory, and back.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ class JobState:
     saved: int = 0
     """Requests that the newest checkpoint has seen; 0: there is none."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """In host memory; empty while they are in :attr:`file`, or in the engine."""
+    """Empty while they are in :attr:`file`."""
+    is_resident: bool = False
+    """Whether the tensors are on the device, where the engine takes them as they are."""
     since_step: list[Totals] = field(default_factory=list)
     """Sums of the forward_backwards of an unfinished step."""
     file: Path | None = None
@@ -68,11 +71,14 @@ class JobState:
 
 
 class SharedEngine(Engine):
-    """An engine whose trained values are one job's at a time, always in the same tensors."""
+    """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
+    the job's."""
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         super().__init__(config, arch, world)
-        self.optimizer.begin()  # moments must exist before a job's are copied into them
+        for arena in (self.fsdp.gradients, self.optimizer.arena):
+            arena.fixed = False  # their memory comes and goes with jobs
+        self.optimizer.begin()
         # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
         self._is_drawn = config.lora.path is None
         self._first = {
@@ -81,10 +87,64 @@ class SharedEngine(Engine):
             if not (self._is_drawn and name.endswith(ADAPTER))
         }
         """The values that every job begins with, without what is drawn."""
+        self._trained = [bucket for bucket in self.fsdp.buckets if bucket.is_trained]
+        model = [*(bucket.shard_N for bucket in self._trained), *self.model.buffers()]
+        views = [*model, *self.optimizer.memory]
+        for member in (member for bucket in self._trained for member in bucket.members):
+            views += [member.local, member.parameter._local_tensor]  # pyright: ignore
+            views += self.optimizer.state[member.local].values()
+        self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        """By name, tensors that lie in one piece of memory, the whole first, and where there."""
+        for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
+            for i, whole in enumerate(wholes):
+                self._views[f"{group}.{i}"] = _views_of(whole, views)
+        self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
+        """Memory on the device for the tensors of a job."""
 
     @property
     def is_between_steps(self) -> bool:
         return not self._since_step
+
+    @torch.no_grad()
+    def enter(self, job: JobState) -> None:
+        """Take the state of ``job``, where it lies on the device, or copied there."""
+        job.pick_up()
+        if not job.is_resident:
+            mine = self._free.pop() if self._free else self._new_memory()
+            for name, tensor in job.tensors.items():
+                if name not in mine:
+                    mine[name] = torch.empty_like(tensor, device=self.world.device)
+                mine[name].copy_(tensor, non_blocking=True)
+            job.tensors, job.is_resident = mine, True
+        for name, views in self._views.items():
+            for view, start in views:
+                view.data = job.tensors[name].as_strided(view.shape, view.stride(), start)
+        for i, bucket in enumerate(self._trained):
+            bucket.moved()
+            gradient = [job.tensors.pop(f"step.{i}.{name}", None) for name in ("sum", "squares")]
+            bucket.gradient_N, bucket.squares_B = gradient
+            bucket.has_gradient = bucket.gradient_N is not None
+        self._since_step, job.since_step = job.since_step, []
+
+    def _new_memory(self) -> dict[str, torch.Tensor]:
+        return {name: torch.empty_like(views[0][0]) for name, views in self._views.items()}
+
+    def leave(self, job: JobState) -> None:
+        """Leave the state of ``job``, in whatever step it is, where it lies."""
+        job.since_step, self._since_step = self._since_step, []
+        for i, bucket in enumerate(self._trained):
+            if bucket.has_gradient:
+                assert bucket.gradient_N is not None
+                assert bucket.squares_B is not None
+                job.tensors[f"step.{i}.sum"] = bucket.gradient_N
+                job.tensors[f"step.{i}.squares"] = bucket.squares_B
+
+    def drop(self, job: JobState) -> None:
+        """Forget the tensors of ``job``."""
+        if job.is_resident:
+            self._free.append({name: job.tensors[name] for name in self._views})
+        job.drop()
+        job.tensors, job.is_resident = {}, False
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -102,45 +162,23 @@ class SharedEngine(Engine):
         state = found.state
         job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
 
-    @torch.no_grad()
     def copy_out(self, job: JobState) -> None:
-        """Copy the job's state to host memory, and forget its step; RuntimeError: no room."""
-        copies = {}
-        for i, bucket in enumerate(self.fsdp.buckets):
-            if self._since_step and bucket.has_gradient:
-                assert bucket.gradient_N is not None
-                assert bucket.squares_B is not None
-                copies[f"{i}.gradient"] = _to_host(bucket.gradient_N)
-                copies[f"{i}.squares"] = _to_host(bucket.squares_B)
-        copies |= {name: _to_host(tensor) for name, tensor in self._tensors(job).items()}
+        """Copy the tensors of ``job`` to host memory; RuntimeError: there is no room."""
+        kinds = (*job.kinds, "step")
+        mine = {name: x for name, x in job.tensors.items() if name.partition(".")[0] in kinds}
+        copies = {name: _to_host(x) for name, x in mine.items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        job.tensors, job.since_step = copies, self._since_step
-        self.forget()
+        self.drop(job)
+        job.tensors = copies
 
-    @torch.no_grad()
-    def copy_in(self, job: JobState) -> None:
-        """Put back what :meth:`copy_out` has copied, which ``job`` then holds no longer."""
-        for name, tensor in self._tensors(job).items():
-            tensor.copy_(job.tensors[name], non_blocking=True)
-        self.forget()
-        for i, bucket in enumerate(self.fsdp.buckets):
-            if (gradient_N := job.tensors.get(f"{i}.gradient")) is None:
-                continue
-            squares_B = job.tensors[f"{i}.squares"]
-            if bucket.gradient_N is None:
-                bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), gradient_N.dtype)
-            if bucket.squares_B is None:
-                bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
-            bucket.gradient_N.copy_(gradient_N, non_blocking=True)
-            bucket.squares_B.copy_(squares_B, non_blocking=True)
-            bucket.has_gradient = True
-        self._since_step = job.since_step
-        job.tensors, job.since_step = {}, []
 
-    def _tensors(self, job: JobState) -> dict[str, torch.Tensor]:
-        groups = ((group, parts) for group, parts in self.state().items() if group in job.kinds)
-        return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
+def _views_of(
+    whole: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, int]]:
+    """Return ``whole`` and those of ``tensors`` that lie in its memory, and at which number."""
+    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in tensors]
+    return [(whole, 0), *(pair for pair in starts if 0 <= pair[1] < whole.numel())]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,12 @@ class Bucket:
         """Whether members must be copied out of what a gather gives, rank by rank."""
         return self.coded is not None or (len(self.members) > 1 and self.group.size() > 1)
 
+    def moved(self) -> None:
+        """Note that :attr:`shard_N` has other memory, and other values."""
+        self._version = None
+        if self.is_never_sharded:  # blocks use it itself
+            self.lay_out(self.shard_N.new_empty(0, dtype=torch.uint8))
+
     # ---- the shard as it is gathered -----------------------------------------------------------
 
     @property
