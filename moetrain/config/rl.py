@@ -228,9 +228,12 @@ class JobsSection(Section):
     max_saves: PositiveInt = 16
     """Saves of one kind of a training run, and samplers of a session, where the idlest gives way
     to another."""
+    max_tenants: PositiveInt = 1
+    """Jobs of which one small request each, forward or forward_backward, goes through the model in
+    one pass. A request is small if it fits in such a part of a micro-batch."""
     max_resident: PositiveInt | Literal["auto"] = "auto"
     """Jobs that stay on the device between their turns; to change between them copies nothing.
-    auto: as many as it has room for beside a step; on a CPU 1."""
+    auto: as many as it has room for beside a step; on a CPU jobs.max_tenants, the least."""
     max_loaded: PositiveInt = 8
     """Further jobs that stay in host memory between their turns, at 12 bytes for each trained
     parameter, or 16 in the middle of a step. Others are read from disk at each turn."""

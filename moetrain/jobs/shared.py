@@ -5,8 +5,9 @@ besides, which fit this layout alone and are of no use to another process. State
 on the device are copied to host memory, and back.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Linear
+from moetrain.models.lora import adaptable
+from moetrain.models.moe import Experts
 from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
+from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
 
@@ -42,6 +47,8 @@ class JobState:
     """Empty while they are in :attr:`file`."""
     is_resident: bool = False
     """Whether the tensors are on the device, where the engine takes them as they are."""
+    views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """If so, tensors of the engine, and what each of them is for this job."""
     since_step: list[Totals] = field(default_factory=list)
     """Sums of the forward_backwards of an unfinished step."""
     file: Path | None = None
@@ -72,10 +79,19 @@ class JobState:
 
 class SharedEngine(Engine):
     """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
-    the job's."""
+    the job's.
+
+    Attributes:
+        part: rows that each job has of a pass that several share, and their length.
+    """
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
+        """Raises ConfigError as :class:`Engine`, or if jobs cannot share a pass as is wanted."""
         super().__init__(config, arch, world)
+        self._check_tenants()
+        tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
+        rows = max(1, size // tenants)
+        self.part = rows, size * config.data.seq_len // (tenants * rows)
         for arena in (self.fsdp.gradients, self.optimizer.arena):
             arena.fixed = False  # their memory comes and goes with jobs
         self.optimizer.begin()
@@ -89,7 +105,7 @@ class SharedEngine(Engine):
         """The values that every job begins with, without what is drawn."""
         self._trained = [bucket for bucket in self.fsdp.buckets if bucket.is_trained]
         model = [*(bucket.shard_N for bucket in self._trained), *self.model.buffers()]
-        views = [*model, *self.optimizer.memory]
+        views: list[torch.Tensor] = []
         for member in (member for bucket in self._trained for member in bucket.members):
             views += [member.local, member.parameter._local_tensor]  # pyright: ignore
             views += self.optimizer.state[member.local].values()
@@ -97,7 +113,7 @@ class SharedEngine(Engine):
         """By name, tensors that lie in one piece of memory, the whole first, and where there."""
         for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
             for i, whole in enumerate(wholes):
-                self._views[f"{group}.{i}"] = _views_of(whole, views)
+                self._views[f"{group}.{i}"] = [(whole, 0), *_views_of(whole, views)]
         self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
         """Memory on the device for the tensors of a job."""
 
@@ -110,41 +126,76 @@ class SharedEngine(Engine):
         """Take the state of ``job``, where it lies on the device, or copied there."""
         job.pick_up()
         if not job.is_resident:
-            mine = self._free.pop() if self._free else self._new_memory()
+            mine = self._free.pop() if self._free else {}
+            missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
+            for name in missing.keys() - mine:
+                mine[name] = torch.empty_like(missing[name], device=self.world.device)
             for name, tensor in job.tensors.items():
-                if name not in mine:
-                    mine[name] = torch.empty_like(tensor, device=self.world.device)
                 mine[name].copy_(tensor, non_blocking=True)
             job.tensors, job.is_resident = mine, True
-        for name, views in self._views.items():
-            for view, start in views:
-                view.data = job.tensors[name].as_strided(view.shape, view.stride(), start)
+            job.views = [
+                (view, mine[name].as_strided(view.shape, view.stride(), start))
+                for name, views in self._views.items()
+                for view, start in views
+            ]
+        for view, there in job.views:
+            view.data = there
         for i, bucket in enumerate(self._trained):
             bucket.moved()
-            gradient = [job.tensors.pop(f"step.{i}.{name}", None) for name in ("sum", "squares")]
-            bucket.gradient_N, bucket.squares_B = gradient
-            bucket.has_gradient = bucket.gradient_N is not None
+            _take_gradient(bucket, job, i)
         self._since_step, job.since_step = job.since_step, []
-
-    def _new_memory(self) -> dict[str, torch.Tensor]:
-        return {name: torch.empty_like(views[0][0]) for name, views in self._views.items()}
 
     def leave(self, job: JobState) -> None:
         """Leave the state of ``job``, in whatever step it is, where it lies."""
         job.since_step, self._since_step = self._since_step, []
         for i, bucket in enumerate(self._trained):
-            if bucket.has_gradient:
-                assert bucket.gradient_N is not None
-                assert bucket.squares_B is not None
-                job.tensors[f"step.{i}.sum"] = bucket.gradient_N
-                job.tensors[f"step.{i}.squares"] = bucket.squares_B
+            _keep_gradient(bucket, job, i)
+
+    @contextmanager
+    def together(self, jobs: Sequence[JobState]) -> Iterator[None]:
+        """Let the pass inside be that of all ``jobs``, which are resident, and left: the terms of
+        its loss, and equal parts of its rows, belong to one each, in order."""
+        for i, bucket in enumerate(self._trained):
+            bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
+            for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                _take_gradient(tenant, job, i)
+        try:
+            yield
+            for i, bucket in enumerate(self._trained):
+                for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                    _keep_gradient(tenant, job, i)
+            for totals in self._since_step:
+                for job, total in zip(jobs, totals.terms.values(), strict=True):
+                    job.since_step.append(Totals(total, {}, None))
+        finally:
+            self._since_step = []
+            for bucket in self._trained:
+                bucket.tenants = ()
+
+    def most_resident(self, room: float) -> int:
+        """Return how many jobs may be resident, where the run leaves ``room`` bytes. Collective."""
+        jobs = self.config.jobs
+        if jobs.max_resident != "auto":
+            return max(jobs.max_resident, jobs.max_tenants)
+        each = self.state_bytes() * 4 / 3  # with gradients
+        fit = 1 + int(room // each) if self.world.device.type == "cuda" else 1
+        return min(self.world.gather(max(fit, jobs.max_tenants)))
+
+    def _check_tenants(self) -> None:
+        kinds = {type(module) for _, module in adaptable(self.model.layers) if module.lora_scale}
+        odd = self.config.lora.dropout or [*self.model.buffers()] or kinds - {Linear, Experts}
+        if self.config.jobs.max_tenants > 1 and (odd or self.world.size > 1):
+            takes = "one process, no lora.dropout, no selection bias, and adapters of no router"
+            problem = f"but a shared pass takes {takes} or experts other than SwiGLU"
+            problem = f"{self.config.jobs.max_tenants}, {problem}; use 1"
+            raise ConfigError("jobs.max_tenants", problem)
 
     def drop(self, job: JobState) -> None:
         """Forget the tensors of ``job``."""
         if job.is_resident:
             self._free.append({name: job.tensors[name] for name in self._views})
         job.drop()
-        job.tensors, job.is_resident = {}, False
+        job.tensors, job.is_resident, job.views = {}, False, []
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -173,12 +224,21 @@ class SharedEngine(Engine):
         job.tensors = copies
 
 
-def _views_of(
-    whole: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, int]]:
-    """Return ``whole`` and those of ``tensors`` that lie in its memory, and at which number."""
-    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in tensors]
-    return [(whole, 0), *(pair for pair in starts if 0 <= pair[1] < whole.numel())]
+def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B"):
+        setattr(bucket, name, job.tensors.pop(f"step.{i}.{name}", None))
+    bucket.has_gradient = bucket.gradient_N is not None
+
+
+def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
+        job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
+
+
+def _views_of(whole: torch.Tensor, among: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors ``among`` others that lie in the memory of ``whole``, and at which number."""
+    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in among]
+    return [(x, start) for x, start in starts if x is not whole and 0 <= start < whole.numel()]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
