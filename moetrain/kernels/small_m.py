@@ -386,8 +386,8 @@ class _OfTenants(torch.autograd.Function):
         return torch.baddbmm(y_STN, x_STD, w_SND.mT, alpha=scale)
 
     @staticmethod
-    def backward(ctx: Any, g_STN: torch.Tensor) -> tuple[Any, ...]:
-        x_STD, w_SND = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (g_STN,), (x_STD, w_SND) = gradients, ctx.saved_tensors
         needs_y, needs_x, needs_w, _ = ctx.needs_input_grad
         dx_STD = g_STN @ w_SND * ctx.scale if needs_x else None
         dw_SND = g_STN.mT @ x_STD * ctx.scale if needs_w else None
