@@ -62,6 +62,7 @@ def serve_all(service, names, requests):
     futures = [service.answer(name, service.submit(name, *request)) for name, request in asked]
     while service.turn():
         pass
+    assert all("result" in future.result() for future in futures)
     return [
         str(future.result()).replace(name.partition(":")[0], "")
         for name, future in zip(names, futures, strict=True)
