@@ -115,6 +115,11 @@ class AdamW(torch.optim.Optimizer):
                 moments = dict(zip(keys, pieces, strict=True))
                 self._states[member.local] = {"step": self.steps, **moments}
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that hold all of it, of which :attr:`state` shows views."""
+        return [self.steps, *(moment_N for flat in self._flat.values() for moment_N in flat)]
+
     def moments_of(self, rule: Rule) -> tuple[str, ...]:
         """Return the names of the moments of a parameter."""
         names = self.MOMENTS if self.dtype != torch.uint8 else Float8Moments.NAMES

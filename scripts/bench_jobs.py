@@ -1,12 +1,17 @@
 """Time the job service on one device: what serving costs beside the engine that it serves with.
 
     python scripts/bench_jobs.py --output_dir OUT [--layers 24] [--section.key value ...]
+    python scripts/bench_jobs.py --output_dir OUT --tenants 8 --rows 1 --data.seq_len 512
 
 Random weights of ``qwen3-30b-a3b``, cut to ``--layers``, with adapters of rank 16 on attention and
 experts. A step is a forward_backward of ``--rows`` rows of ``data.seq_len`` random tokens and an
 optim_step. A line each for: the engine by itself; one job of the service; jobs that take turns, so
 that each request has another's state to be copied out and its own copied in; generation; a save;
 memory after the first and the last switch. Every step waits for the device.
+
+With ``--tenants`` the lines are instead: one job with all rows of a micro-batch, and as many jobs
+that share it, with ``--rows`` each, which all wait at once. A step of these has an optim_step of
+each. ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +58,19 @@ class Bench:
             sys.exit(f"{kind}: {answer['error']}")
         return answer["result"]
 
+    def by_tenants(self, jobs: list[str]) -> None:
+        """A step of all ``jobs``, among which the rows are dealt, and which wait together."""
+        data, each = self.body["data"], len(self.body["data"]) // len(jobs)
+        bodies = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
+        for kind, asked in (("forward_backward", bodies), ("optim_step", [STEP] * len(jobs))):
+            pairs = zip(jobs, asked, strict=True)
+            numbers = [self.service.submit(job, kind, body) for job, body in pairs]
+            while self.service.turn():
+                pass
+            for job, number in zip(jobs, numbers, strict=True):
+                if "error" in (answer := self.service.answer(job, number).result()):
+                    sys.exit(f"{kind}: {answer['error']}")
+
     def by_engine(self) -> None:
         """A step without the service."""
         session = self.session
@@ -85,6 +104,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--tenants", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, required=True)
     args, words = parser.parse_known_args()
     settings = {
@@ -98,11 +118,16 @@ def main() -> int:
         "jobs.save_interval": 10**6,
         "output_dir": args.output_dir,
     }
+    if args.tenants:
+        size = args.tenants * args.rows
+        settings |= {"train.micro_batch_size": size, "train.global_batch_size": size}
+        settings["jobs.max_tenants"] = args.tenants
     given = [f"{key}={value}" for key, value in settings.items()]
     config = Config.load({}, [*given, *words], recipes=Recipes.JOBS)
     started = time.perf_counter()
     with Service(config) as service:
-        bench, on_gpu = Bench(service, args.rows), torch.cuda.is_available()
+        rows = args.rows * max(1, args.tenants)
+        bench, on_gpu = Bench(service, rows), torch.cuda.is_available()
         device = service.session.world.device
 
         def memory() -> str:
@@ -110,9 +135,19 @@ def main() -> int:
 
         state = service.session.engine.state()
         size = sum(part.tensor.nbytes for parts in state.values() for part in parts.values())
-        print(f"{device_name(device)}: {args.layers} layers, {args.rows} rows", flush=True)
+        print(f"{device_name(device)}: {args.layers} layers, {rows} rows", flush=True)
         print(f"built in {time.perf_counter() - started:.1f} s; a job's state {size / GIB:.3f} GiB")
-        jobs = [service.create(f"{seed:032x}:train:0", seed).id for seed in range(args.jobs)]
+        count = 1 + args.tenants if args.tenants else args.jobs
+        jobs = [service.create(f"{seed:032x}:train:0", seed).id for seed in range(count)]
+        if args.tenants:
+            one, all_ = (
+                bench.tokens / seconds_of(partial(bench.by_tenants, who), args.steps)
+                for who in (jobs[:1], jobs[1:])
+            )
+            print(f"one job, {rows} rows: {one:,.0f} tokens/s", flush=True)
+            rate = f"{all_:,.0f} tokens/s, {all_ / one:.1%}"
+            print(f"{args.tenants} jobs, {args.rows} rows each: {rate}")
+            return 0
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
-from moetrain.jobs import store
+from moetrain.jobs import shared, store
 from moetrain.jobs.api import Refused
 from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.scheduler import Service
@@ -194,8 +194,12 @@ def alone(tmp_path_factory):
     return find
 
 
-def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
-    with Service(config_of(tmp_path)) as service:
+RESIDENT = ["jobs.max_resident=3", "jobs.max_loaded=1"]
+
+
+@pytest.mark.parametrize("words", [(), RESIDENT], ids=["host", "device"])
+def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone, words):
+    with Service(config_of(tmp_path, *words)) as service:
         names = [new(service, seed) for seed in range(5)]
         courses = [Course(seed, asker(service, names[seed])) for seed in range(5)]
         live = list(courses)
@@ -235,6 +239,47 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
         for name, local in frozen.items():
             assert model.get_parameter(name).data_ptr() == local.data_ptr()
     assert built == {"AdamW": 1, "Engine": 1, "Generator": 1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dtype):
+    """Nor a job that is there beside one that is not; what all had is saved at the end."""
+    copied = []
+    to_host = shared._to_host
+    monkeypatch.setattr(shared, "_to_host", lambda x: copied.append(x) or to_host(x))
+    words = [f"train.dtype={dtype}"]
+    with Service(config_of(tmp_path, "jobs.max_resident=3", *words)) as service:
+        engine = service.session.engine
+        copied.clear()
+        names = [new(service, seed) for seed in range(4)]
+        asks = [asker(service, name) for name in names]
+        for turn in range(3):
+            for ask in asks[:3]:
+                ask("forward_backward", texts(text_of(turn)))
+                ask("forward", texts(text_of(turn)))
+        places = {b.shard_N.data_ptr() for b in engine.fsdp.buckets if b.is_trained}
+        held = service.session._held.values()
+        assert len(held) == 2
+        assert not places & {x.data_ptr() for one in held for x in one.tensors.values()}
+        assert not copied
+        asks[3]("forward", texts([1, 2]))
+        assert copied
+        assert not service.session._held[names[0]].is_resident  # it was served least recently
+        copied.clear()
+        for ask in asks[1:3]:
+            ask("optim_step", rate(1e-2))
+        assert not copied
+        asks[0]("optim_step", rate(1e-2))
+        assert copied
+        del asks[1], names[1]
+        found = [ask("forward", texts([3, 4, 5])) for ask in asks]
+        service.delete(names[2])
+        new(service, 4)
+        service.turn()
+        assert len(engine._free) == 1
+    with Service(config_of(tmp_path, *words)) as service:
+        again = [asker(service, name)("forward", texts([3, 4, 5])) for name in names[:2]]
+    assert again == found[:2]
 
 
 @pytest.fixture
@@ -362,9 +407,17 @@ def test_jobs_take_turns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loaded", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32"), (9, "float32")]
+    ("loaded", "dtype", "resident"),
+    [
+        (1, "float32", 1),
+        (1, "bfloat16", 1),
+        (2, "float32", 1),
+        (9, "float32", 1),
+        (1, "bfloat16", 2),
+        (1, "float32", 4),
+    ],
 )
-def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded, dtype):
+def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded, dtype, resident):
     """However many others have turns before its end."""
     computed, forward_backward = Counter(), Engine.forward_backward
 
@@ -379,7 +432,8 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
         yield "forward", texts(text_of(number))
 
     together, alone, words = [], [], [f"jobs.max_loaded={loaded}", "jobs.save_interval=1"]
-    words.append(f"optim.gradient_dtype={dtype}")
+    words += [f"optim.gradient_dtype={dtype}", f"jobs.max_resident={resident}"]
+    words.append("moe.bias_update_rate=0.1")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
             ask = asker(service, new(service, number))
@@ -393,7 +447,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
             together.append([asker(service, name)(*request) for name, request in asked])
             if requests[0][0] == "forward_backward":
                 on_disk = len(list(aside.iterdir())) if aside.exists() else 0
-                assert on_disk == max(0, 3 - loaded)  # the fourth sits
+                assert on_disk == max(0, 4 - resident - loaded)
         service.delete(names[0])
         service.turn()
     assert list(map(list, zip(*together, strict=True))) == alone

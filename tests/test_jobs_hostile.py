@@ -446,6 +446,7 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
     while any(left.values()):
         words = (
             f"jobs.max_loaded={draw.randrange(1, 6)}",
+            f"jobs.max_resident={draw.randrange(1, 4)}",
             f"jobs.save_interval={draw.choice((1, 4, 99))}",
         )
         service = Service(config_of(tmp_path / "all", *words))

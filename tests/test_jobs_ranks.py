@@ -104,7 +104,8 @@ def on_one(tmp_path_factory):
 def test_jobs_on_two_ranks(tmp_path, mesh, on_one):
     words = [] if mesh == "dp" else mesh.split()
     single = on_one(*(word for word in words if "num_layers" in word))
-    words += ["train.global_batch_size=4", "model.num_kv_heads=2"]
+    resident = 1 + MESHES.index(mesh) % 3
+    words += ["train.global_batch_size=4", "model.num_kv_heads=2", f"jobs.max_resident={resident}"]
     seed = SEEDS[MESHES.index(mesh) % len(SEEDS)]  # one that began first, second or last
     runs = [(words, SEEDS), (words, [seed])]
     together, alone = spawn(2, serve, tmp_path, runs, True, timeout=150)[0]

@@ -219,9 +219,15 @@ class JobsSection(Section):
     max_saves: PositiveInt = 16
     """Saves of one kind of a training run, and samplers of a session, where the idlest gives way
     to another."""
+    max_tenants: PositiveInt = 1
+    """Jobs of which one small request each, forward or forward_backward, goes through the model in
+    one pass. A request is small if it fits in such a part of a micro-batch."""
+    max_resident: PositiveInt | Literal["auto"] = "auto"
+    """Jobs that stay on the device between their turns; to change between them copies nothing.
+    auto: as many as it has room for beside a step; on a CPU jobs.max_tenants, the least."""
     max_loaded: PositiveInt = 8
-    """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
-    16 in the middle of a step. Others are read from disk at each turn."""
+    """Further jobs that stay in host memory between their turns, at 12 bytes for each trained
+    parameter, or 16 in the middle of a step. Others are read from disk at each turn."""
     save_interval: PositiveInt = 20
     """Requests of a job between two of its checkpoints. Those after the last one are computed again
     after a restart, from the job's log."""

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from moetrain.config.sources import shortened
+from moetrain.data.packing import best_fit
 from moetrain.jobs.losses import ClientLoss
 from moetrain.rl.rows import Sample
 from moetrain.rollout.request import JsonBody, Request, SamplingParams
@@ -142,6 +143,11 @@ class Pass(_JobBody):
         ClientLoss.of(self.loss_fn, self.loss_fn_config)
         for i, datum in enumerate(self.data):
             datum.check(f"data[{i}]", limits, self.loss_fn)
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Return whether the texts fit in ``rows`` of ``length`` tokens."""
+        lengths_N = np.array([len(datum.tokens) for datum in self.data])
+        return lengths_N.max() <= length and best_fit(lengths_N, length).max() < rows
 
 
 class _AdamParams(JsonBody):

@@ -41,6 +41,8 @@ class ClientLoss:
     high: float = math.inf
     beta: float = 0.0
     """Coefficient of the k2 estimate of the KL from what sampled the targets."""
+    others: tuple[Self, ...] = ()
+    """Losses of further jobs; the rows are in equal parts, of which each has one, in order."""
     seen: list[torch.Tensor] = field(default_factory=list, compare=False)
     """Log-probabilities [B, S] of the batches since it was emptied."""
     balances = False
@@ -69,10 +71,16 @@ class ClientLoss:
         losses = token_losses(model, outputs.hidden_BSD, batch)
         logprob_BS = -losses.loss_T.view_as(batch.targets_BS)
         self.seen.append(logprob_BS.detach())
-        factor_BS, old_BS = batch.advantages_BS.to(logprob_BS.dtype), batch.logprobs_BS
-        how = logprob_BS, old_BS, clamped(logprob_BS - old_BS), factor_BS
+        losses = (self, *self.others)
+        given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, batch.targets_BS
+        parts = zip(losses, *(x_BS.chunk(len(losses)) for x_BS in given), strict=True)
+        totals = [loss._total(*part) for loss, *part in parts]
+        return {f"loss.{i}": Term(total * outputs.share) for i, total in enumerate(totals)}
+
+    def _total(self, *given: torch.Tensor) -> torch.Tensor:
+        logprob_BS, old_BS, factor_BS, targets_BS = given
+        how = logprob_BS, old_BS, clamped(logprob_BS - old_BS), factor_BS.to(logprob_BS.dtype)
         loss_BS, *_ = policy_loss(self.formula, *how, (self.low, self.high), None)
         if self.beta:
             loss_BS = loss_BS + self.beta * kl_estimate("k2", logprob_BS, old_BS)
-        is_target_BS = batch.targets_BS != IGNORE_INDEX
-        return {"loss": Term(torch.where(is_target_BS, loss_BS, 0).sum() * outputs.share)}
+        return torch.where(targets_BS != IGNORE_INDEX, loss_BS, 0).sum()

@@ -23,7 +23,7 @@ from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Refused
+from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Pass, Refused
 from moetrain.jobs.session import SAMPLERS, JobSession
 from moetrain.jobs.store import SAVE, DamagedJob, Job, check_base, checkpoint_of, read_save
 from moetrain.train.run_folder import RunFolder
@@ -208,11 +208,15 @@ class Service(AbstractContextManager["Service"]):
         job = self.find(name)  # raises Refused before the body is parsed
         if job.is_sampler is not (kind == "asample"):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
-        text = self.session.limits.parse(kind, body).model_dump_json()
+        request = self.session.limits.parse(kind, body)
+        text = request.model_dump_json()
+        is_small = isinstance(request, Pass) and request.fits(*self.session.engine.part)
         with self._lock:
             job = self.find(name)
             job.check_open()
             taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
+            if is_small and taken >= job.done:
+                job.small[taken] = kind
             self._lock.notify()
             return taken
 
@@ -258,30 +262,46 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Serve one request; False: none waits. RunFailed, OSError: device or disk failed."""
+        """Serve one request, or small ones of several jobs together; False: none waits.
+
+        RunFailed, OSError: device or disk failed.
+        """
         self._remove()
         with self._lock:
-            job = next((job for job in self.jobs.values() if job.has_work), None)
-            if job is None:
-                return False
-            self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
+            waiting = [job for job in self.jobs.values() if job.has_work]
+            kinds = [job.small.get(job.done) for job in waiting]
+            alike = [
+                job for job, kind in zip(waiting, kinds, strict=True) if kind and kind == kinds[0]
+            ]
+            jobs = alike[: self.config.jobs.max_tenants] or waiting[:1]
+            for job in jobs:
+                self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
+                job.small.pop(job.done, None)
+        jobs = [job for job in jobs if self._bring(job)]
+        if len(jobs) > 1:
+            self._serve_together(jobs)
+        elif jobs:
+            try:
+                self._serve(jobs[0])
+            except DamagedJob as error:
+                self._set_aside(jobs[0], str(error))
+        return bool(waiting)
+
+    def _bring(self, job: Job) -> bool:
+        """Let the session have ``job`` as its answers left it; False: it is not to be served."""
         assert job.seed is not None  # else it was set aside
         try:
             self.session.sit(job.id, job.seed, str(job.folder), job.source)
             while not job.is_sampler and self.session.now.seen < job.done:  # in no checkpoint
                 if self._is_given_up(job):
-                    return True
+                    return False
                 self._serve_again(job, self.session.now.seen)
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self.session.probe()
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
-            return True
-        try:
-            self._serve(job)
-        except DamagedJob as error:
-            self._set_aside(job, str(error))
+            return False
         return True
 
     def _serve_again(self, job: Job, number: int) -> None:
@@ -291,6 +311,22 @@ class Service(AbstractContextManager["Service"]):
             self.session.serve(number)
         else:
             self.session.pass_over(number, "error" in answer and not answer["refused"])
+
+    def _serve_together(self, jobs: list[Job]) -> None:
+        """Serve a small request each; if that fails none, and each has a turn of its own."""
+        numbers = {job.id: job.done for job in jobs}
+        try:
+            results = self.session.serve_together(numbers)
+        except (RunFailed, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whose it is, their own turns show
+            logger.warning("%d jobs shared a pass that failed: %s", len(jobs), _line_of(error))
+            for name in numbers:
+                self.session.forget(name)
+            self.session.probe()
+            return
+        for job, result in zip(jobs, results, strict=True):
+            self._answer(job, [{"result": result}])
 
     def _serve(self, job: Job) -> None:
         number, session = job.done, self.session
@@ -320,9 +356,14 @@ class Service(AbstractContextManager["Service"]):
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
-        waiting = []
+        if "error" in answers[0]:
+            session.probe()
+        self._answer(job, answers)
+
+    def _answer(self, job: Job, answers: list[dict[str, Any]]) -> None:
+        session, waiting = self.session, []
         with self._lock:
-            for i, answer in enumerate(answers, number):
+            for i, answer in enumerate(answers, job.done):
                 try:
                     job.answer(i, answer)
                 except OSError:  # a checkpoint at the end must not have seen what has no answer
@@ -331,8 +372,6 @@ class Service(AbstractContextManager["Service"]):
                 waiting.append((job.waiting.pop(i, None), answer))
             if job.is_sampler:
                 job.prune(job.done)
-        if "error" in answers[0]:
-            session.probe()
         if not job.is_sampler:
             self._save_if_due(job)
         for future, answer in waiting:

@@ -20,9 +20,10 @@ import math
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -125,6 +126,7 @@ class JobSession:
             () if tokenizer is None else end_ids(self.engine.model, tokenizer),
             tokenizer is not None,
         )
+        self._max_resident = self.engine.most_resident(start.room)
         self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
         self._aside = Path(config.output_dir) / "aside"
@@ -188,11 +190,11 @@ class JobSession:
         held = self._held.pop(job, None)
         self._leave()
         if held is not None:
-            held.pick_up()
-            self.engine.copy_in(held)
+            self.engine.enter(held)
             self.now = held
             return
-        now = JobState(job, seed, Path(folder))
+        now = self.now = JobState(None, seed, Path(folder))  # nobody's, if that fails
+        self.engine.enter(now)
         if Job(now.folder).is_sampler:
             now.kinds = ("model",)
             found = None if source is None else open_checkpoint(now.folder.parent / source)
@@ -202,21 +204,25 @@ class JobSession:
             self.engine.restore(now, found, now.kinds)
         else:
             self.engine.begin(seed)
-        now.saved = now.seen
-        self.now = now
+        now.saved, now.id = now.seen, job
 
-    def _leave(self) -> None:
-        """Unload the current job and hold its state in host memory, if there is room."""
-        if self.now.id is None:
+    def _leave(self, more: int = 1) -> None:
+        """Leave the current job, and hold its state on the device, if there is room for so many
+        more jobs, or in host memory."""
+        left, self.now = self.now, JobState()
+        if left.id is None:
+            self.engine.drop(left)
             return
+        self.engine.leave(left)
+        self._held[left.id] = left
+        resident = [held for held in self._held.values() if held.is_resident]
         try:
-            self.engine.copy_out(self.now)
+            for held in resident[: max(0, len(resident) + more - self._max_resident)]:
+                self.engine.copy_out(held)
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        self._held[self.now.id] = self.now
-        self.now = JobState()
-        loaded = [job for job, held in self._held.items() if held.file is None]
+        loaded = [job for job, held in self._held.items() if held.tensors and not held.is_resident]
         for job in loaded[: -self.config.jobs.max_loaded]:
             if not self._held[job].since_step:
                 self._put_away(job)
@@ -229,12 +235,12 @@ class JobSession:
     def _put_away(self, job: str) -> None:
         """Save ``job``, a run that is not in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
-        held.drop()
         if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
-            self.engine.copy_in(held)
+            self.engine.enter(held)
             self.now = held
             self.save()
             self.now = JobState()
+        self.engine.drop(held)
 
     @_together
     def put_all_away(self) -> None:
@@ -246,11 +252,11 @@ class JobSession:
     @_together
     def forget(self, job: str) -> None:
         """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
-        if (held := self._held.pop(job, None)) is not None:
-            held.drop()
         if self.now.id == job:
             self.engine.forget()
-            self.now = JobState()
+            self._held[job], self.now = self.now, JobState()
+        if (held := self._held.pop(job, None)) is not None:
+            self.engine.drop(held)
 
     def probe(self) -> None:
         """Raise RunFailed if the device no longer works, as after an error in a kernel."""
@@ -308,16 +314,35 @@ class JobSession:
     def _unserved(self, request: Any) -> dict[str, Any]:
         raise Refused(request.problem)
 
-    def _forward_backward(self, request: Pass) -> dict[str, Any]:
-        self.now.tokens += sum(len(datum.tokens) for datum in request.data)
-        return self._forward(request, learns=True)
+    def serve_together(self, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Serve a small request each of several jobs, which are resident, in one pass."""
+        self._leave(more=0)
+        jobs, requests, learns = [self._held[job] for job in numbers], list[Pass](), False
+        for job, number in zip(jobs, numbers.values(), strict=True):
+            entry = Job.request_in(job.folder, number)
+            requests.append(Pass.model_validate(entry["body"]))
+            learns, job.seen = entry["kind"] == "forward_backward", number + 1
+        if self.config.compile.is_on:  # for one shape: further parts are empty
+            missing = self.config.jobs.max_tenants - len(jobs)
+            jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
+            requests += [requests[0].model_copy(update={"data": []})] * missing
+        with self.engine.together(jobs):
+            return self._pass(jobs, requests, learns)[: len(numbers)]
 
     def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
-        engine, loss = self.engine, ClientLoss.of(request.loss_fn, request.loss_fn_config)
+        return self._pass([self.now], [request], learns)[0]
+
+    _forward_backward = partialmethod(_forward, learns=True)
+
+    def _pass(
+        self, jobs: Sequence[JobState], requests: Sequence[Pass], learns: bool
+    ) -> list[dict[str, Any]]:
+        loss, *others = (ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
+        loss = replace(loss, others=tuple(others))
         loss = self._losses.setdefault(loss, loss)
-        dealt = self._dealt([datum.sample(i) for i, datum in enumerate(request.data)])
-        # Other stages, and graphs that are replayed, pass the loss by.
-        shows = engine.pipeline is None and engine.graphs is None
+        samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
+        dealt = self._dealt(samples, len(requests))
+        shows = (engine := self.engine).pipeline is None  # other stages pass the loss by
         scored = [] if shows else score(engine, dealt.batches)
         loss.seen.clear()
         run = engine.forward_backward if learns else engine.forward
@@ -325,9 +350,13 @@ class JobSession:
         if shows:  # the last ones: a pass may have been run again
             scored = [x_BS.float().cpu() for x_BS in loss.seen[-len(dealt.batches) :]]
         loss.seen.clear()
-        found = dealt.by_sample(scored, lambda logprobs: logprobs[1:].tolist())
-        outputs = [[_finite(x) for x in logprobs] for logprobs in found]
-        return {"logprobs": outputs, "loss": _finite(totals.total.item())}
+        found = iter(dealt.by_sample(scored, lambda logprobs: logprobs[1:].tolist()))
+        results = []
+        for job, request, total in zip(jobs, requests, totals.terms.values(), strict=True):
+            job.tokens += learns * sum(len(datum.tokens) for datum in request.data)
+            outputs = [[*map(_finite, next(found))] for _ in request.data]
+            results.append({"logprobs": outputs, "loss": _finite(total.item())})
+        return results
 
     def _optim_step(self, request: OptimStep) -> dict[str, Any]:
         if self.engine.is_between_steps:
@@ -338,8 +367,6 @@ class JobSession:
         limit = asked.grad_clip_norm or math.inf
         change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
         config = optimizer.config.model_copy(update=change)
-        if self.engine.graphs is not None and optimizer.config != config:
-            self.engine.graphs.clear()  # they hold the numbers
         optimizer.config = config
         outcome = self.engine.step(asked.learning_rate)
         skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
@@ -347,14 +374,17 @@ class JobSession:
         metrics = {"grad_norm": norm, "skipped": float(skipped), "steps": float(self.now.steps)}
         return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
-    def _dealt(self, samples: Sequence[Sample]) -> Dealt:
+    def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
         length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
+        longest = max(len(sample.tokens) for sample in samples) - 1
+        if parts > 1:
+            rows, length = self.engine.part
+            longest = max(Counter(s.group for s in samples for _ in s.tokens[1:]).values())
         if not self.config.compile.is_on:
-            longest = max(len(sample.tokens) for sample in samples) - 1
             length = min(length, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
-        return Dealt(self.engine, samples, range(len(samples)), length, rows)
+        return Dealt(self.engine, samples, range(len(samples)), length, rows, parts)
 
     @_together
     def sample(self, first: int, count: int) -> list[dict[str, Any]] | None:

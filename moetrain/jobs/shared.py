@@ -1,11 +1,13 @@
-"""One engine that many jobs share: what belongs to a job is copied in and out of it.
+"""One engine that many jobs share: it goes to where a job's state lies, which copies nothing.
 
 Between two steps a job's state is what a checkpoint holds. In the middle of one it has gradients
-besides, which fit this layout alone and are of no use to another process.
+besides, which fit this layout alone and are of no use to another process. States that have no room
+on the device are copied to host memory, and back.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Linear
+from moetrain.models.lora import adaptable
+from moetrain.models.moe import Experts
 from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
+from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
 
@@ -38,7 +44,11 @@ class JobState:
     saved: int = 0
     """Requests that the newest checkpoint has seen; 0: there is none."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """In host memory; empty while they are in :attr:`file`, or in the engine."""
+    """Empty while they are in :attr:`file`."""
+    is_resident: bool = False
+    """Whether the tensors are on the device, where the engine takes them as they are."""
+    views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """If so, tensors of the engine, and what each of them is for this job."""
     since_step: list[Totals] = field(default_factory=list)
     """Sums of the forward_backwards of an unfinished step."""
     file: Path | None = None
@@ -68,11 +78,23 @@ class JobState:
 
 
 class SharedEngine(Engine):
-    """An engine whose trained values are one job's at a time, always in the same tensors."""
+    """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
+    the job's.
+
+    Attributes:
+        part: rows that each job has of a pass that several share, and their length.
+    """
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
+        """Raises ConfigError as :class:`Engine`, or if jobs cannot share a pass as is wanted."""
         super().__init__(config, arch, world)
-        self.optimizer.begin()  # moments must exist before a job's are copied into them
+        self._check_tenants()
+        tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
+        rows = max(1, size // tenants)
+        self.part = rows, size * config.data.seq_len // (tenants * rows)
+        for arena in (self.fsdp.gradients, self.optimizer.arena):
+            arena.fixed = False  # their memory comes and goes with jobs
+        self.optimizer.begin()
         # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
         self._is_drawn = config.lora.path is None
         self._first = {
@@ -81,10 +103,99 @@ class SharedEngine(Engine):
             if not (self._is_drawn and name.endswith(ADAPTER))
         }
         """The values that every job begins with, without what is drawn."""
+        self._trained = [bucket for bucket in self.fsdp.buckets if bucket.is_trained]
+        model = [*(bucket.shard_N for bucket in self._trained), *self.model.buffers()]
+        views: list[torch.Tensor] = []
+        for member in (member for bucket in self._trained for member in bucket.members):
+            views += [member.local, member.parameter._local_tensor]  # pyright: ignore
+            views += self.optimizer.state[member.local].values()
+        self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        """By name, tensors that lie in one piece of memory, the whole first, and where there."""
+        for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
+            for i, whole in enumerate(wholes):
+                self._views[f"{group}.{i}"] = [(whole, 0), *_views_of(whole, views)]
+        self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
+        """Memory on the device for the tensors of a job."""
 
     @property
     def is_between_steps(self) -> bool:
         return not self._since_step
+
+    @torch.no_grad()
+    def enter(self, job: JobState) -> None:
+        """Take the state of ``job``, where it lies on the device, or copied there."""
+        job.pick_up()
+        if not job.is_resident:
+            mine = self._free.pop() if self._free else {}
+            missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
+            for name in missing.keys() - mine:
+                mine[name] = torch.empty_like(missing[name], device=self.world.device)
+            for name, tensor in job.tensors.items():
+                mine[name].copy_(tensor, non_blocking=True)
+            job.tensors, job.is_resident = mine, True
+            job.views = [
+                (view, mine[name].as_strided(view.shape, view.stride(), start))
+                for name, views in self._views.items()
+                for view, start in views
+            ]
+        for view, there in job.views:
+            view.data = there
+        for i, bucket in enumerate(self._trained):
+            bucket.moved()
+            _take_gradient(bucket, job, i)
+        self._since_step, job.since_step = job.since_step, []
+
+    def leave(self, job: JobState) -> None:
+        """Leave the state of ``job``, in whatever step it is, where it lies."""
+        job.since_step, self._since_step = self._since_step, []
+        for i, bucket in enumerate(self._trained):
+            _keep_gradient(bucket, job, i)
+
+    @contextmanager
+    def together(self, jobs: Sequence[JobState]) -> Iterator[None]:
+        """Let the pass inside be that of all ``jobs``, which are resident, and left: the terms of
+        its loss, and equal parts of its rows, belong to one each, in order."""
+        for i, bucket in enumerate(self._trained):
+            bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
+            for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                _take_gradient(tenant, job, i)
+        try:
+            yield
+            for i, bucket in enumerate(self._trained):
+                for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                    _keep_gradient(tenant, job, i)
+            for totals in self._since_step:
+                for job, total in zip(jobs, totals.terms.values(), strict=True):
+                    job.since_step.append(Totals(total, {}, None))
+        finally:
+            self._since_step = []
+            for bucket in self._trained:
+                bucket.tenants = ()
+
+    def most_resident(self, room: float) -> int:
+        """Return how many jobs may be resident, where the run leaves ``room`` bytes. Collective."""
+        jobs = self.config.jobs
+        if jobs.max_resident != "auto":
+            return max(jobs.max_resident, jobs.max_tenants)
+        each = self.state_bytes() * 4 / 3  # with gradients
+        fit = 1 + int(room // each) if self.world.device.type == "cuda" else 1
+        return min(self.world.gather(max(fit, jobs.max_tenants)))
+
+    def _check_tenants(self) -> None:
+        kinds = {type(module) for _, module in adaptable(self.model.layers) if module.lora_scale}
+        odd = self.config.lora.dropout or [*self.model.buffers()] or kinds - {Linear, Experts}
+        if self.config.jobs.max_tenants > 1 and (odd or self.world.size > 1):
+            takes = "one process, no lora.dropout, no selection bias, and adapters of no router"
+            problem = f"but a shared pass takes {takes} or experts other than SwiGLU"
+            problem = f"{self.config.jobs.max_tenants}, {problem}; use 1"
+            raise ConfigError("jobs.max_tenants", problem)
+
+    def drop(self, job: JobState) -> None:
+        """Forget the tensors of ``job``."""
+        if job.is_resident:
+            self._free.append({name: job.tensors[name] for name in self._views})
+        job.drop()
+        job.tensors, job.is_resident, job.views = {}, False, []
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -102,45 +213,32 @@ class SharedEngine(Engine):
         state = found.state
         job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
 
-    @torch.no_grad()
     def copy_out(self, job: JobState) -> None:
-        """Copy the job's state to host memory, and forget its step; RuntimeError: no room."""
-        copies = {}
-        for i, bucket in enumerate(self.fsdp.buckets):
-            if self._since_step and bucket.has_gradient:
-                assert bucket.gradient_N is not None
-                assert bucket.squares_B is not None
-                copies[f"{i}.gradient"] = _to_host(bucket.gradient_N)
-                copies[f"{i}.squares"] = _to_host(bucket.squares_B)
-        copies |= {name: _to_host(tensor) for name, tensor in self._tensors(job).items()}
+        """Copy the tensors of ``job`` to host memory; RuntimeError: there is no room."""
+        kinds = (*job.kinds, "step")
+        mine = {name: x for name, x in job.tensors.items() if name.partition(".")[0] in kinds}
+        copies = {name: _to_host(x) for name, x in mine.items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        job.tensors, job.since_step = copies, self._since_step
-        self.forget()
+        self.drop(job)
+        job.tensors = copies
 
-    @torch.no_grad()
-    def copy_in(self, job: JobState) -> None:
-        """Put back what :meth:`copy_out` has copied, which ``job`` then holds no longer."""
-        for name, tensor in self._tensors(job).items():
-            tensor.copy_(job.tensors[name], non_blocking=True)
-        self.forget()
-        for i, bucket in enumerate(self.fsdp.buckets):
-            if (gradient_N := job.tensors.get(f"{i}.gradient")) is None:
-                continue
-            squares_B = job.tensors[f"{i}.squares"]
-            if bucket.gradient_N is None:
-                bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), gradient_N.dtype)
-            if bucket.squares_B is None:
-                bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
-            bucket.gradient_N.copy_(gradient_N, non_blocking=True)
-            bucket.squares_B.copy_(squares_B, non_blocking=True)
-            bucket.has_gradient = True
-        self._since_step = job.since_step
-        job.tensors, job.since_step = {}, []
 
-    def _tensors(self, job: JobState) -> dict[str, torch.Tensor]:
-        groups = ((group, parts) for group, parts in self.state().items() if group in job.kinds)
-        return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
+def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B"):
+        setattr(bucket, name, job.tensors.pop(f"step.{i}.{name}", None))
+    bucket.has_gradient = bucket.gradient_N is not None
+
+
+def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
+        job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
+
+
+def _views_of(whole: torch.Tensor, among: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors ``among`` others that lie in the memory of ``whole``, and at which number."""
+    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in among]
+    return [(x, start) for x, start in starts if x is not whole and 0 <= start < whole.numel()]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,8 @@ class Job:
     """Requests that have an answer."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
+    small: dict[int, str] = field(default_factory=dict)
+    """Kinds of the requests that may share a pass with other jobs'."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)

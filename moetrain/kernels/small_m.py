@@ -14,6 +14,9 @@ whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
 
     u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
 
+Matrices of S tenants are stacked, and each is for one of S equal parts of the rows: a batched
+product, which is the library's.
+
 Legend: R or T rows, D inner width, N outer width, r outer width of a low-rank matrix, E experts,
 F expert width.
 """
@@ -333,19 +336,62 @@ def low_rank_products(
     weights: Sequence[torch.Tensor],
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each."""
+    """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each.
+
+    With ``a`` [S, r, D] each of S equal parts of ``x``'s rows has a matrix of its own.
+    """
     if len(weights) > 3 or any(
-        a.shape[1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
+        a.shape[-1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
     ):
         given = {f"a{i}": a for i, a in enumerate(weights)}
         takes = "up to three [r, D] in x's dtype"
         raise refusal("low_rank_products", takes, x=x_TD, **given)
+    if weights and weights[0].dim() == 3:
+        parts = [x_TD.unflatten(0, (a.shape[0], -1)) for a in weights]
+        products = [_OfTenants.apply(None, x, a, 1.0) for x, a in zip(parts, weights, strict=True)]
+        return tuple(u.flatten(0, 1) for u in products)
     # Generation multiplies bf16 alone, and a descriptor takes rows of 16-byte multiples alone.
     is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
     if not is_for_it or not use_fast(backend, x_TD):
         return tuple(F.linear(x_TD, a) for a in weights)
     sizes = [a.shape[0] for a in weights]
     return _low_rank_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
+
+
+def add_low_rank(
+    y_TN: torch.Tensor, u_TR: torch.Tensor, b_NR: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return ``y + scale * u @ b^T`` [T, N], which is rounded once.
+
+    With ``b`` [S, N, r] each of S equal parts of the rows has a matrix of its own.
+    """
+    if b_NR.dim() == 2:
+        return torch.addmm(y_TN, u_TR, b_NR.t(), alpha=scale)
+    parts = (x.unflatten(0, (b_NR.shape[0], -1)) for x in (y_TN, u_TR))
+    return _OfTenants.apply(*parts, b_NR, scale).flatten(0, 1)
+
+
+class _OfTenants(torch.autograd.Function):
+    """``y + scale * x @ w^T`` [S, T, N], whose gradients are products in the order of a single
+    tenant's, with its bits where the library's allow it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_STN: torch.Tensor | None, x_STD: torch.Tensor, w_SND: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_STD, w_SND)
+        ctx.scale = scale
+        if y_STN is None:
+            return x_STD @ w_SND.mT
+        return torch.baddbmm(y_STN, x_STD, w_SND.mT, alpha=scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (g_STN,), (x_STD, w_SND) = gradients, ctx.saved_tensors
+        needs_y, needs_x, needs_w, _ = ctx.needs_input_grad
+        dx_STD = g_STN @ w_SND * ctx.scale if needs_x else None
+        dw_SND = g_STN.mT @ x_STD * ctx.scale if needs_w else None
+        return g_STN if needs_y else None, dx_STD, dw_SND, None
 
 
 @torch.library.custom_op("moetrain::low_rank_products", mutates_args=())

@@ -34,7 +34,7 @@ from moetrain.kernels.loss.linear_cross_entropy import (
 from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
-from moetrain.kernels.small_m import low_rank_products
+from moetrain.kernels.small_m import add_low_rank, low_rank_products
 from moetrain.models.architecture import Part, Rotation, Weight, Workload, linear
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import COLWISE, ROWWISE
@@ -250,8 +250,7 @@ def _adapted(
         lows = low_rank_products(x_TD, [adapter.a for adapter in adapters.values()])
     made = list(made)
     for (i, adapter), u_TR in zip(adapters.items(), lows, strict=True):
-        # In one product: they are rounded together.
-        made[i] = torch.addmm(made[i], u_TR, adapter.b.t(), alpha=adapter.scale)
+        made[i] = add_low_rank(made[i], u_TR, adapter.b, adapter.scale)
     return made
 
 

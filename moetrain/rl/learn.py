@@ -37,6 +37,7 @@ class Dealt:
         order: Iterable[int],
         length: int,
         rows: int,
+        parts: int = 1,
     ) -> None:
         """Pack this rank's share into micro-batches of ``rows`` rows of ``length``. Collective.
 
@@ -45,7 +46,7 @@ class Dealt:
         self.world = engine.world
         self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]
         mine = [samples[i] for i in self._mine]
-        self.batches = pack(mine, length, rows)
+        self.batches = pack(mine, length, rows, parts=parts)
         most = max(self.world.gather(len(self.batches)))
         most += -most % engine.stages.plan.batch_multiple
         if len(self.batches) < most:

@@ -278,9 +278,16 @@ class RolloutBatch(NamedTuple):
 
 
 def pack(
-    samples: Sequence[Sample], seq_len: int, micro_batch_size: int, *, least: int = 1
+    samples: Sequence[Sample],
+    seq_len: int,
+    micro_batch_size: int,
+    *,
+    least: int = 1,
+    parts: int = 1,
 ) -> list[RolloutBatch]:
     """Pack every sample once into micro-batches of ``micro_batch_size`` rows of ``seq_len``.
+
+    Samples of several ``parts``, their groups, have so many rows each of one micro-batch, in order.
 
     Returns at least ``least``, the last of them empty: all ranks of an engine's call need the same
     number. ValueError: a sample is longer than a row and the token that it predicts last.
@@ -292,6 +299,12 @@ def pack(
             f"{seq_len + 1}"
         )
     rows_N = best_fit(lengths_N, seq_len)
+    for part in range(parts if parts > 1 else 0):
+        mine = [i for i, sample in enumerate(samples) if sample.group == part]
+        fit = best_fit(lengths_N[mine], seq_len)
+        assert fit.max(initial=0) < micro_batch_size  # else rows would be another part's
+        rows_N[mine] = part * micro_batch_size + fit
+    micro_batch_size *= parts
     fewest = -(-(rows_N.max(initial=-1) + 1) // micro_batch_size)
     num_rows = max(fewest, least) * micro_batch_size
     members = [np.flatnonzero(rows_N == row).tolist() for row in range(num_rows)]

@@ -58,6 +58,7 @@ class Session:
         config: the settings, with ``kernels.attention`` resolved where the run generates.
         world: this process among all.
         sleep: what of generation's memory is freed while weights are updated, or None.
+        room: bytes of this device that the run surely leaves to others.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Session:
         peaks = [rank.peak(sleep) for rank in ranks]
         peak = max(peaks, key=lambda estimate: estimate.total)
         peak.check(config, capacity)
+        self.room = capacity - peak.total * (1 + peak.MARGIN)
         check_host(ranks, self.world)
         if graphs == "auto":
             tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers

@@ -13,6 +13,7 @@ from moetrain.kernels.experts.mlp import (
     _expert_mlp_backward,
     adapted_expert_mlp,
     expert_mlp,
+    tenant_offsets,
 )
 from moetrain.kernels.experts.mlp_fp8 import (
     _expert_mlp_fp8,
@@ -172,8 +173,10 @@ _MLP_FP8_SPECS = (
 def _mlp_lora_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     experts, dim, width, rank = case["E"], case["D"], case["F"], case["r"]
 
+    tenants = (case["S"],) if "S" in case else ()
+
     def matrices(out: int, into: int) -> torch.Tensor:
-        return (normal(generator, experts, out, into) * into**-0.5).to(dtype)
+        return (normal(generator, *tenants, experts, out, into) * into**-0.5).to(dtype)
 
     return make_inputs(case, dtype, generator) | {
         "a_gate_up_ErD": matrices(rank, dim),
@@ -213,6 +216,9 @@ _MLP_LORA_SPECS = (
             {"T": 5, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
             {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
             {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
+            {"T": 15, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8, "S": 3},
+            {"T": 14, "K": 3, "E": 4, "D": 16, "F": 8, "r": 8, "S": 7, "empty": 0.5},
+            {"T": 6, "K": 1, "E": 2, "D": 8, "F": 8, "r": 8, "S": 1, "empty": 1.0},
             {**GATELESS, "r": 8},
             {**CASES[2], "r": 8, "activation": "gelu"},
         ),
@@ -222,9 +228,12 @@ _MLP_LORA_SPECS = (
         cost=_mlp_lora_cost,
         differentiable=("x_TD", "weights_TK", *_ADAPTERS),
         select_grads={"weights_TK": chosen},
-        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward),
+        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward, tenant_offsets),
         bad_inputs=BAD_INPUTS
         | {
+            "in S equal parts": lambda x: (
+                x | {name: torch.stack([x[name]] * 2) for name in _ADAPTERS}
+            ),
             r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
             r"\[E, D, r\] in x's dtype": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
         },

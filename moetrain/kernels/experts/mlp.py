@@ -28,6 +28,15 @@ for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` 
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
+Adapters of S tenants are stacked before the experts, [S, E, ...], and tenant s has the s-th of S
+equal parts of the tokens. An expert's rows lie in the order of their tokens, so a tenant's are
+together: products of adapters have E * S groups of rows, where those of the frozen matrices have E.
+With E = 2, S = 2, T = 4, K = 1 and tokens for experts 0, 1, 0, 1::
+
+    row         0       1       2       3
+    token       0       2       1       3           offsets of experts           [2, 4]
+    tenant      0       1       0       1           offsets of (expert, tenant)  [1, 2, 3, 4]
+
 Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)^2 * w`` takes
 SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
 take the usual products too.
@@ -276,40 +285,76 @@ def adapted_expert_mlp(
 
     Args:
         w_gate_up_E2FD, w_down_EDF: get no gradient.
+        a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: or [S, E, ...] each, of S tenants.
         scale: multiplies the adapters' results.
     """
     given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("adapted_expert_mlp", *given, needs_gate=False)
     experts, dim, width = w_down_EDF.shape
-    rank = a_gate_up_ErD.shape[1]
-    offsets_E = indices.offsets_E
+    rank, tenants = a_gate_up_ErD.shape[-2], 1
+    offsets_E = offsets_G = indices.offsets_E
     adapters = {
         "a_gate_up": a_gate_up_ErD,
         "b_gate_up": b_gate_up_E2Fr,
         "a_down": a_down_ErF,
         "b_down": b_down_EDr,
     }
+    if a_gate_up_ErD.dim() == 4:
+        tenants = a_gate_up_ErD.shape[0]
+        if x_TD.shape[0] % tenants:
+            takes = "[T, D] in S equal parts where adapters are [S, E, ...]"
+            raise refusal("adapted_expert_mlp", takes, x=x_TD, a_gate_up=a_gate_up_ErD)
+        adapters = {name: x.transpose(0, 1).flatten(0, 1) for name, x in adapters.items()}
+        offsets_G = tenant_offsets(
+            offsets_E, indices.row_slot_R, tenants, weights_TK.numel() // tenants
+        )
     wanted = (rank, dim), (w_gate_up_E2FD.shape[1], rank), (rank, width), (dim, rank)
     for x, shape in zip(adapters.values(), wanted, strict=True):
-        if x.shape != (experts, *shape) or x.dtype != x_TD.dtype:
+        if x.shape != (experts * tenants, *shape) or x.dtype != x_TD.dtype:
             takes = "[E, r, D], [E, 2F, r], [E, r, F] and [E, D, r] in x's dtype"
             given = {"x": x_TD, "w_down": w_down_EDF} | adapters
             raise refusal("adapted_expert_mlp", takes, **given)
     if use_fast(backend, x_TD):
-        routing = (weights_TK, indices.slot_row_TK, offsets_E)
+        routing = (weights_TK, indices.slot_row_TK, offsets_E, offsets_G)
         tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters.values())
         rows = indices.row_slot_R.shape[0]
         return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, activation, rows)[0]
 
     def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        low = grouped_mm(x, a.transpose(1, 2), offsets_E)
+        low = grouped_mm(x, a.transpose(1, 2), offsets_G)
         wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
-        return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_E)
+        return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_G)
 
     x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
-    a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
+    up, down = (
+        (adapters["a_gate_up"], adapters["b_gate_up"]),
+        (adapters["a_down"], adapters["b_down"]),
+    )
+    a_R2F = product(x_RD, w_gate_up_E2FD, *up)
     h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "reference")
-    return unpermute(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices, "reference")
+    return unpermute(product(h_RF, w_down_EDF, *down), indices, "reference")
+
+
+@torch.library.custom_op("moetrain::tenant_offsets", mutates_args=())
+def tenant_offsets(
+    offsets_E: torch.Tensor, row_slot_R: torch.Tensor, tenants: int, slots: int
+) -> torch.Tensor:
+    """Return the cumulative ends of (expert, tenant)'s rows, int32 [E * tenants].
+
+    Each of ``tenants`` has as many ``slots``, in order; the maps are those of
+    :class:`~moetrain.kernels.experts.permutation.ExpertIndices`.
+    """
+    rows_R = torch.arange(row_slot_R.shape[0], device=row_slot_R.device)
+    expert_R = torch.searchsorted(offsets_E, rows_R.int(), right=True)
+    key_R = expert_R * tenants + row_slot_R // max(1, slots)
+    groups = torch.arange(offsets_E.shape[0] * tenants, device=row_slot_R.device)
+    # A row that is none has the last group's key.
+    return torch.minimum(torch.searchsorted(key_R, groups, right=True), offsets_E[-1]).int()
+
+
+@tenant_offsets.register_fake
+def _(offsets_E, row_slot_R, tenants, slots):
+    return offsets_E.new_empty(offsets_E.shape[0] * tenants)
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp", mutates_args=())
@@ -318,6 +363,7 @@ def _adapted_expert_mlp(
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
+    offsets_G: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_gate_up_ErD: torch.Tensor,
@@ -330,21 +376,22 @@ def _adapted_expert_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    u_Rr = grouped_mm(x_RD, a_gate_up_ErD.transpose(1, 2), offsets_E)
+    u_Rr = grouped_mm(x_RD, a_gate_up_ErD.transpose(1, 2), offsets_G)
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
     del x_RD
-    a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_E), alpha=scale)
+    a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_G), alpha=scale)
     h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
-    v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_E)
+    v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_G)
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
-    y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_E), alpha=scale)
+    y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_G), alpha=scale)
     y_TD = torch.empty_like(x_TD)
     sum_rows(y_RD, slot_row_TK, y_TD)
     return y_TD, a_R2F, u_Rr, v_Rr
 
 
 @_adapted_expert_mlp.register_fake
-def _(x_TD, weights, slot_row, offsets, w_gate_up, w_down, a_gate_up, b, a, d, scale, name, rows):
+def _(x_TD, weights, slot_row, offsets, groups, w_gate_up, w_down, a_gate_up, b, a, d, *how):
+    rows = how[-1]
     rank = a_gate_up.shape[1]
     a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
     return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
@@ -357,6 +404,7 @@ def _adapted_expert_mlp_backward(
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
+    offsets_G: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_gate_up_ErD: torch.Tensor,
@@ -370,30 +418,30 @@ def _adapted_expert_mlp_backward(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
-    dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_E).mul_(scale)
+    dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_G).mul_(scale)
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
-    dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
+    dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_G)
     h_RF = torch.empty_like(dh_RF)
     da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
     del dh_RF  # before the products below, where memory peaks
-    d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
-    d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
+    d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_G)
+    d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_G).mul_(scale)
     del h_RF, dy_RD
-    du_Rr = grouped_mm(da_R2F, b_gate_up_E2Fr, offsets_E).mul_(scale)
+    du_Rr = grouped_mm(da_R2F, b_gate_up_E2Fr, offsets_G).mul_(scale)
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
-    dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_E)
-    d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
+    dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_G)
+    d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_G).mul_(scale)
     dx_TD = torch.empty_like(x_TD)
     d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     # In the memory of dx_RD: dx_TD has its sums.
     x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
-    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
+    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_G)
     return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 
 
 @_adapted_expert_mlp_backward.register_fake
-def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, scale, name):
+def _(dy, x_TD, weights_TK, slot_row, offsets, groups, w1, w2, a1, b1, a2, b2, *others):
     return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
 
 
@@ -410,10 +458,10 @@ def _differentiate_adapted(
     *_: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     if dy_TD is None:
-        return (None,) * 13
+        return (None,) * 14
     found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how)
     dx_TD, d_weights_TK, *d_adapters = found
-    return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None, None
+    return dx_TD, d_weights_TK, None, None, None, None, None, *d_adapters, None, None, None
 
 
 _adapted_expert_mlp.register_autograd(_differentiate_adapted, setup_context=_save_adapted)

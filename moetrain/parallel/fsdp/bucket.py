@@ -136,6 +136,8 @@ class Bucket:
     """fp32: gradients of earlier micro-batches that are still to travel."""
     tied: tuple[dist.ProcessGroup, int] | None = None
     """A group and the rank there with a tied embedding's other copy, used elsewhere."""
+    tenants: "Sequence[Bucket]" = ()
+    """Buckets whose values are stacked in place of its own, and which get their gradients."""
     peers: Peers | None = None
     """The group's ranks, if they copy from one another; else the bucket travels by collectives."""
     peers_start: int = 0
@@ -170,6 +172,12 @@ class Bucket:
     def needs_copies(self) -> bool:
         """Whether members must be copied out of what a gather gives, rank by rank."""
         return self.coded is not None or (len(self.members) > 1 and self.group.size() > 1)
+
+    def moved(self) -> None:
+        """Note that :attr:`shard_N` has other memory, and other values."""
+        self._version = None
+        if self.is_never_sharded:  # blocks use it itself
+            self.lay_out(self.shard_N.new_empty(0, dtype=torch.uint8))
 
     # ---- the shard as it is gathered -----------------------------------------------------------
 
@@ -344,6 +352,9 @@ class Bucket:
 
     def rows(self) -> list[torch.Tensor]:
         """Give the gathered parameters in the order of members, as new tensors for autograd."""
+        if shards := [tenant.shard_N for tenant in self.tenants]:
+            pieces = ([member.piece_of(x_N) for x_N in shards] for member in self.members)
+            return [torch.stack(each).to(self.dtype) for each in pieces]
         return [
             row.view(row.shape) if member.share == 1 else row * member.share
             for member, row in zip(self.members, self._rows, strict=True)

@@ -281,7 +281,10 @@ class FSDP(Sharding):
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
                     now = self._is_last or not self.reduce_last
-                    started.append(bucket.start_reduce(mine, now=now))
+                    parts = enumerate(bucket.tenants)
+                    each = [(b, [g if g is None else g[i] for g in mine]) for i, b in parts]
+                    each = each or [(bucket, mine)]
+                    started += [one.start_reduce(its, now=now) for one, its in each]
             self._finish_reductions()
             self._reducing = started
         unit.graphs -= 1

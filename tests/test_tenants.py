@@ -1,0 +1,256 @@
+"""Several jobs' requests in one pass, and their adapters in one product: each as if alone."""
+
+from itertools import cycle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_jobs import compiled, config_of, file_of, new, rate, text, text_of
+
+from moetrain.config import ConfigError
+from moetrain.jobs import shared
+from moetrain.jobs.scheduler import Service
+from moetrain.kernels.experts import products
+from moetrain.kernels.experts.mlp import adapted_expert_mlp
+from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.small_m import add_low_rank, low_rank_products
+
+assert compiled  # a fixture
+
+WORDS = ["data.seq_len=256", "train.micro_batch_size=4", "train.global_batch_size=4"]
+WORDS += ["jobs.save_interval=4"]
+KINDS = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+
+
+def body_of(seed, kind="cross_entropy", count=2, length=30):
+    """A request with ``count`` texts."""
+    more = {"logprobs": [-3.0] * (length - 1), "advantages": [seed % 3 - 0.5] * (length - 1)}
+    texts = [text_of(100 * seed + i, length) for i in range(count)]
+    data = [text(tokens, **({} if kind == "cross_entropy" else more)) for tokens in texts]
+    return {"data": data, "loss_fn": kind}
+
+
+def program(seed, steps=2):
+    """The requests of a job, of any loss."""
+    kinds = cycle(KINDS[seed % 5 :] + KINDS[: seed % 5])
+    for step in range(steps):
+        yield "forward_backward", body_of(seed + step, next(kinds))
+        yield "forward_backward", body_of(seed - step, next(kinds), count=1 + seed % 2)
+        yield "optim_step", rate(1e-2)
+        yield "forward", body_of(seed, next(kinds))
+    yield "save_weights_external", {"path": "final"}
+
+
+class Passes:
+    """Counts the passes of a service, and who is in each."""
+
+    def __init__(self, service):
+        engine = service.session.engine
+        self.tenants, self.shapes, forward_backward = [], set(), engine.forward_backward
+
+        def count(batches, loss):
+            self.tenants.append(1 + len(loss.others))
+            self.shapes |= {batch.tokens_BS.shape for batch in batches}
+            return forward_backward(batches, loss)
+
+        engine.forward_backward = count
+
+
+def serve_all(service, names, requests):
+    """Results of requests that all wait at once."""
+    asked = zip(names, requests, strict=True)
+    futures = [service.answer(name, service.submit(name, *request)) for name, request in asked]
+    while service.turn():
+        pass
+    assert all("result" in future.result() for future in futures)
+    return [
+        str(future.result()).replace(name.partition(":")[0], "")
+        for name, future in zip(names, futures, strict=True)
+    ]
+
+
+def run(folder, seeds, *words, one_by_one=False):
+    """Results, adapters, and passes of jobs."""
+    with Service(config_of(folder, *WORDS, *words)) as service:
+        names, results, passes = [new(service, seed) for seed in seeds], [], Passes(service)
+        for requests in zip(*map(program, seeds), strict=True):
+            if one_by_one:
+                for name, request in zip(names, requests, strict=True):
+                    results += serve_all(service, [name], [request])
+            else:
+                results += serve_all(service, names, requests)
+    return results, [load_file(file_of(folder, name)) for name in names], passes
+
+
+@pytest.mark.parametrize(("tenants", "passes"), [(4, [4] * 4), (3, [3, 1] * 4), (8, [4] * 4)])
+def test_small_requests_that_wait_together_share_a_pass_and_have_their_bits(
+    tmp_path, tenants, passes
+):
+    alone, theirs, many = run(tmp_path / "alone", range(4), one_by_one=True)
+    words = [f"jobs.max_tenants={tenants}", "data.seq_len=512"]
+    found, mine, few = run(tmp_path / "together", range(4), *words)
+    assert few.tenants == passes
+    assert many.tenants == [1] * 16
+    assert found == alone
+    for one, other in zip(mine, theirs, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(one.abs().max() > 0 for one in mine[0].values())
+
+
+def test_other_shapes_than_alone_differ_by_rounding(tmp_path):
+    requests = [("forward_backward", body_of(s, kind, 5)) for s, kind in enumerate(KINDS)]
+    found = []
+    for tenants in (1, 5):
+        words = [f"jobs.max_tenants={tenants}", "data.seq_len=1024", "jobs.max_loaded=9"]
+        with Service(config_of(tmp_path / str(tenants), *WORDS, *words)) as service:
+            names, passes = [new(service, seed) for seed in range(5)], Passes(service)
+            serve_all(service, names, requests)
+            assert passes.tenants == ([5] if tenants == 5 else [1] * 5)
+            service.session._leave()
+            held = [service.session._held[name].tensors for name in names]
+            keys = [key for key in held[0] if key.endswith("gradient_N")]
+            found.append([[tensors[key] for key in keys] for tensors in held])
+    assert keys
+    for alone, together in zip(*found, strict=True):
+        for one, other in zip(alone, together, strict=True):
+            assert (one - other).abs().max() <= 2e-6 * one.abs().max()
+
+
+def test_compiled_blocks_have_two_shapes_however_many_wait(tmp_path, compiled):
+    words = ["compile.enabled=yes", "jobs.max_tenants=3", "train.micro_batch_size=3"]
+    words.append("model.num_layers=1")
+    words += ["train.global_batch_size=3", "data.seq_len=64", "jobs.max_resident=5"]
+    alone, _, _ = run(tmp_path / "alone", range(2), *words, one_by_one=True)
+    found, _, passes = run(tmp_path / "together", range(2), *words)
+    assert passes.tenants == [3] * 4
+    assert passes.shapes == {(3, 64)}
+    assert found == alone
+
+
+def test_a_shared_pass_copies_nothing(tmp_path, monkeypatch):
+    copied, to_host = [], shared._to_host
+    monkeypatch.setattr(shared, "_to_host", lambda x: copied.append(x) or to_host(x))
+    with Service(config_of(tmp_path, *WORDS, "jobs.max_tenants=3")) as service:
+        names, passes = [new(service, seed) for seed in range(3)], Passes(service)
+        serve_all(service, names, [("forward", body_of(1))] * 3)
+        copied.clear()
+        for _ in range(2):
+            serve_all(service, names, [("forward_backward", body_of(1))] * 3)
+            serve_all(service, names, [("optim_step", rate(1e-2))] * 3)
+        assert passes.tenants == [3, 3]
+        assert not copied
+
+
+def test_what_does_not_fit_or_differs_has_a_pass_of_its_own(tmp_path):
+    words = ["jobs.max_tenants=4", "data.seq_len=128", "train.micro_batch_size=1"]
+    with Service(config_of(tmp_path, *WORDS, *words, "train.global_batch_size=1")) as service:
+        names, passes = [new(service, seed) for seed in range(5)], Passes(service)
+        bodies = [body_of(1, length=15), body_of(2, length=40), body_of(3, length=15)]
+        bodies += [body_of(4, count=1, length=33), body_of(5, count=1, length=34)]
+        requests = [("forward_backward", body) for body in bodies]
+        serve_all(service, names, requests)
+        assert passes.tenants == [3, 1, 1]  # of 32 tokens: texts have 2 * 14, 2 * 39, 32 and 33
+        requests[2] = "forward", bodies[2]
+        serve_all(service, names, requests)
+        assert passes.tenants[3:] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fails", "passes"), [("pass", [1] * 4), ("request", [1] * 3), ("weights", [4])]
+)
+def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, passes):
+    """The fourth of four jobs, or the whole pass."""
+    seeds = range(3)
+    alone, theirs, _ = run(tmp_path / "alone", seeds, one_by_one=True)
+    with Service(config_of(tmp_path / "all", *WORDS, "jobs.max_tenants=4")) as service:
+        names, results, bad = [new(service, seed) for seed in seeds], [], new(service, 9)
+        engine, counted = service.session.engine, Passes(service)
+        for number, requests in enumerate(zip(*map(program, seeds), strict=True)):
+            kind, body = requests[0]
+            if number in (0, 5):
+                service.submit(bad, kind, body)
+            if number == 5 and fails == "request":
+                file = sorted((service.find(bad).folder / "requests").iterdir())[-1]
+                file.write_text("{")
+            if number == 5 and fails == "pass":
+                engine.together = lambda jobs: engine.__dict__.pop("together") and 1 / 0
+            if number == 0 and fails == "weights":
+                service.submit(bad, "optim_step", rate(1e6))
+            counted.tenants.clear()
+            results += serve_all(service, names, requests)
+            if number == 5:
+                assert counted.tenants[-len(passes) :] == passes
+    assert results == alone
+    adapters = [load_file(file_of(tmp_path / "all", name)) for name in names]
+    for one, other in zip(adapters, theirs, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lora.dropout=0.1", "lora.targets=*.attn.*"],
+        ["moe.bias_update_rate=0.1"],
+        ["lora.targets=*.router"],
+    ],
+)
+def test_what_cannot_share_a_pass_is_refused(tmp_path, words):
+    with pytest.raises(ConfigError, match=r"jobs.max_tenants: 2, but .*; use 1"):
+        Service(config_of(tmp_path, "jobs.max_tenants=2", *words))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("tenants", "rows"), [(1, 64), (3, 64), (8, 128)])
+def test_dense_adapters_of_tenants_have_the_bits_they_have_alone(tenants, rows):
+    x, y = normal(tenants * rows, 24), normal(tenants * rows, 40, seed=1)
+    a = normal(tenants, 8, 24, seed=2).requires_grad_()
+    b = normal(tenants, 40, 8, seed=3).requires_grad_()
+    x.requires_grad_()
+
+    def run(x, y, a, b):
+        (u,) = low_rank_products(x, [a])
+        made = add_low_rank(y, u, b, 0.5)
+        return made, *torch.autograd.grad(made.square().sum(), (x, a, b))
+
+    together = run(x, y, a, b)
+    for i, part in enumerate(torch.arange(tenants * rows).split(rows)):
+        alone = run(x[part], y[part], a[i], b[i])
+        mine = (together[0][part], together[1][part], together[2][i], together[3][i])
+        assert all(map(torch.equal, mine, alone))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("empty", "most"), [(0.0, 99), (0.4, 99), (1.0, 99), (0.4, 5), (0.0, 3)])
+def test_expert_adapters_of_tenants_are_those_of_each_alone(backend, empty, most, monkeypatch):
+    """``most``: the groups that a product takes."""
+    monkeypatch.setattr(products, "_MOST_GROUPS", most)
+    tenants, rows, k, experts, dim, width = 3, 13, 2, 5, 16, 8
+    tokens = tenants * rows
+    torch.manual_seed(0)
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()
+    ids = torch.where(torch.rand(tokens, k) < empty, -1, ids)
+    x, weights = normal(tokens, dim), normal(tokens, k, seed=1).sigmoid()
+    frozen = normal(experts, 2 * width, dim, seed=2), normal(experts, dim, width, seed=3)
+    shapes = (8, dim), (2 * width, 8), (8, width), (dim, 8)
+    adapters = [normal(tenants, experts, *shape, seed=9) for shape in shapes]
+
+    def run(part, adapters):
+        given = [x[part].requires_grad_(), weights[part].requires_grad_()]
+        trained = [adapter.clone().requires_grad_() for adapter in adapters]
+        how = expert_indices(ids[part], experts, backend), *frozen, *trained, 0.5, backend
+        y = adapted_expert_mlp(*given, *how)
+        found = torch.autograd.grad(y.square().sum(), (*given, *trained))
+        has_expert = ids[part] >= 0
+        return [y, found[0], found[1][has_expert]], found[2:]
+
+    (y, dx, dw), gradients = run(slice(None), adapters)
+    ends = (ids >= 0).view(tenants, -1).sum(1).tolist()
+    parts = zip(y.split(rows), dx.split(rows), dw.split(ends), strict=True)
+    for i, mine in enumerate(parts):
+        alone, theirs = run(slice(i * rows, (i + 1) * rows), [adapter[i] for adapter in adapters])
+        for one, other in zip((*mine, *(g[i] for g in gradients)), (*alone, *theirs), strict=True):
+            assert one.shape == other.shape
+            assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(other)
