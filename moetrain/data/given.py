@@ -8,6 +8,8 @@ An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful
 goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -108,11 +110,15 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
         problem = f"{config.train.epochs}, but the rows that were given have no length"
         raise ConfigError("train.epochs", f"{problem}; give train.steps")
     sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
-    sets = {name: (_sized(rows, *sizes), 1.0) for name, rows in sets.items() if rows is not None}
+    sets = {name: _sized(rows, *sizes) for name, rows in sets.items() if rows is not None}
     if not sets and config.train.patience:
         problem = f"{config.train.patience}, but no rows to evaluate on were given (eval_data=)"
         raise ConfigError("train.patience", f"{problem}; give some, or set it to 0")
-    return Data(train, sets, load_tokenizer(config.data.tokenizer), None)
+    identity = [train.identity, [x.identity for x in sets.values()]]
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    first = next(iter(sets.values()), None)
+    parts = {name: (rows, 1.0) for name, rows in sets.items() if name}
+    return Data(train, first, load_tokenizer(config.data.tokenizer), fingerprint, None, parts)
 
 
 def _is_sequence(rows: Any) -> bool:

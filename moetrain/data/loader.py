@@ -50,24 +50,18 @@ class Data(NamedTuple):
     """The data of a run."""
 
     train: Dataset
-    held_out: Mapping[str, tuple[Dataset, float]]
-    """Held-out rows of each source of a mixture, and its share of the rows trained on; else all,
-    without a name; empty: there is no evaluation (data.eval_fraction 0)."""
+    eval: Dataset | None
+    """Held-out rows, of a mixture those of its first source; None: there is no evaluation
+    (data.eval_fraction 0)."""
     tokenizer: Tokenizer
+    fingerprint: str
+    """Hash of what decides the rows of both: tokens and which of them have loss, packing, row
+    length, what is held out, and the seed of synthetic rows; neither their order nor where files
+    lie."""
     chat_template: str | None
     """The template that rendered the conversations; None: there are none."""
-
-    @property
-    def eval(self) -> Dataset | None:
-        """Held-out rows, those of the first source; None: there are none."""
-        return next((rows for rows, _ in self.held_out.values()), None)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what decides the rows: tokens and which of them have loss, packing, row length,
-        what is held out, and the seed of synthetic rows; not their order, nor where files lie."""
-        identities = [self.train.identity, [rows.identity for rows, _ in self.held_out.values()]]
-        return hashlib.sha256(json.dumps(identities).encode()).hexdigest()
+    sources: Mapping[str, tuple[Dataset, float]] = MappingProxyType({})
+    """Of a mixture, the held-out rows of each source, and its share of the rows trained on."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
@@ -98,25 +92,28 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
-    template, held_out, seed = None, {}, config.train.seed
+    template, sides, seed = None, {}, config.train.seed
     if data.source == "synthetic":
         shape, rows = (data.seq_len, vocab_size, seed), data.num_documents
-        train = SyntheticDataset(rows, *shape)
+        train, held_out = SyntheticDataset(rows, *shape), None
         if num_held_out := math.ceil(rows * data.eval_fraction):
-            held_out[""] = SyntheticDataset(num_held_out, *shape, first=rows), 1.0
+            held_out = SyntheticDataset(num_held_out, *shape, first=rows)
     elif data.mix is None:
-        train, side, template = _from_text(data, tokenizer, seed)
-        if side is not None:
-            held_out[""] = side, 1.0
+        train, held_out, template = _from_text(data, tokenizer, seed)
     else:
-        train, held_out, template = _mixed(data, data.mix, tokenizer, seed)
-    return Data(train, held_out, tokenizer, template)
+        train, sides, template = _mixed(data, data.mix, tokenizer, seed)
+        held_out = next((rows for rows, _ in sides.values()), None)
+    identities: Any = None if held_out is None else held_out.identity
+    if data.mix is not None:
+        identities = [rows.identity for rows, _ in sides.values()]
+    fingerprint = hashlib.sha256(json.dumps([train.identity, identities]).encode()).hexdigest()
+    return Data(train, held_out, tokenizer, fingerprint, template, sides)
 
 
 def _mixed(
     data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int
 ) -> tuple[Mixture, dict[str, tuple[Dataset, float]], str | None]:
-    """Return the rows of a mixture, :attr:`Data.held_out` and the template of conversations.
+    """Return the rows of a mixture, :attr:`Data.sources` and the template of conversations.
 
     A pass over the mixture is as long as weights and repeats allow.
     """

@@ -170,7 +170,7 @@ def pair_datasets(data: Data) -> list[PairDataset]:
     train = [data.train]
     if isinstance(data.train, Mixture):
         train = [part.rows for part in data.train.parts.values() if isinstance(part, Shuffled)]
-    held_out = [rows for rows, _ in data.held_out.values()]
+    held_out = [rows for rows, _ in data.sources.values()] or [data.eval]
     return [rows for rows in (*train, *held_out) if isinstance(rows, PairDataset)]
 
 

@@ -154,11 +154,12 @@ class Trainer(Run):
         Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
         ``eval_loss`` is their mean, by shares of the rows that are trained on.
         """
-        parts, row = self.data.held_out, {}
-        if not parts or self.evaluated_at == self.step:
+        rows = self.data.eval
+        if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
         started = time.perf_counter()
+        parts, row = self.data.sources or {"": (rows, 1.0)}, {}
         whole = sum(share for _, share in parts.values())
         try:
             for name, (part, share) in parts.items():
