@@ -361,28 +361,10 @@ def test_resolve_fetches_only_what_is_not_there(good_folder, tmp_path, use_hub):
     assert hub.downloads == 1
 
 
-def test_only_one_process_downloads_and_all_meet_at_the_barrier(good_folder, use_hub):
-    hub = use_hub(cache=None, hub=good_folder)
-    calls = []
-
-    def wait_for_downloader():
-        calls.append("other")
-        assert hub.downloads == 0
-        assert resolve("org/name", barrier=lambda: calls.append("downloader")) == good_folder
-
-    got = resolve("org/name", is_downloader=False, barrier=wait_for_downloader)
-    assert got == good_folder
-    assert calls == ["other", "downloader"]
-    assert hub.downloads == 1
-
-
-@pytest.mark.parametrize("is_downloader", [True, False])
-def test_failed_download_still_reaches_the_barrier(is_downloader, use_hub):
+def test_a_failed_download_is_named_in_one_line(use_hub):
     use_hub(cache=None, hub=None)
-    calls = []
     with pytest.raises(ConfigError) as caught:
-        resolve("org/name", is_downloader=is_downloader, barrier=lambda: calls.append(1))
-    assert calls == [1]
+        resolve("org/name")
     assert "org/name" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -358,6 +358,10 @@ class Architecture(BaseModel):
         """Return each distinct part, in the order of layers."""
         return list(dict.fromkeys(self._every_part()))
 
+    def attentions(self) -> list[AttentionPart]:
+        """Return those of :meth:`parts` that mix tokens."""
+        return [part for part in self.parts() if isinstance(part, AttentionPart)]
+
     def plan(self) -> ShardingPlan:
         """Collect the rules and styles of all parts, and add those that every decoder has."""
         norm = ZERO_NORM if self.zero_centred_norms else NORM
@@ -383,14 +387,12 @@ class Architecture(BaseModel):
 
     def rotation(self, layer: int) -> Rotation:
         """Return the rotary embeddings of block ``layer``: by default those of all."""
-        mixers = (part for part in self.parts() if isinstance(part, AttentionPart))
-        dim = max((mixer.rotary_dim for mixer in mixers), default=0)
+        dim = max((mixer.rotary_dim for mixer in self.attentions()), default=0)
         return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
 
     def widest_head(self, *windows: int | None) -> int:
         """Return the most numbers of a head that attention takes in ``windows``; none: in any."""
-        mixers = [part for part in self.parts() if isinstance(part, AttentionPart)]
-        kept = [mixer for mixer in mixers if not windows or mixer.window in windows]
+        kept = [mixer for mixer in self.attentions() if not windows or mixer.window in windows]
         return max((mixer.widest_head for mixer in kept), default=0)
 
     @property

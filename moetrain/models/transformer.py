@@ -26,7 +26,7 @@ from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
 from moetrain.kernels.recompute import forward_keeping, recomputed
-from moetrain.models.architecture import Architecture, AttentionPart, LayerKind
+from moetrain.models.architecture import Architecture, LayerKind
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
         self.cut_rows: Callable[[Rows], Rows] = lambda rows: rows
         self.cuts_queries = False
         self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
-        mixers = [part for part in arch.parts() if isinstance(part, AttentionPart)]
+        mixers = arch.attentions()
         layers = range(len(arch.layers()))
         self.kinds = [LayerKind(arch.window(i), arch.rotation(i)) for i in layers]
         self.widths = {mixer.window: arch.widest_head(mixer.window) for mixer in mixers}

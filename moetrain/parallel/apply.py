@@ -55,9 +55,6 @@ def place_model(
     fsdp = _parallelize(model, config, world, stages, dtype)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
-        folder = resolve(
-            config.model.path, is_downloader=world.is_first_on_machine, barrier=world.barrier
-        )
         buffers = dict(model.named_buffers())
 
         def write(name: str, place: tuple[Any, ...], tensor: Any) -> None:
@@ -66,7 +63,7 @@ def place_model(
             else:
                 fsdp.write(name, place, tensor)
 
-        load_weights(model, folder, write)
+        load_weights(model, resolve(config.model.path), write)
     if config.lora.path is not None:
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, half in load_peft(config.lora.path, arch, config.lora, shapes):

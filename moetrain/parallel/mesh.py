@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moetrain.config import ConfigError, ParallelSection
-from moetrain.models.architecture import Architecture, AttentionPart
+from moetrain.models.architecture import Architecture
 from moetrain.models.rules import ParameterStyle
 
 _DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -140,9 +140,7 @@ class ParallelDims:
             return "ulysses"
         ranks, problem = self.token_ranks, None
         where = f"{self.cp} in a world of {self.world_size}: cp x tp = {ranks} ranks cannot share"
-        for part in arch.parts():
-            if not isinstance(part, AttentionPart):
-                continue
+        for part in arch.attentions():
             if part.carries_state:
                 sizes = {name: getattr(part, name) for name in part.divided}
                 if bad := [f"{name} {size}" for name, size in sizes.items() if size % ranks]:

@@ -2,8 +2,8 @@
 
 Ranks find one another and wait for one another through torch's store, apart from the collectives,
 which give up after a while and keep a GPU busy: what one rank does alone while the others wait
-(tokenise a corpus, download weights, write a checkpoint) takes as long as it takes. Such a wait
-ends without its goal only when a rank shows no sign of life any more.
+(tokenise a corpus, write a checkpoint) takes as long as it takes. Such a wait ends without its goal
+only when a rank shows no sign of life any more.
 
 Left out on purpose: starting processes (:mod:`moetrain.cli.launch`), and noticing at once that one
 has died, which is the launcher's business.

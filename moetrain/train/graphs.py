@@ -50,17 +50,10 @@ class Graphs:
 
     Args:
         marked: what holds the marks, which Python notes of a step. Set again it is as it was.
-        capture: captures the kernels of a function without running them.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        marked: FSDP,
-        capture: Callable[[Callable[[], Any]], _Replay] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, marked: FSDP) -> None:
         self.device, self.marked = device, marked
-        self._capture = capture or self._cuda_graph
         self._pool: Any = None
         self._kept: dict[Hashable, Any] = {}
         """What was called, by key: its objects, whose ids stay theirs so, and what was captured."""
@@ -99,7 +92,8 @@ class Graphs:
         self.marked.marks = known.marks
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, known.replay())
 
-    def _cuda_graph(self, fn: Callable[[], Any]) -> _Replay:
+    def _capture(self, fn: Callable[[], Any]) -> _Replay:
+        """Capture the kernels of ``fn`` without running them."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # what is left of the call before holds on to its stream

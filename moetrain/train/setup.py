@@ -242,9 +242,7 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     dtype = compute_dtype(config, device)
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
-    if config.kernels.attention == "sdpa" and any(
-        getattr(part, "needs_lse", False) for part in arch.parts()
-    ):
+    if config.kernels.attention == "sdpa" and any(part.needs_lse for part in arch.attentions()):
         problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
         raise ConfigError("kernels.attention", problem)
     wants_documents = config.optim.muon_qk_clip > 0 and config.kernels.attention == "auto"

@@ -22,7 +22,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
+from moetrain.train.objectives import Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
 from moetrain.train.run import GivenUp, Run
 
@@ -180,7 +180,7 @@ class Trainer(Run):
         device; nan if no row has anything of the first thing that the objective counts, such as a
         target.
         """
-        world, train, objective = self.world, self.config.train, self._own or CrossEntropy()
+        world, train, objective = self.world, self.config.train, self._own
         ranks = world.data_rank, world.dims.data_ranks
         batches = list(eval_batches(rows, train.eval_rows, train.micro_batch_size, *ranks))
         terms = _named(self.engine.forward(batches, objective).terms)

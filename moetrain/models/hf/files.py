@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -224,38 +224,20 @@ _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tikt
 _DOWNLOADED += ["LICENSE*", "NOTICE*", "README.md"]
 
 
-def resolve(
-    path_or_hub_id: str | os.PathLike[str],
-    *,
-    needs_weights: bool = True,
-    is_downloader: bool = True,
-    barrier: Callable[[], None] | None = None,
-) -> Path:
+def resolve(path_or_hub_id: str | os.PathLike[str], *, needs_weights: bool = True) -> Path:
     """Return the local folder of a checkpoint; download a hub id unless the cache has all of it.
 
-    Args:
-        needs_weights: whether more than ``config.json`` must be there; else nothing is downloaded.
-        is_downloader: whether this process may download; one per machine should.
-        barrier: waits until every process has called it. It is called once in every case, also
-            when this process fails, so that no other process is left waiting.
+    Processes may call it at once: the hub's library downloads under locks. Without
+    ``needs_weights`` ``config.json`` is enough, and nothing is downloaded.
 
     Raises ConfigError: there is no such folder or id, or the hub cannot be reached
     (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
-    try:
-        folder = _find_local(name, needs_weights)
-        if folder is None and not needs_weights:
-            raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
-        if folder is None and is_downloader:
-            folder = _download(name)
-    finally:
-        if barrier is not None:
-            barrier()
-    folder = folder or _find_local(name, needs_weights)
-    if folder is None:
-        raise error(name, "the process that downloads for this machine has not brought it")
-    return folder
+    folder = _find_local(name, needs_weights)
+    if folder is None and not needs_weights:
+        raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
+    return folder or _download(name)
 
 
 def export_in(folder: Path) -> Path:

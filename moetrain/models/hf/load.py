@@ -4,8 +4,6 @@ Loading streams: one tensor at a time goes from the memory-mapped file into the 
 already exists, and of a sharded parameter a rank reads only its own part. So a process needs memory
 for its part of the model and one tensor (as ``RssAnon``: mapped file pages count as resident too).
 Every name, shape and dtype is checked before the first byte is copied.
-
-Left out on purpose: process groups (who downloads and how the others wait are arguments).
 """
 
 import os
