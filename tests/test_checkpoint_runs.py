@@ -306,7 +306,7 @@ def on_a_machine_of_its_own(folder, case):
     return here
 
 
-def fail_to_write(*_):
+def fail_to_write(*_, **__):
     raise OSError(errno.EROFS, "Read-only file system")
 
 
@@ -358,6 +358,38 @@ def test_a_shared_folder_that_is_seen_late_will_do(tiny_words, tmp_path):
     words = [word for word in tiny_words if not word.startswith("output_dir")]
     assert [step for step, _ in spawn(2, start_a_run, tmp_path, words, "late")] == [0, 0]
     assert not list((tmp_path / "node0" / "out").glob(".rank*"))
+
+
+class MainOfTwo:
+    """The main rank's view of a world in which the other rank has no problem."""
+
+    rank, size, is_main = 0, 2, True
+
+    def __init__(self, folder):
+        self.folder, self.seen = folder, None
+
+    def broadcast(self, text):
+        self.seen = names(self.folder)
+        return text
+
+    def gather(self, mine):
+        return [mine, ("node1", 1, "")]
+
+
+def test_nobody_looks_for_the_main_ranks_file_before_it_is_there(tmp_path):
+    world = MainOfTwo(tmp_path)
+    run_folder.RunFolder(tmp_path).check_shared(world)
+    assert world.seen == [".rank-0"]
+    assert names(tmp_path) == []
+
+
+def test_a_main_rank_that_can_neither_write_nor_remove_raises_as_the_others_do(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Path, "write_text", fail_to_write)
+    monkeypatch.setattr(Path, "unlink", fail_to_write)
+    with pytest.raises(ConfigError, match=r"\(rank 0\) it cannot be written to \(Read-only"):
+        run_folder.RunFolder(tmp_path).check_shared(MainOfTwo(tmp_path))
 
 
 def end_of_a_process(rank, port, folder, words):

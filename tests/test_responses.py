@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from functools import partial
 
 import openai
@@ -216,14 +217,21 @@ def test_a_tools_keys_come_in_a_chats_order():
     ("asked", "says"),
     [
         ({"previous_response_id": "resp_1"}, "'previous_response_id' is not supported; send the"),
-        ({"extra_body": {"n": 2}}, "'n' is not supported; send the whole input, for one answer"),
-        ({"extra_body": {"messages": []}}, "'messages' is not supported"),
+        ({"conversation": "c"}, "'conversation' is not supported; send the whole input"),
+        ({"extra_body": {"n": 2}}, "'n' is not supported; send a request for each answer"),
+        ({"extra_body": {"messages": []}}, "'messages' is not supported; send input"),
+        ({"extra_body": {"max_tokens": 9}}, "is not supported; send max_output_tokens"),
+        ({"extra_body": {"response_format": {}}}, "is not supported; send text, with a format"),
+        ({"top_logprobs": 2}, "'top_logprobs' is not supported; send a chat, whose tokens have"),
         ({"reasoning": {"effort": "low"}}, "'reasoning' is not supported"),
         ({"include": ["reasoning.encrypted_content"]}, "'include' is not supported"),
-        ({"input": 5}, "messages[0].content is missing or not text"),
-        ({"input": []}, "messages[0].content is missing or not text"),
+        ({"input": 5}, "input: 5 is no message, function_call or function_call_output; send those"),
+        ({"input": {}}, "input: {} is no message"),
+        ({"input": []}, "input: None is no message"),
         ({"input": ["a"]}, "input: 'a' is no message, function_call or function_call_output"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "leave it out"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "is no message"),
+        ({"input": [{"role": "tool", "content": "5", "tool_call_id": "1"}]}, "is a chat's; send"),
+        ({"input": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "is a chat's"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "is no text"),
         ({"tools": [{"type": "web_search"}]}, "{'type': 'web_search'} is not of type function"),
         ({"tools": "[]"}, "tools: '[]' is not of type function; leave it out"),
@@ -232,6 +240,7 @@ def test_a_tools_keys_come_in_a_chats_order():
         ({"max_output_tokens": "x"}, "max_output_tokens: Input should be a valid integer"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, not -1"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {}}}, "response_format.type: Input should be 'text'"),
         ({"text": {"format": {"type": "xml"}}}, "response_format.type: Input should be 'text'"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema has no schema; give it"),
     ],
@@ -243,6 +252,50 @@ def test_what_is_refused(client, asked, says):
             client.responses.create(**{"input": "a", **GREEDY, **asked}, stream=stream)
         assert says in found.value.message
         assert "\n" not in found.value.body["message"]
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_what_is_nested_deeply_is_read_or_refused(client, depth):
+    """Python's json reads more levels than Python copies."""
+    arguments = json.dumps(nested(depth))
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}
+    tool = flat(TOOL) | {"parameters": {"type": "object", "examples": nested(depth)}}
+    bodies = [
+        {"input": [call]},
+        {"input": [call | {"arguments": "[" * 100_000}]},
+        {"input": [call | {"arguments": "[" * 100_000 + "]" * 100_000}]},
+        {"input": [{"role": "user", "content": nested(depth)}]},
+        {"input": "a", "tools": [tool], "tool_choice": "none"},
+        {"input": "a", "metadata": nested(depth)},
+    ]
+    for body in bodies:
+        for stream in (False, True):
+            body |= {"stream": stream, "max_output_tokens": 1}
+            reply = client._client.post("/v1/responses", json=body)
+            assert reply.status_code in (200, 400), (body, reply.text)
+    chat = {"messages": [{"role": "user", "content": "a", "more": nested(depth)}], "max_tokens": 1}
+    assert client._client.post("/v1/chat/completions", json=chat).status_code in (200, 400)
+
+
+def test_the_time_of_a_streams_part_does_not_grow():
+    """Neither with the tools, which no part between repeats, nor with the text so far."""
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(20_000)]
+    asked = Responses(input="a", tools=tools, tool_choice="none", stream=True)
+    write, began, size = asked.writer(), time.process_time(), 0
+    for i in range(30_000):
+        choice = {
+            "index": 0,
+            "token_ids": [i],
+            **asked.said("four", None if i < 29_999 else "stop"),
+        }
+        part = asked.reply("m", [choice], None if i < 29_999 else (1, 30_000))
+        size += len(write(part))
+    assert time.process_time() - began < 6.0
+    assert size > 30_000 * 100
 
 
 def respond(base_url, items, **options):

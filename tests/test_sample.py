@@ -100,3 +100,12 @@ def test_a_model_that_has_no_generation_ends_well(tiny, monkeypatch, capsys):
         "no sample: model: qwen3_moe has layers that have no cache here" in capsys.readouterr().out
     )
     assert not (trainer.folder / "sample.txt").exists()
+
+
+def test_an_error_of_the_program_is_no_missing_sample(tiny, monkeypatch):
+    def fail(update):
+        raise ValueError("parts and modules differ")
+
+    monkeypatch.setattr(weights.WeightUpdate, "__call__", fail)
+    with pytest.raises(ValueError, match="parts and modules differ"):
+        Trainer(tiny()).fit()

@@ -34,8 +34,11 @@ _MOST_TURNS = 4096
 """Turns of a chat: templates may take time that grows with their square."""
 _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
-_NOT_OF_RESPONSES = {"messages", "max_tokens", "max_completion_tokens", "response_format", "n"}
-_NOT_OF_RESPONSES |= {"logprobs", "top_logprobs", "previous_response_id", "conversation"}
+_INSTEAD = {"messages": "input", "response_format": "text, with a format"}
+_INSTEAD |= {"n": "a request for each answer"}
+_INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose tokens have them")
+_INSTEAD |= dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+_INSTEAD |= dict.fromkeys(("previous_response_id", "conversation"), "the whole input")
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 
@@ -284,23 +287,22 @@ class Responses(Chat):
     def _as_chat(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        if others := _NOT_OF_RESPONSES & body.keys():
-            raise ValueError(
-                f"{min(others)!r} is not supported; send the whole input, for one answer"
-            )
+        for name in sorted(_INSTEAD.keys() & body.keys()):
+            raise ValueError(f"{name!r} is not supported; send {_INSTEAD[name]}")
         body = {key: value for key, value in body.items() if value != []}
         first, given = body.pop("instructions", None), body.pop("input", None)
-        items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
         body["messages"] = [] if first is None else [{"role": "system", "content": first}]
-        body["messages"] += _turns_of(items)
+        body["messages"] += _turns_of(given if isinstance(given, list) else [given])
         if tools := body.get("tools"):
             body["tools"] = [_tool(x) for x in (tools if isinstance(tools, list) else [tools])]
         match body.get("tool_choice"):
             case {"name": name}:
                 body["tool_choice"] = {"type": "function", "name": name, "function": {"name": name}}
         match body.get("text"):
-            case {"format": {"type": kind, **schema}}:
-                body["response_format"] = {"type": kind, "json_schema": schema}
+            case {"format": {**form}}:
+                body["response_format"] = {"type": form.get("type"), "json_schema": form}
         return body
 
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
@@ -341,6 +343,10 @@ class Responses(Chat):
             is_first, is_last = not tokens, choice["finish_reason"] is not None
             texts.append(choice["delta"]["content"] or "")
             tokens.extend(choice["token_ids"])
+            if not is_first and not is_last:
+                at = {"item_id": f"{part['id']}-0", "output_index": 0, "content_index": 0}
+                new = {"logprobs": [], "delta": texts[-1]}
+                return "" if self.schemas else event("output_text.delta", **at, **new)
             said = {"message": choice["delta"] | {"content": "".join(texts)}, "token_ids": tokens}
             whole = self.whole(part | {"choices": [choice | said]})
             events = ""
@@ -384,11 +390,13 @@ def _turns_of(items: list[Any]) -> list[Any]:
                 turns[-1].setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": to, "output": said}:
                 turns.append({"role": "tool", "tool_call_id": to, "content": _joined(said)})
+            case {"tool_calls": [_, *_]} | {"tool_call_id": str()}:
+                raise ValueError(f"input: {shortened(item)} is a chat's; send it as an item")
             case {"role": role, "content": said} if item.get("type", "message") == "message":
                 role = "system" if role == "developer" else role  # which templates drop
                 turns.append({"role": role, "content": _joined(said)})
             case _:
-                problem = "is no message, function_call or function_call_output; leave it out"
+                problem = "is no message, function_call or function_call_output; send those alone"
                 raise ValueError(f"input: {shortened(item)} {problem}")
     return turns
 

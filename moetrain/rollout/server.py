@@ -242,6 +242,8 @@ def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
         return then(kind.model_validate(body))
     except ValueError as error:  # from SamplingParams, ConfigError among others
         raise HTTPException(400, JsonBody.complaint(error)) from None
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
 
 
 async def unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:

@@ -289,10 +289,16 @@ class Sampled(Callback):
             return
         data: Data = trainer.data
         try:
-            text = data.tokenizer.decode(_sample(run.engine, data))
+            ids = _prompt(data, run.config.train.sample_prompt)
+            generator = _generator(run.engine, data, ids)
         except ValueError as problem:
             run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
             return
+        WeightUpdate(run.engine, generator)()
+        if not _continue(ids, generator, run.config):
+            run.say("no sample: the model's logits are not finite")
+            return
+        text = data.tokenizer.decode(ids)
         if run.world.is_main:
             (run.folder / "sample.txt").write_text(text, "utf-8")
         run.say("sample:\n" + text)
@@ -304,16 +310,11 @@ def _prompt(data: Data, text: str | None) -> list[int]:
     return data.tokenizer.encode_prompt(text)
 
 
-def _sample(engine: Engine, data: Data) -> list[int]:
-    """Return the prompt and up to ``train.sample_tokens`` more; it ends before the end token.
-
-    The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
-    half. Every rank makes the same requests. Collective.
+def _generator(engine: Engine, data: Data, ids: list[int]) -> Generator:
+    """Return what is to continue ``ids``, without weights. Collective.
 
     Raises ValueError: it cannot be done, for a reason that is the same on every rank.
     """
-    train, seq_len = engine.config.train, engine.config.data.seq_len
-    ids = list(_prompt(data, train.sample_prompt))
     if not ids:
         raise ValueError("the prompt has no tokens")
     engine.fsdp.release()
@@ -322,10 +323,19 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     if engine.world.sum_all(lacking).item() > 0:
         raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
     model, experts = replica(engine)
-    sizes: Any = {"num_pages": -(-seq_len // Pages.SIZE), "max_sequences": 1}
-    generator = Generator(model, data.tokenizer, **sizes, experts=experts)
-    WeightUpdate(engine, generator)()
-    window = min(seq_len, generator.longest)
+    sizes: Any = {"num_pages": -(-engine.config.data.seq_len // Pages.SIZE), "max_sequences": 1}
+    return Generator(model, data.tokenizer, **sizes, experts=experts)
+
+
+def _continue(ids: list[int], generator: Generator, config: Config) -> bool:
+    """Add up to ``train.sample_tokens`` to ``ids``, none from the end token on.
+
+    The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
+    half. Every rank makes the same requests; returns False if logits are not finite. Collective.
+    """
+    train, tokenizer = config.train, generator.tokenizer
+    assert tokenizer is not None
+    window = min(config.data.seq_len, generator.longest)
     start, end = len(ids), len(ids) + train.sample_tokens
 
     def request() -> Request:
@@ -335,7 +345,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
             temperature=_TEMPERATURE,
             # Each window has its own random numbers.
             seed=(train.seed + len(ids) - start) % 2**63,
-            stop_ids=(data.tokenizer.eos_id,),
+            stop_ids=(tokenizer.eos_id,),
         )
         return Request("sample", tuple(seen), params)
 
@@ -348,9 +358,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
         ids += completion.tokens[:-1] if reason == "stop" else completion.tokens
         if is_finite and reason == "length" and len(ids) < end:
             generator.submit(request())
-    if not is_finite:
-        raise ValueError("the model's logits are not finite")
-    return ids
+    return is_finite
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -169,23 +169,23 @@ class RunFolder:
         """
         if world.size == 1:
             return
-        token, problem = world.broadcast(secrets.token_hex(8)), ""  # comes when there is a folder
         shared, mine = (self.path / _MARK.format(rank) for rank in (0, world.rank))
-        try:
-            if world.is_main:
-                shared.write_text(token)
-            if not _is_seen(shared, token):
+        token = secrets.token_hex(8)
+        problem = _failure_to_write(shared, token) if world.is_main else ""
+        token = world.broadcast(token)  # NFS would remember that a file was not there yet
+        if not world.is_main:
+            if _is_seen(shared, token):
+                problem = _failure_to_write(mine, token)
+            else:
                 there = "what rank 0 writes there is not seen"
-                problem = there if self.path.exists() else "there is no such folder"
-            elif not world.is_main:
-                mine.write_text(token)
+                problem = there if os.path.exists(self.path) else "there is no such folder"
+            with suppress(OSError):
                 mine.unlink()
-        except OSError as error:
-            problem = f"it cannot be written to ({error.strerror})"
         reports = world.gather((socket.gethostname(), world.rank, problem))
         problems = [report for report in reports if report[2]]
         if world.is_main:  # the folder may go again, and must be empty then
-            shared.unlink(missing_ok=True)
+            with suppress(OSError):
+                shared.unlink()
         if problems:
             host, rank, problem = problems[0]
             others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -339,6 +339,15 @@ def _lock(descriptor: int, folder: Path) -> bool:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def _failure_to_write(file: Path, text: str) -> str:
+    """Write ``text``; returns why it cannot be written, or an empty text."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        return f"it cannot be written to ({error.strerror})"
+    return ""
 
 
 def _is_seen(file: Path, token: str) -> bool:
