@@ -26,7 +26,6 @@ from moetrain.parallel.apply import checksum
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.world import World
 
-
 _Note = tuple[tuple[int, float], str, torch.Tensor]
 """What is noted, and whether it is finite. First, an order in which numbers go from one rank of a
 pipeline to another: in forwards to later blocks, in backwards to earlier ones."""
@@ -73,9 +72,7 @@ def compare_replicas(fsdp: FSDP, world: World) -> None:
     """
     fsdp.settle()
     held = {name: m for name, m in fsdp.members.items() if m.layout.replicas is not None}
-    sums = (
-        torch.stack([checksum(m).to(fsdp.device) for m in held.values()]).tolist() if held else ()
-    )
+    sums = [checksum(member).item() for member in held.values()]
     mine = {
         name: (tuple(dist.get_process_group_ranks(member.layout.replicas)), total)
         for (name, member), total in zip(held.items(), sums, strict=True)
