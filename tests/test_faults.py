@@ -7,13 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from family_cases import FAMILY_CASES, architecture_of
 from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
 from test_qk_clip import engine_of
 
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
+from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import Callback
-from moetrain.train.faults import compare_replicas
+from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas, first_not_finite
 from moetrain.train.trainer import Trainer
 
 FIND = "log.find_nan=yes"
@@ -122,6 +125,15 @@ def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
         assert step(engine).skipped
     (said,) = said_of(caplog)
     assert said.endswith("computed again, all of them are finite")
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_of_a_healthy_step_nothing_is_named(case):
+    config, arch = make_engine(FIND).config, architecture_of(case)
+    engine = Engine(config, arch, join_world(config, arch))
+    engine.forward_backward(make_batches(0), objective_of(engine))
+    learn = engine._learn_again
+    assert first_not_finite(engine.model, engine.fsdp, engine.world, learn) is None
 
 
 LORA = ["lora.rank=4", "lora.dropout=0.3", "lora.targets=*.attn.*"]
