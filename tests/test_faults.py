@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from family_cases import FAMILY_CASES, architecture_of
 from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
+from test_qk_clip import engine_of
 
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
+from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import Callback
-from moetrain.train.faults import compare_replicas
+from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas, first_not_finite
 from moetrain.train.trainer import Trainer
 
 FIND = "log.find_nan=yes"
@@ -123,10 +127,25 @@ def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
     assert said.endswith("computed again, all of them are finite")
 
 
-def test_a_run_goes_on_with_the_same_bits(caplog):
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_of_a_healthy_step_nothing_is_named(case):
+    config, arch = make_engine(FIND).config, architecture_of(case)
+    engine = Engine(config, arch, join_world(config, arch))
+    engine.forward_backward(make_batches(0), objective_of(engine))
+    learn = engine._learn_again
+    assert first_not_finite(engine.model, engine.fsdp, engine.world, learn) is None
+
+
+LORA = ["lora.rank=4", "lora.dropout=0.3", "lora.targets=*.attn.*"]
+
+
+@pytest.mark.parametrize("more", [[], LORA, ["optim.offload_fraction=0.5"], "clip"])
+def test_a_run_goes_on_with_the_same_bits(more, caplog):
+    """Dropout draws numbers, and Muon's clip has seen the largest scores."""
     found = []
     for words in ([], [FIND]):
-        engine = make_engine(*words)
+        engine = engine_of("gpt_oss", *words) if more == "clip" else make_engine(*words, *more)
+        torch.manual_seed(0)
         train(engine, range(2))
         member = engine.fsdp.members["layers.0.moe.experts.w_down"].local
         kept = member.clone()
@@ -161,6 +180,35 @@ def test_the_rank_is_named():
         for skipped, said in spawn(2, spoilt_on_one_rank, [*words, "train.micro_batch_size=4"]):
             assert skipped
             assert re.search("the first is what layers.1.attn gives, .*, on rank 1$", said[0])
+
+
+def spoilt_on_a_stage(words, name, how):
+    engine, messages = make_engine(*words, FIND), []
+    logging.getLogger("moetrain").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    if name in dict(engine.model.named_modules()):
+        spoil(engine, name, how)
+    engine.forward_backward(make_batches(0, 2), objective_of(engine))
+    engine.step(1e-2)
+    return [said for said in messages if "log.find_nan" in said]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    ("name", "how", "says"),
+    [
+        ("layers.0.attn", "forward", "what layers.0.attn gives, .*, on rank 0"),
+        ("layers.1.attn", "forward", "what layers.1.attn gives, .*, on rank [01]"),
+        ("embed", "forward", "what embed gives, .*, on rank 0"),
+        ("norm", "gradient", "the gradient of what layers.3 gives, .*, on rank 1"),
+        ("layers.1.attn", "gradient", "the gradient of what layers.1.attn.wo gives, .*"),
+    ],
+)
+def test_of_a_pipeline_the_stage_is_named(name, how, says, schedule):
+    words = ["train.micro_batch_size=2", "model.num_layers=4", "parallel.pp=2"]
+    words.append(f"parallel.pp_schedule={schedule}")
+    for said in spawn(2, spoilt_on_a_stage, words, name, how):
+        assert re.search(f"the first is {says}$", said[0]), said
 
 
 # ---- replicas -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Several jobs' requests in one pass, and their adapters in one product: each as if alone."""
 
+import errno
 from itertools import cycle
 
 import pytest
@@ -10,6 +11,7 @@ from test_jobs import compiled, config_of, file_of, new, rate, text, text_of
 from moetrain.config import ConfigError
 from moetrain.jobs import shared
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.store import Job
 from moetrain.kernels.experts import products
 from moetrain.kernels.experts.mlp import adapted_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
@@ -184,6 +186,47 @@ def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, pass
     adapters = [load_file(file_of(tmp_path / "all", name)) for name in names]
     for one, other in zip(adapters, theirs, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_disk_that_is_full_after_a_shared_pass_costs_no_job(tmp_path, monkeypatch):
+    alone = run(tmp_path / "alone", range(3), one_by_one=True)
+    config, answer, left = (
+        config_of(tmp_path / "all", *WORDS, "jobs.max_tenants=3"),
+        Job.answer,
+        [1],
+    )
+
+    def full(job, number, given):
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left.pop()
+        answer(job, number, given)
+
+    with Service(config) as service:
+        names = [new(service, seed) for seed in range(3)]
+        for name, seed in zip(names, range(3), strict=True):
+            service.submit(name, "forward", body_of(seed))
+        monkeypatch.setattr(Job, "answer", full)
+        with pytest.raises(OSError, match="No space"):
+            service.turn()
+        monkeypatch.undo()
+    with Service(config) as service:
+        for name in names:
+            serve_all(service, [name], [("forward", body_of(1))])
+        results = []
+        for requests in zip(*map(program, range(3)), strict=True):
+            results += serve_all(service, names, requests)
+    assert results == alone[0]
+
+
+def test_a_job_that_only_shares_passes_is_saved_too(tmp_path):
+    with Service(config_of(tmp_path, *WORDS, "jobs.max_tenants=2")) as service:
+        names, passes = [new(service, seed) for seed in range(2)], Passes(service)
+        for _ in range(12):
+            serve_all(service, names, [("forward", body_of(1))] * 2)
+        kept = [len(list((service.find(name).folder / "requests").iterdir())) for name in names]
+        assert not passes.tenants  # no pass learns
+        assert max(kept) <= 9
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ request, or a damaged file, costs its own job alone. A write that fails ends the
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -296,6 +296,8 @@ class Service(AbstractContextManager["Service"]):
                 if self._is_given_up(job):
                     return False
                 self._serve_again(job, self.session.now.seen)
+            if not job.is_sampler:  # after a pass that jobs shared too
+                self._save_if_due(job)
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -326,7 +328,7 @@ class Service(AbstractContextManager["Service"]):
             self.session.probe()
             return
         for job, result in zip(jobs, results, strict=True):
-            self._answer(job, [{"result": result}])
+            self._answer(job, [{"result": result}], numbers)
 
     def _serve(self, job: Job) -> None:
         number, session = job.done, self.session
@@ -360,14 +362,15 @@ class Service(AbstractContextManager["Service"]):
             session.probe()
         self._answer(job, answers)
 
-    def _answer(self, job: Job, answers: list[dict[str, Any]]) -> None:
+    def _answer(self, job: Job, answers: list[dict[str, Any]], served: Iterable[str] = ()) -> None:
         session, waiting = self.session, []
         with self._lock:
             for i, answer in enumerate(answers, job.done):
                 try:
                     job.answer(i, answer)
                 except OSError:  # a checkpoint at the end must not have seen what has no answer
-                    session.forget(job.id)
+                    for name in {job.id, *served}:
+                        session.forget(name)
                     raise
                 waiting.append((job.waiting.pop(i, None), answer))
             if job.is_sampler:
@@ -383,8 +386,8 @@ class Service(AbstractContextManager["Service"]):
         new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         # What was loaded need not be there any more when requests are served again.
-        has_loaded = job.known(job.done - 1)["kind"] == "load_weights"
-        is_due = new > 0 and (by_time or has_loaded or new >= self.config.jobs.save_interval)
+        has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
+        is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
             session.save()
             job.saved_time = time.monotonic()

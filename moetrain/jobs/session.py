@@ -134,8 +134,6 @@ class JobSession:
         if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
-        # Kept: pipelines announce each new objective, which must be new on all ranks at once.
-        self._losses: dict[ClientLoss, ClientLoss] = {}
         self.fingerprint = self.engine.fingerprint  # collective: now, when every rank is here
         self.now = JobState()
         adapted = "\n".join(self.engine.stages.trained)
@@ -339,12 +337,10 @@ class JobSession:
     ) -> list[dict[str, Any]]:
         loss, *others = (ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
         loss = replace(loss, others=tuple(others))
-        loss = self._losses.setdefault(loss, loss)
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
         dealt = self._dealt(samples, len(requests))
         shows = (engine := self.engine).pipeline is None  # other stages pass the loss by
         scored = [] if shows else score(engine, dealt.batches)
-        loss.seen.clear()
         run = engine.forward_backward if learns else engine.forward
         totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together
         if shows:  # the last ones: a pass may have been run again

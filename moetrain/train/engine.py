@@ -94,8 +94,9 @@ class Engine(ModelState):
         self.retried_steps = 0
         self.before_forward: Callable[[], None] = lambda: None
         self._since_step: list[Totals] = []
-        self._given: list[tuple[Sequence[Any], Objective[Any]]] = []
-        """What the step's gradients are of; if they may have to be computed again."""
+        self._given: list[tuple[Sequence[Any], Objective[Any], torch.Tensor]] = []
+        """What the step's gradients are of, and with which random numbers; if they may have to be
+        computed again."""
         captures = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if captures else None
         if self.graphs is not None:
@@ -113,7 +114,7 @@ class Engine(ModelState):
         """
         self._need("weights", "gradients")
         if self.config.log.find_nan:
-            self._given.append((batches, objective))
+            self._given.append((batches, objective, torch.get_rng_state()))
         with annotate("forward_backward"):
             sizes = self._sum_sizes(objective.sizes(batches))
             try:
@@ -205,13 +206,15 @@ class Engine(ModelState):
             where = first_not_finite(self.model, self.fsdp, self.world, self._learn_again)
             said = f"the first is {where}" if where else "computed again, all of them are finite"
             logger.warning("log.find_nan: a step's numbers are not finite: %s", said)
-            self.fsdp.clear_gradients()
+            self.forget()
         self._given = []
         return outcome
 
     def _learn_again(self) -> None:
-        for batches, objective in self._given:
-            self._learn_totals(batches, objective, self._sum_sizes(objective.sizes(batches)))
+        with torch.random.fork_rng([]):
+            for batches, objective, state in self._given:
+                torch.set_rng_state(state)
+                self._learn_totals(batches, objective, self._sum_sizes(objective.sizes(batches)))
 
     def _update(self, done: Sequence[Totals]) -> _StepOutcome:
         norm = self.fsdp.gradient_norm()

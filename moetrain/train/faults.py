@@ -26,6 +26,10 @@ from moetrain.parallel.apply import checksum
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.world import World
 
+_Note = tuple[tuple[int, float], str, torch.Tensor]
+"""What is noted, and whether it is finite. First, an order in which numbers go from one rank of a
+pipeline to another: in forwards to later blocks, in backwards to earlier ones."""
+
 
 def first_not_finite(
     model: Transformer, fsdp: FSDP, world: World, learn: Callable[[], None]
@@ -37,19 +41,25 @@ def first_not_finite(
     Args:
         learn: computes the gradients of the step again.
     """
-    notes = [(f"the weight {name}", _is_finite(m.read())) for name, m in fsdp.members.items()]
+    fsdp.settle()
+    notes: list[_Note] = []
+    for name, member in fsdp.members.items():
+        notes.append(((0, 0), f"the weight {name}", _is_finite(member.read())))
     with _watched(model, notes), torch.compiler.set_stance("force_eager"):
         learn()
     fsdp.gradient_norm()  # completes what parameters show
     for name, member in fsdp.members.items():
         if (gradient := member.local.grad) is not None:
-            notes.append((f"the gradient of {name}", _is_finite(gradient)))
-    bad = next((i for i, (_, is_finite) in enumerate(notes) if not is_finite.item()), None)
-    mine = None if bad is None else (bad, dist.get_rank(), notes[bad][0], notes[bad - 1][0])
+            notes.append(((3, 0), f"the gradient of {name}", _is_finite(gradient)))
+    bad = next((i for i, (*_, is_finite) in enumerate(notes) if not is_finite.item()), None)
+    mine = None
+    if bad is not None:
+        place, what, _ = notes[bad]
+        mine = place, bad, dist.get_rank(), what, notes[bad - 1][1]
     found = [first for first in world.gather(mine) if first is not None]
     if not found:
         return None
-    _, rank, what, before = min(found)
+    *_, rank, what, before = min(found)
     what += f", behind {before}" * (" gives" in what)
     return f"{what}, on rank {rank}" if world.size > 1 else what
 
@@ -60,8 +70,9 @@ def compare_replicas(fsdp: FSDP, world: World) -> None:
     Raises RunFailed on every rank: some differ. It names the ranks that are unlike most others, or
     all that hold the weight if there are no most.
     """
+    fsdp.settle()
     held = {name: m for name, m in fsdp.members.items() if m.layout.replicas is not None}
-    sums = torch.stack([checksum(m) for m in held.values()]).tolist() if held else ()
+    sums = [checksum(member).item() for member in held.values()]
     mine = {
         name: (tuple(dist.get_process_group_ranks(member.layout.replicas)), total)
         for (name, member), total in zip(held.items(), sums, strict=True)
@@ -89,18 +100,20 @@ def _is_finite(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _watched(model: Transformer, notes: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
+def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
     """Note of every module's results and of their gradients whether they are finite, in time."""
 
-    def note(what: str, x: torch.Tensor) -> None:
-        notes.append((what, _is_finite(x)))
+    def note(place: tuple[int, float], what: str, x: torch.Tensor) -> None:
+        notes.append((place, what, _is_finite(x)))
 
     def look(name: str, module: Any, args: Any, given: Any) -> None:
+        numbers = [float(part) for part in name.split(".") if part.isdigit()]
+        block = numbers[0] if numbers else -1 if name == "embed" else torch.inf
         for x in tree_leaves(given):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                note(f"what {name} gives", x)
+                note((1, block), what := f"what {name} gives", x)
                 if x.requires_grad:
-                    x.register_hook(partial(note, f"the gradient of what {name} gives"))
+                    x.register_hook(partial(note, (2, -block), f"the gradient of {what}"))
 
     hooks = [m.register_forward_hook(partial(look, n)) for n, m in model.named_modules() if n]
     try:
