@@ -215,14 +215,14 @@ class JobSession:
             return
         self.engine.leave(left)
         self._held[left.id] = left
-        resident = [held for held in self._held.values() if held.is_resident]
+        resident = [held for held in self._held.values() if held.place == "device"]
         try:
             for held in resident[: max(0, len(resident) + more - self._max_resident)]:
                 self.engine.copy_out(held)
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        loaded = [job for job, held in self._held.items() if held.tensors and not held.is_resident]
+        loaded = [job for job, held in self._held.items() if held.place == "host"]
         for job in loaded[: -self.config.jobs.max_loaded]:
             if not self._held[job].since_step:
                 self._put_away(job)
