@@ -17,8 +17,7 @@ from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
 from moetrain.jobs import shared, store
-from moetrain.jobs.api import Refused
-from moetrain.jobs.losses import ClientLoss
+from moetrain.jobs.api import ClientLoss, Refused
 from moetrain.jobs.scheduler import Service
 from moetrain.optim import AdamW
 from moetrain.parallel import apply

@@ -34,6 +34,7 @@ from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.jobs.api import (
+    ClientLoss,
     Limits,
     Load,
     OptimStep,
@@ -44,7 +45,6 @@ from moetrain.jobs.api import (
     SaveForSampler,
     source_of,
 )
-from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
 from moetrain.models.architecture import Architecture
