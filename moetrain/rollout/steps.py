@@ -16,7 +16,6 @@ lane, D model width, K experts a token, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.gumbel import gumbel_argmax, kept_tokens, noise_keys, stream_of
+from moetrain.kernels.loss.gumbel import filtered_argmax, noise_keys, stream_of
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
@@ -394,18 +393,6 @@ def _choose_filtered(
     logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
-    inverse_N = torch.tensor([p.inverse for p in params], device=logits_NV.device)
-    kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
-    masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
-    return gumbel_argmax(masked_NV, keys_N, inverse_N)
-
-
-def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the tokens that ``params`` keep, bool [N, V]; the likeliest always stays."""
-    most = scores_NV.shape[1]
-    # A sum of shares may round to 1 before the last token, so top_p 1 must not be compared.
-    limits = [
-        (min(p.top_k or most, most), p.top_p if p.top_p < 1 else math.inf, p.min_p) for p in params
-    ]
-    columns = (torch.tensor(x, device=scores_NV.device) for x in zip(*limits, strict=True))
-    return kept_tokens(scores_NV, *columns)
+    numbers = [(p.inverse, p.top_k, p.top_p, p.min_p) for p in params]
+    filters = (torch.tensor(x, device=logits_NV.device) for x in zip(*numbers, strict=True))
+    return filtered_argmax(logits_NV, keys_N, *filters)
