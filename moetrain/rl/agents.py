@@ -43,12 +43,6 @@ _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
 
 
-class _Own(Access):
-    """An agent's connections wait for its turn: all of them at once."""
-
-    connections = 1 << 16
-
-
 class _AgentChat(Chat):
     """What an agent may ask."""
 
@@ -79,6 +73,7 @@ class AgentEnvironment(JsonServer, Environment):
     """Tasks of an agent: the lines of a file, or numbers; and the server of all its episodes."""
 
     error_body = staticmethod(CompletionServer.error_body)
+    connections = 1 << 16  # an agent's wait for its turn: all of them at once
 
     def __init__(
         self, prompts: Prompts, run: Callable[[Any, str], Any], lines: Sequence[Any] | None
@@ -105,7 +100,7 @@ class AgentEnvironment(JsonServer, Environment):
     def episode(self, task: int) -> Episode:
         with self._starting:
             if self.address is None:
-                access = _Own("127.0.0.1", 0, "auto", None, Path(os.devnull))
+                access = Access("127.0.0.1", 0, "auto", None, Path(os.devnull))
                 server, listener = self.listen(access)
                 self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 serve = partial(self.loop.run_until_complete, server.serve([listener]))
@@ -116,11 +111,9 @@ class AgentEnvironment(JsonServer, Environment):
         episode = self.episodes.get(request.path_params["name"])
         if episode is None:
             raise HTTPException(404, _OVER)
-
-        def prompted(asked: _AgentChat) -> Any:
-            return asked, *asked.prompts(self.prompts.tokenizer)
-
-        body, prompt = await self.read(request, partial(parsed, kind, prompted))
+        tokenizer = self.prompts.tokenizer
+        then = partial(parsed, kind, lambda asked: (asked, *asked.prompts(tokenizer)))
+        body, prompt = await self.read(request, then)
         reply = await unless_gone(request, episode.ask(body, prompt))
         if not body.stream:
             return self.reply(body.whole(reply))

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Lifespan, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moetrain.config.sources import shortened
@@ -51,6 +51,8 @@ class JsonServer:
     """
 
     FAILED = "the server failed at this; its log says why"
+    connections = 1024
+    """Connections at once at most; fewer where half of the process's file limit is less."""
 
     def __init__(
         self,
@@ -137,16 +139,15 @@ class JsonServer:
         token = access.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_limited = files != resource.RLIM_INFINITY
-        most = min(access.connections, files // 2) if is_limited else access.connections
+        most = min(self.connections, files // 2) if is_limited else self.connections
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                await self.app(scope, receive, send)
-            elif refusal := access.refusal(dict(scope["headers"]), token):
+            app: ASGIApp = self.app
+            is_http = scope["type"] == "http"
+            if is_http and (refusal := access.refusal(dict(scope["headers"]), token)):
                 status, problem = refusal
-                await self.reply(self.error_body(status, problem), status)(scope, receive, send)
-            else:
-                await self.app(scope, receive, send)
+                app = self.reply(self.error_body(status, problem), status)
+            await app(scope, receive, send)
 
         config = uvicorn.Config(
             guarded,
