@@ -16,7 +16,7 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.gumbel import _gumbel, kept_tokens, noise_keys, stream_of
+from moetrain.kernels.loss.gumbel import _gumbel, _kept_tokens, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -432,7 +432,7 @@ def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
 
 def kept(scores, params):
     columns = zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
-    return kept_tokens(scores, *(torch.tensor(x, device=scores.device) for x in columns))
+    return _kept_tokens(scores, *(torch.tensor(x, device=scores.device) for x in columns))
 
 
 def test_without_filters_nothing_is_ruled_out():

@@ -7,11 +7,11 @@ from moetrain.kernels.backend import INTERPRETED, tl, triton
 from moetrain.kernels.loss.gumbel import (
     MASK,
     _exponential_of,
+    _kept_tokens,
     _noise_of,
     _tl_exponential,
     _tl_noise,
     gumbel_argmax,
-    kept_tokens,
     mix,
     noise_keys,
 )
@@ -117,7 +117,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     inverse = torch.tensor([1.0, 1.0, 1.0, 0.5], device=place)
     columns = zip(*((p.top_k, p.top_p, p.min_p) for p in limits), strict=True)
     filters = [torch.tensor(x, device=place) for x in columns]
-    kept = kept_tokens(logits.to(place) * inverse[:, None], *filters)
+    kept = _kept_tokens(logits.to(place) * inverse[:, None], *filters)
     masked = logits.to(place).expand(4, -1).masked_fill(~kept, -torch.inf).repeat(2**12, 1)
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
     for part in range(64):  # of 16,384 draws

@@ -40,14 +40,14 @@ def filtered_argmax(
     inverse_temperatures_N: torch.Tensor,
     *filters: torch.Tensor,
 ) -> torch.Tensor:
-    """Sample each row's token among those that ``filters`` keep (:func:`kept_tokens`)."""
+    """Sample each row's token among those that ``filters`` keep (:func:`_kept_tokens`)."""
     inverse_N = torch.where(inverse_temperatures_N > 0, inverse_temperatures_N, 1.0)
-    kept_NV = kept_tokens(logits_NV * inverse_N[:, None], *filters)
+    kept_NV = _kept_tokens(logits_NV * inverse_N[:, None], *filters)
     masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
     return gumbel_argmax(masked_NV, keys_N, inverse_temperatures_N)
 
 
-def kept_tokens(
+def _kept_tokens(
     scores_NV: torch.Tensor,
     top_k_N: torch.Tensor,
     top_p_N: torch.Tensor,
