@@ -37,7 +37,7 @@ from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 from moetrain.rollout.access import Access
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Responses
-from moetrain.rollout.server import CompletionServer, parsed, unless_gone
+from moetrain.rollout.server import CompletionServer
 
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
@@ -112,9 +112,9 @@ class AgentEnvironment(JsonServer, Environment):
         if episode is None:
             raise HTTPException(404, _OVER)
         tokenizer = self.prompts.tokenizer
-        then = partial(parsed, kind, lambda asked: (asked, *asked.prompts(tokenizer)))
+        then = partial(self.parsed, kind, lambda asked: (asked, *asked.prompts(tokenizer)))
         body, prompt = await self.read(request, then)
-        reply = await unless_gone(request, episode.ask(body, prompt))
+        reply = await self.unless_gone(request, episode.ask(body, prompt))
         if not body.stream:
             return self.reply(body.whole(reply))
         return Response(body.writer()(reply), media_type="text/event-stream")

@@ -10,7 +10,7 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
@@ -41,6 +41,7 @@ _RESUMED = 48 << 10
 _JSON = "application/json"
 
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=JsonBody)
 
 
 class JsonServer:
@@ -133,6 +134,35 @@ class JsonServer:
                 return await asyncio.to_thread(lambda: parse(made(bytes(data))))
         finally:
             self.arriving -= len(data)
+
+    @staticmethod
+    def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
+        """Return what ``then`` makes of a request; HTTPException: it is refused."""
+        if isinstance(body, dict):  # null counts as left out
+            body = {key: value for key, value in body.items() if value is not None}
+        try:
+            return then(kind.model_validate(body))
+        except ValueError as error:  # from SamplingParams, ConfigError among others
+            raise HTTPException(400, JsonBody.complaint(error)) from None
+
+    @staticmethod
+    async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+        """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
+
+        async def wait_for_end() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
 
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
         """Return a server for whom ``access`` allows, and its socket; or raise ConfigError."""
