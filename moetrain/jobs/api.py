@@ -23,7 +23,7 @@ from moetrain.data.packing import IGNORE_INDEX, best_fit
 from moetrain.kernels.loss.policy import clamped, kl_estimate, policy_loss
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Sample
-from moetrain.rollout.request import JsonBody, Request, SamplingParams
+from moetrain.rollout.request import JsonBody, SamplingParams
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
@@ -132,9 +132,7 @@ class Limits:
     max_logprobs: int
     """Log-probabilities of likeliest tokens in one answer."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end a text where a request names none."""
-    has_texts: bool = False
-    """Whether there is a tokenizer, which texts to stop at need."""
+    """Tokens that end a text where a request names none; without a tokenizer there are none."""
 
     def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         """Raise ValueError unless the model has all ``tokens``, at least one."""
@@ -278,13 +276,13 @@ class Sampling(_JobBody):
     def tokens(self) -> list[int]:
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
-    def request(self, seed: int, limits: Limits) -> Request:
-        """Return the generator's request; ``seed`` is used if none was given."""
-        asked, tokens = self.sampling_params, self.tokens
+    def params(self, seed: int, limits: Limits) -> SamplingParams:
+        """Return what the generator is asked; ``seed`` is used if none was given."""
+        asked = self.sampling_params
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         ids = limits.end_ids if stop is None else [x for x in stop if isinstance(x, int)]
-        longest = limits.longest_text - len(tokens)
-        params = SamplingParams(
+        longest = limits.longest_text - len(self.tokens)
+        return SamplingParams(
             max_tokens=longest if asked.max_tokens is None else asked.max_tokens,
             temperature=asked.temperature,
             top_k=max(asked.top_k, 0),
@@ -296,7 +294,6 @@ class Sampling(_JobBody):
             logprobs=self.topk_sample_logprobs,
             prompt_logprobs=bool(self.prompt_logprobs),
         )
-        return Request(str(seed), tuple(tokens), params)
 
     def check(self, limits: Limits) -> None:
         tokens, asked = self.tokens, self.sampling_params
@@ -313,8 +310,8 @@ class Sampling(_JobBody):
             )
         if self.prompt_logprobs_last_n and not self.prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n is for prompt_logprobs; ask for these too")
-        params = self.request(0, limits).params
-        if params.stop and not limits.has_texts:
+        params = self.params(0, limits)
+        if params.stop and not limits.end_ids:
             raise ValueError("stop: there is no tokenizer (data.tokenizer); give token ids")
         if params.logprobs > limits.vocab_size:
             raise ValueError(

@@ -53,7 +53,7 @@ from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.ranks import sharing_heads
-from moetrain.rollout.request import Completion, end_ids
+from moetrain.rollout.request import Completion, Request, end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
@@ -124,7 +124,6 @@ class JobSession:
             config.jobs.max_completions,
             (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
             () if tokenizer is None else end_ids(self.engine.model, tokenizer),
-            tokenizer is not None,
         )
         self._max_resident = self.engine.most_resident(start.room)
         self._held: dict[str, JobState] = {}
@@ -402,13 +401,13 @@ class JobSession:
             body = limits.parse("asample", entry["body"])
             assert isinstance(body, Sampling)
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
-            request = replace(body.request(seed, limits), id=str(number - first))
-            total += body.num_samples
-            logprobs += body.num_samples * request.params.max_tokens * request.params.logprobs
+            params = body.params(seed, limits)
+            total += params.n
+            logprobs += params.n * params.max_tokens * params.logprobs
             if asked and (total > limits.max_completions or logprobs > limits.max_logprobs):
                 break
             asked.append(body)
-            requests.append(request)
+            requests.append(Request(str(number - first), tuple(body.tokens), params))
         done: dict[tuple[int, int], dict[str, Any]] = {}
         leaders, rank = self.leaders, self.world.rank
         mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
