@@ -20,7 +20,7 @@ from pydantic import Field
 
 from moetrain.config.sources import shortened
 from moetrain.data.packing import IGNORE_INDEX, best_fit
-from moetrain.kernels.loss.policy import clamped, kl_estimate, policy_loss
+from moetrain.kernels.loss.policy import policy_total
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Sample
 from moetrain.rollout.request import JsonBody, SamplingParams
@@ -105,18 +105,14 @@ class ClientLoss:
         logprob_BS = -losses.loss_T.view_as(batch.targets_BS)
         self.seen.append(logprob_BS.detach())
         losses = (self, *self.others)
-        given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, batch.targets_BS
+        is_target_BS = batch.targets_BS != IGNORE_INDEX
+        given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, is_target_BS
         parts = zip(losses, *(x_BS.chunk(len(losses)) for x_BS in given), strict=True)
-        totals = [loss._total(*part) for loss, *part in parts]
+        totals = [
+            policy_total(loss.formula, *part, (loss.low, loss.high), loss.beta)
+            for loss, *part in parts
+        ]
         return {f"loss.{i}": Term(total * outputs.share) for i, total in enumerate(totals)}
-
-    def _total(self, *given: torch.Tensor) -> torch.Tensor:
-        logprob_BS, old_BS, factor_BS, targets_BS = given
-        how = logprob_BS, old_BS, clamped(logprob_BS - old_BS), factor_BS.to(logprob_BS.dtype)
-        loss_BS, *_ = policy_loss(self.formula, *how, (self.low, self.high), None)
-        if self.beta:
-            loss_BS = loss_BS + self.beta * kl_estimate("k2", logprob_BS, old_BS)
-        return torch.where(targets_BS != IGNORE_INDEX, loss_BS, 0).sum()
 
 
 @dataclass(frozen=True)

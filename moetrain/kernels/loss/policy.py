@@ -137,6 +137,23 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](clamped(logprob - other))
 
 
+def policy_total(
+    kind: str,
+    logprob: torch.Tensor,
+    old: torch.Tensor,
+    advantage: torch.Tensor,
+    is_target: torch.Tensor,
+    bounds: tuple[float, float],
+    beta: float,
+) -> torch.Tensor:
+    """Return the sum of the targets' losses; ``beta``: of the k2 estimate of the KL from old."""
+    how = logprob, old, clamped(logprob - old), advantage.to(logprob.dtype)
+    loss, *_ = policy_loss(kind, *how, bounds, None)
+    if beta:
+        loss = loss + beta * kl_estimate("k2", logprob, old)
+    return torch.where(is_target, loss, 0).sum()
+
+
 def kl_of_likeliest(
     logits_TK: torch.Tensor,
     lse_T: torch.Tensor,
