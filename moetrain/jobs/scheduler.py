@@ -382,10 +382,10 @@ class Service(AbstractContextManager["Service"]):
         has_loaded = job.known(job.done - 1)["kind"] == "load_weights"
         is_due = new > 0 and (by_time or has_loaded or new >= self.config.jobs.save_interval)
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
-            session.save()
+            seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:
-                job.prune(session.oldest_saved)
+                job.prune(seen)
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()

@@ -268,23 +268,23 @@ class JobSession:
     # ---- saving --------------------------------------------------------------------------------
 
     @_together
-    def save(self) -> None:
-        """Write a checkpoint of the current job, between two steps; raises RunFailed."""
+    def save(self) -> int:
+        """Write a checkpoint of the current job, between two steps; raises RunFailed.
+
+        Returns how many requests every checkpoint of the job has seen.
+        """
         assert self.engine.is_between_steps
-        self._write(RunFolder(self.now.folder).checkpoints)
+        folder = RunFolder(self.now.folder).checkpoints
+        self._write(folder)
         self.now.saved = self.now.seen
+        kept = list_checkpoints(folder)
+        return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
         now = self.now
         progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
         self.snapshots.save(root, progress, {}, failed=False, kinds=kinds)
         self.snapshots.wait()
-
-    @property
-    def oldest_saved(self) -> int:
-        """Number of requests that every checkpoint of the current job has seen."""
-        kept = list_checkpoints(RunFolder(self.now.folder).checkpoints)
-        return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     # ---- requests ------------------------------------------------------------------------------
 
