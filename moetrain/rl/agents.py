@@ -156,14 +156,10 @@ class _AgentEpisode(Episode):
 
     def work(self) -> None:
         """Run the agent. Its own errors are an event, whatever they are."""
-
-        async def awaited(result: Any) -> Any:
-            return await result
-
         try:
             result = self.environment.run(self.task, f"{self.environment.address}/{self.name}/v1")
             if inspect.isawaitable(result):
-                result = asyncio.run(awaited(result))
+                result = asyncio.run(asyncio.wait_for(result, None))
         except Exception as error:  # noqa: BLE001
             result = error
         except BaseException as error:  # noqa: BLE001 - raised there, it would end the event loop
@@ -176,11 +172,9 @@ class _AgentEpisode(Episode):
             raise HTTPException(404, _OVER)
         reply = self.environment.loop.create_future()
         self.waiting.add(reply)
+        reply.add_done_callback(self.waiting.discard)
         self.events.put_nowait(_Request(body, prompt, reply))
-        try:
-            return await reply
-        finally:
-            self.waiting.discard(reply)
+        return await reply
 
     def _close(self) -> None:
         self.environment.episodes.pop(self.name, None)
