@@ -105,7 +105,10 @@ class SharedEngine(Engine):
         """By name, tensors that lie in one piece of memory, the whole first, and where there."""
         for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
             for i, whole in enumerate(wholes):
-                self._views[f"{group}.{i}"] = [(whole, 0), *_views_of(whole, views)]
+                first, size = whole.data_ptr(), whole.element_size()
+                starts = [(x, (x.data_ptr() - first) // size) for x in views if x is not whole]
+                within = [(x, start) for x, start in starts if 0 <= start < whole.numel()]
+                self._views[f"{group}.{i}"] = [(whole, 0), *within]
         self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
         """Memory on the device for the tensors of a job."""
 
@@ -223,12 +226,6 @@ def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
 def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
     for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
         job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
-
-
-def _views_of(whole: torch.Tensor, among: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Return tensors ``among`` others that lie in the memory of ``whole``, and at which number."""
-    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in among]
-    return [(x, start) for x, start in starts if x is not whole and 0 <= start < whole.numel()]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
