@@ -365,8 +365,7 @@ class JobSession:
         optimizer.settings = optimizer.settings._replace(**numbers)
         limit = asked.grad_clip_norm or math.inf
         change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
-        config = optimizer.config.model_copy(update=change)
-        optimizer.config = config
+        optimizer.config = optimizer.config.model_copy(update=change)
         outcome = self.engine.step(asked.learning_rate)
         skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
         self.now.steps += not skipped

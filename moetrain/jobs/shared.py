@@ -56,10 +56,7 @@ class JobState:
     """Groups of the engine's state that are its own; a sampler has no moments."""
 
     def put_down(self, file: Path) -> str:
-        """Move the tensors to ``file``, without its name: it goes when they do, whoever is killed.
-
-        Returns what is wrong, or an empty string.
-        """
+        """Move the tensors to ``file``, whose name goes at once; return what is wrong, or ""."""
         try:
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, file)
             self.tensors, self.place = load_file(file), "file"

@@ -204,14 +204,13 @@ class _AgentEpisode(Episode):
 
     async def _turn(self, last: int | None = None) -> Turn:
         """Wait for the next request whose client waits too, or for the agent's result."""
-        while True:
+        event = await self.events.get()
+        while isinstance(event, _Request) and event.reply.done():
             event = await self.events.get()
-            if isinstance(event, Exception):
-                raise event
-            if not isinstance(event, _Request):
-                return Turn(reward=event, done=True)
-            if not event.reply.done():
-                break
+        if isinstance(event, Exception):
+            raise event
+        if not isinstance(event, _Request):
+            return Turn(reward=event, done=True)
         added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added
