@@ -308,15 +308,15 @@ def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     service._stack.close()  # as the kernel ends a claim
     with Service(config_of(tmp_path)) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
-        again, served = Service._serve_again, []
+        again, served = service.session.serve, []
 
-        def end(self, job, number):
+        def end(number):
             served.append(number)
             if number == 3:
                 service.end(name)
-            again(self, job, number)
+            return again(number)
 
-        monkeypatch.setattr(Service, "_serve_again", end)
+        monkeypatch.setattr(service.session, "serve", end)
         assert service.turn()
         assert waiting.result(0) == {"error": "finished"}
         assert served == [0, 1, 2, 3]

@@ -109,7 +109,7 @@ class ClientLoss:
         given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, is_target_BS
         parts = zip(losses, *(x_BS.chunk(len(losses)) for x_BS in given), strict=True)
         totals = [
-            policy_total(loss.formula, *part, (loss.low, loss.high), loss.beta)
+            policy_total(loss.formula, (loss.low, loss.high), loss.beta, *part)
             for loss, *part in parts
         ]
         return {f"loss.{i}": Term(total * outputs.share) for i, total in enumerate(totals)}

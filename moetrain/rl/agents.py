@@ -111,9 +111,11 @@ class AgentEnvironment(JsonServer, Environment):
         episode = self.episodes.get(request.path_params["name"])
         if episode is None:
             raise HTTPException(404, _OVER)
-        tokenizer = self.prompts.tokenizer
-        then = partial(self.parsed, kind, lambda asked: (asked, *asked.prompts(tokenizer)))
-        body, prompt = await self.read(request, then)
+
+        def prompted(asked: _AgentChat) -> Any:
+            return asked, *asked.prompts(self.prompts.tokenizer)
+
+        body, prompt = await self.read(request, partial(self.parsed, kind, prompted))
         reply = await self.unless_gone(request, episode.ask(body, prompt))
         if not body.stream:
             return self.reply(body.whole(reply))

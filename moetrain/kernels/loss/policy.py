@@ -139,14 +139,15 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
 
 def policy_total(
     kind: str,
-    logprob: torch.Tensor,
-    old: torch.Tensor,
-    advantage: torch.Tensor,
-    is_target: torch.Tensor,
     bounds: tuple[float, float],
     beta: float,
+    *given: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the sum of the targets' losses; ``beta``: of the k2 estimate of the KL from old."""
+    """Return the sum of the targets' losses; ``beta``: of the k2 estimate of the KL from old.
+
+    ``given``: log-probabilities, old ones, advantages, and which are of targets.
+    """
+    logprob, old, advantage, is_target = given
     how = logprob, old, clamped(logprob - old), advantage.to(logprob.dtype)
     loss, *_ = policy_loss(kind, *how, bounds, None)
     if beta:
