@@ -448,6 +448,7 @@ def _choose_filtered(
     logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
-    numbers = [(p.inverse, p.top_k, p.top_p, p.min_p) for p in params]
+    most = logits_NV.shape[1]  # top_k may be more than an int64
+    numbers = [(p.inverse, min(p.top_k, most), p.top_p, p.min_p) for p in params]
     filters = (torch.tensor(x, device=logits_NV.device) for x in zip(*numbers, strict=True))
     return filtered_argmax(logits_NV, keys_N, *filters)
