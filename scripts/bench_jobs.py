@@ -29,8 +29,7 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import Config, Recipes
-from moetrain.jobs.api import OptimStep, Pass
-from moetrain.jobs.losses import ClientLoss
+from moetrain.jobs.api import ClientLoss, OptimStep, Pass
 from moetrain.jobs.scheduler import Service
 
 GIB = 2**30

@@ -278,7 +278,7 @@ def test_what_is_no_request_is_told_so(serve, tmp_path, sent, says):
 
 
 def test_too_many_connections_cost_the_slowest_its_own(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(Access, "connections", 8)
+    monkeypatch.setattr(JsonServer, "connections", 8)
     port = serve(access_to(tmp_path))
     with open_to(port) as busy, contextlib.ExitStack() as stack:
         busy.sendall(POST.replace(b"/echo", b"/echo?wait=3") + b"1" * 10)

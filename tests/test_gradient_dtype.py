@@ -225,14 +225,17 @@ def test_a_step_takes_what_is_kept_and_goes_on_bit_for_bit():
 def test_gradients_that_are_put_aside_come_back_as_they_are():
     one = engine_of("one", [NARROW])
     engine = SharedEngine(one.config, one.arch, one.world)
+    job, other = JobState(), JobState()
+    engine.enter(job)
     learn(engine)
-    before, job = gradients_of(engine), JobState()
+    before = gradients_of(engine)
+    engine.leave(job)
     engine.copy_out(job)
     assert engine.is_between_steps
-    kept = [x_N for name, x_N in job.tensors.items() if name.endswith(".gradient")]
+    kept = [x_N for name, x_N in job.tensors.items() if name.endswith(".gradient_N")]
     assert {x_N.dtype for x_N in kept} == {torch.bfloat16}
+    engine.enter(other)
     learn(engine, 1)
-    for bucket in engine.fsdp.buckets:
-        bucket.clear_gradient(free=True)
-    engine.copy_in(job)
+    engine.leave(other)
+    engine.enter(job)
     assert all(map(torch.equal, gradients_of(engine), before))

@@ -17,8 +17,7 @@ from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
 from moetrain.jobs import shared, store
-from moetrain.jobs.api import Refused
-from moetrain.jobs.losses import ClientLoss
+from moetrain.jobs.api import ClientLoss, Refused
 from moetrain.jobs.scheduler import Service
 from moetrain.optim import AdamW
 from moetrain.parallel import apply
@@ -264,7 +263,7 @@ def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dt
         assert not copied
         asks[3]("forward", texts([1, 2]))
         assert copied
-        assert not service.session._held[names[0]].is_resident  # it was served least recently
+        assert service.session._held[names[0]].place == "host"  # it was served least recently
         copied.clear()
         for ask in asks[1:3]:
             ask("optim_step", rate(1e-2))
@@ -441,18 +440,18 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
     monkeypatch.setattr(Engine, "forward_backward", count)
     with Service(config_of(tmp_path / "all", *words)) as service:
         names = [new(service, number) for number in range(4)]
-        aside = tmp_path / "all" / "aside"
+        aside, held = tmp_path / "all" / "aside", service.session._held
         for requests in zip(*map(of, range(4)), strict=True):
             asked = zip(names, requests, strict=True)
             together.append([asker(service, name)(*request) for name, request in asked])
             if requests[0][0] == "forward_backward":
-                on_disk = len(list(aside.iterdir())) if aside.exists() else 0
+                on_disk = [one.place for one in held.values()].count("file")
                 assert on_disk == max(0, 4 - resident - loaded)
+                assert not on_disk or not list(aside.iterdir())
         service.delete(names[0])
         service.turn()
     assert list(map(list, zip(*together, strict=True))) == alone
     assert computed == {"calls": 4 * 5}
-    assert not aside.exists() or not list(aside.iterdir())
 
 
 def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
@@ -461,7 +460,8 @@ def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
     names = [new(service, seed) for seed in range(3)]
     for name in names:
         asker(service, name)("forward_backward", {"data": data})
-    assert len(list((tmp_path / "aside").iterdir())) == 1
+    assert service.session._held[names[0]].place == "file"
+    (tmp_path / "aside" / "of-a-kill-while-it-was-written").touch()
     service._stack.close()
     with Service(config_of(tmp_path, *words)) as service:
         assert not (tmp_path / "aside").exists()

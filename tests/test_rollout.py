@@ -16,14 +16,14 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.kernels.loss.gumbel import _gumbel, _kept_tokens, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.steps import _choose_filtered, _kept
+from moetrain.rollout.steps import _choose_filtered
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -430,13 +430,18 @@ def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
         assert third < 132
 
 
+def kept(scores, params):
+    columns = zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
+    return _kept_tokens(scores, *(torch.tensor(x, device=scores.device) for x in columns))
+
+
 def test_without_filters_nothing_is_ruled_out():
     logits = torch.tensor([[30.0, *[0.0] * 9]])  # shares whose sum is 1 from the first on
-    assert _kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
+    assert kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
 
 
 def test_top_p_keeps_no_more_than_it_takes():
-    kept_NV = _kept(torch.zeros(1, 4), [SamplingParams(top_p=0.5)])  # four shares of a quarter
+    kept_NV = kept(torch.zeros(1, 4), [SamplingParams(top_p=0.5)])  # four shares of a quarter
     assert kept_NV.tolist() == [[True, True, False, False]]
 
 

@@ -7,6 +7,7 @@ from moetrain.kernels.backend import INTERPRETED, tl, triton
 from moetrain.kernels.loss.gumbel import (
     MASK,
     _exponential_of,
+    _kept_tokens,
     _noise_of,
     _tl_exponential,
     _tl_noise,
@@ -16,7 +17,7 @@ from moetrain.kernels.loss.gumbel import (
 )
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.rollout.request import SamplingParams
-from moetrain.rollout.steps import _choose_filtered, _kept
+from moetrain.rollout.steps import _choose_filtered
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
@@ -114,7 +115,9 @@ def test_a_million_draws_stay_within_their_filters(place):
         SamplingParams(top_k=5, top_p=0.6, temperature=2.0): int((hot.cumsum(-1) < 0.6).sum()) + 1,
     }
     inverse = torch.tensor([1.0, 1.0, 1.0, 0.5], device=place)
-    kept = _kept(logits.to(place) * inverse[:, None], list(limits))
+    columns = zip(*((p.top_k, p.top_p, p.min_p) for p in limits), strict=True)
+    filters = [torch.tensor(x, device=place) for x in columns]
+    kept = _kept_tokens(logits.to(place) * inverse[:, None], *filters)
     masked = logits.to(place).expand(4, -1).masked_fill(~kept, -torch.inf).repeat(2**12, 1)
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
     for part in range(64):  # of 16,384 draws

@@ -4,21 +4,27 @@ They are those of the ``tinker`` SDK (0.38), without the ids of model and reques
 what the SDK sends as a protobuf message. A request that is taken up can be served: the model has
 its token ids, its rows fit, its numbers are finite. Otherwise one line says what is wrong
 (:class:`Refused`).
+
+Legend: B rows, S tokens of a row.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, Self
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from moetrain.config.sources import shortened
-from moetrain.data.packing import best_fit
-from moetrain.jobs.losses import ClientLoss
-from moetrain.rl.rows import Sample
-from moetrain.rollout.request import JsonBody, Request, SamplingParams
+from moetrain.data.packing import IGNORE_INDEX, best_fit
+from moetrain.kernels.loss.policy import policy_total
+from moetrain.models.transformer import Transformer
+from moetrain.rl.rows import RolloutBatch, Sample
+from moetrain.rollout.request import JsonBody, SamplingParams
+from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
 """Session (a random number), kind and number of a job; the SDK makes ids of training runs so."""
@@ -30,6 +36,16 @@ _SOURCE = re.compile(rf"tinker://({JOB_ID.pattern})/(weights|sampler_weights)/({
 _FP32_LARGEST = float(np.finfo(np.float32).max)
 MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
+
+_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_LOSSES: Mapping[str, tuple[str, Mapping[str, float]]] = {
+    "cross_entropy": ("reinforce", {}),
+    "importance_sampling": ("clip", {}),
+    "ppo": ("clip", _CLIPS),
+    "cispo": ("cispo", _CLIPS),
+    "dro": ("reinforce", {"beta": 0.05}),
+}
+"""The formula of each loss, and its settings with their defaults."""
 
 _Ints = Annotated[list[int], Field(fail_fast=True)]
 _Floats = Annotated[list[float], Field(fail_fast=True)]
@@ -45,6 +61,61 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True)
+class ClientLoss:
+    """A loss that clients name, as the ``tinker`` SDK defines it: a sum over all positions.
+
+    The formulas are :mod:`moetrain.kernels.loss.policy`'s, where a target's weight (cross-entropy)
+    or advantage (the others) is A. There are no denominators and no auxiliary losses: chunks of a
+    batch add up to it. Log-probabilities of targets that it has seen are collected on the way.
+    """
+
+    formula: str
+    low: float = 0.0
+    high: float = math.inf
+    beta: float = 0.0
+    """Coefficient of the k2 estimate of the KL from what sampled the targets."""
+    others: tuple[Self, ...] = ()
+    """Losses of further jobs; the rows are in equal parts, of which each has one, in order."""
+    seen: list[torch.Tensor] = field(default_factory=list, compare=False)
+    """Log-probabilities [B, S] of the batches since it was emptied."""
+    balances = False
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, float]) -> Self:
+        """Raise ValueError for a loss, or a setting of it, that there is not."""
+        if name not in _LOSSES:
+            raise ValueError(f"loss_fn {shortened(name)} is not one of {', '.join(_LOSSES)}")
+        formula, known = _LOSSES[name]
+        if odd := sorted(set(config) - set(known)):
+            has = f"has {', '.join(known)}" if known else "has none"
+            raise ValueError(f"loss_fn_config: {shortened(odd[0])} is unknown; loss {name!r} {has}")
+        values = {**known, **config}
+        low, high, beta = map(values.get, (*_CLIPS, "beta"), (0.0, math.inf, 0.0))
+        if not 0 <= low <= high or beta < 0:
+            raise ValueError(f"loss_fn_config: {shortened(values)} is out of range for {name!r}")
+        return cls(formula, low, high, beta)
+
+    def sizes(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
+        return {"targets": sum(int((b.targets_BS != IGNORE_INDEX).sum()) for b in batches)}
+
+    def terms(
+        self, model: Transformer, outputs: Outputs, batch: RolloutBatch, sizes: Sizes
+    ) -> dict[str, Term]:
+        losses = token_losses(model, outputs.hidden_BSD, batch)
+        logprob_BS = -losses.loss_T.view_as(batch.targets_BS)
+        self.seen.append(logprob_BS.detach())
+        losses = (self, *self.others)
+        is_target_BS = batch.targets_BS != IGNORE_INDEX
+        given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, is_target_BS
+        parts = zip(losses, *(x_BS.chunk(len(losses)) for x_BS in given), strict=True)
+        totals = [
+            policy_total(loss.formula, (loss.low, loss.high), loss.beta, *part)
+            for loss, *part in parts
+        ]
+        return {f"loss.{i}": Term(total * outputs.share) for i, total in enumerate(totals)}
+
+
+@dataclass(frozen=True)
 class Limits:
     """The largest requests that a service can serve."""
 
@@ -57,9 +128,7 @@ class Limits:
     max_logprobs: int
     """Log-probabilities of likeliest tokens in one answer."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end a text where a request names none."""
-    has_texts: bool = False
-    """Whether there is a tokenizer, which texts to stop at need."""
+    """Tokens that end a text where a request names none; without a tokenizer there are none."""
 
     def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         """Raise ValueError unless the model has all ``tokens``, at least one."""
@@ -203,13 +272,13 @@ class Sampling(_JobBody):
     def tokens(self) -> list[int]:
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
-    def request(self, seed: int, limits: Limits) -> Request:
-        """Return the generator's request; ``seed`` is used if none was given."""
-        asked, tokens = self.sampling_params, self.tokens
+    def params(self, seed: int, limits: Limits) -> SamplingParams:
+        """Return what the generator is asked; ``seed`` is used if none was given."""
+        asked = self.sampling_params
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         ids = limits.end_ids if stop is None else [x for x in stop if isinstance(x, int)]
-        longest = limits.longest_text - len(tokens)
-        params = SamplingParams(
+        longest = limits.longest_text - len(self.tokens)
+        return SamplingParams(
             max_tokens=longest if asked.max_tokens is None else asked.max_tokens,
             temperature=asked.temperature,
             top_k=max(asked.top_k, 0),
@@ -221,7 +290,6 @@ class Sampling(_JobBody):
             logprobs=self.topk_sample_logprobs,
             prompt_logprobs=bool(self.prompt_logprobs),
         )
-        return Request(str(seed), tuple(tokens), params)
 
     def check(self, limits: Limits) -> None:
         tokens, asked = self.tokens, self.sampling_params
@@ -238,8 +306,8 @@ class Sampling(_JobBody):
             )
         if self.prompt_logprobs_last_n and not self.prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n is for prompt_logprobs; ask for these too")
-        params = self.request(0, limits).params
-        if params.stop and not limits.has_texts:
+        params = self.params(0, limits)
+        if params.stop and not limits.end_ids:
             raise ValueError("stop: there is no tokenizer (data.tokenizer); give token ids")
         if params.logprobs > limits.vocab_size:
             raise ValueError(

@@ -269,11 +269,9 @@ class Service(AbstractContextManager["Service"]):
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
-            kinds = [job.small.get(job.done) for job in waiting]
-            alike = [
-                job for job, kind in zip(waiting, kinds, strict=True) if kind and kind == kinds[0]
-            ]
-            jobs = alike[: self.config.jobs.max_tenants] or waiting[:1]
+            kinds = [job.small.get(job.done, job.id) for job in waiting]
+            alike = [job for job, kind in zip(waiting, kinds, strict=True) if kind == kinds[0]]
+            jobs = alike[: self.config.jobs.max_tenants]
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
                 job.small.pop(job.done, None)
@@ -295,7 +293,13 @@ class Service(AbstractContextManager["Service"]):
             while not job.is_sampler and self.session.now.seen < job.done:  # in no checkpoint
                 if self._is_given_up(job):
                     return False
-                self._serve_again(job, self.session.now.seen)
+                number = self.session.now.seen
+                answer = job.answer_of(number)
+                if "result" in answer and answer["kind"] in CHANGES:
+                    self.session.serve(number)
+                else:
+                    has_failed = "error" in answer and not answer["refused"]
+                    self.session.pass_over(number, has_failed)
             if not job.is_sampler:  # after a pass that jobs shared too
                 self._save_if_due(job)
         except (RunFailed, OSError):
@@ -305,14 +309,6 @@ class Service(AbstractContextManager["Service"]):
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return False
         return True
-
-    def _serve_again(self, job: Job, number: int) -> None:
-        """Bring ``job`` to where it was after request ``number``, which has an answer."""
-        answer = job.answer_of(number)
-        if "result" in answer and answer["kind"] in CHANGES:
-            self.session.serve(number)
-        else:
-            self.session.pass_over(number, "error" in answer and not answer["refused"])
 
     def _serve_together(self, jobs: list[Job]) -> None:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
@@ -389,10 +385,10 @@ class Service(AbstractContextManager["Service"]):
         has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
         is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
-            session.save()
+            seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:
-                job.prune(session.oldest_saved)
+                job.prune(seen)
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()

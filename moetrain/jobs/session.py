@@ -34,6 +34,7 @@ from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.jobs.api import (
+    ClientLoss,
     Limits,
     Load,
     OptimStep,
@@ -44,7 +45,6 @@ from moetrain.jobs.api import (
     SaveForSampler,
     source_of,
 )
-from moetrain.jobs.losses import ClientLoss
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
 from moetrain.models.architecture import Architecture
@@ -53,7 +53,7 @@ from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.ranks import sharing_heads
-from moetrain.rollout.request import Completion, end_ids
+from moetrain.rollout.request import Completion, Request, end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
@@ -124,7 +124,6 @@ class JobSession:
             config.jobs.max_completions,
             (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
             () if tokenizer is None else end_ids(self.engine.model, tokenizer),
-            tokenizer is not None,
         )
         self._max_resident = self.engine.most_resident(start.room)
         self._held: dict[str, JobState] = {}
@@ -213,14 +212,14 @@ class JobSession:
             return
         self.engine.leave(left)
         self._held[left.id] = left
-        resident = [held for held in self._held.values() if held.is_resident]
+        resident = [held for held in self._held.values() if held.place == "device"]
         try:
             for held in resident[: max(0, len(resident) + more - self._max_resident)]:
                 self.engine.copy_out(held)
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        loaded = [job for job, held in self._held.items() if held.tensors and not held.is_resident]
+        loaded = [job for job, held in self._held.items() if held.place == "host"]
         for job in loaded[: -self.config.jobs.max_loaded]:
             if not self._held[job].since_step:
                 self._put_away(job)
@@ -267,23 +266,23 @@ class JobSession:
     # ---- saving --------------------------------------------------------------------------------
 
     @_together
-    def save(self) -> None:
-        """Write a checkpoint of the current job, between two steps; raises RunFailed."""
+    def save(self) -> int:
+        """Write a checkpoint of the current job, between two steps; raises RunFailed.
+
+        Returns how many requests every checkpoint of the job has seen.
+        """
         assert self.engine.is_between_steps
-        self._write(RunFolder(self.now.folder).checkpoints)
+        folder = RunFolder(self.now.folder).checkpoints
+        self._write(folder)
         self.now.saved = self.now.seen
+        kept = list_checkpoints(folder)
+        return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
         now = self.now
         progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
         self.snapshots.save(root, progress, {}, failed=False, kinds=kinds)
         self.snapshots.wait()
-
-    @property
-    def oldest_saved(self) -> int:
-        """Number of requests that every checkpoint of the current job has seen."""
-        kept = list_checkpoints(RunFolder(self.now.folder).checkpoints)
-        return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -362,8 +361,7 @@ class JobSession:
         optimizer.settings = optimizer.settings._replace(**numbers)
         limit = asked.grad_clip_norm or math.inf
         change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
-        config = optimizer.config.model_copy(update=change)
-        optimizer.config = config
+        optimizer.config = optimizer.config.model_copy(update=change)
         outcome = self.engine.step(asked.learning_rate)
         skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
         self.now.steps += not skipped
@@ -398,13 +396,13 @@ class JobSession:
             body = limits.parse("asample", entry["body"])
             assert isinstance(body, Sampling)
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
-            request = replace(body.request(seed, limits), id=str(number - first))
-            total += body.num_samples
-            logprobs += body.num_samples * request.params.max_tokens * request.params.logprobs
+            params = body.params(seed, limits)
+            total += params.n
+            logprobs += params.n * params.max_tokens * params.logprobs
             if asked and (total > limits.max_completions or logprobs > limits.max_logprobs):
                 break
             asked.append(body)
-            requests.append(request)
+            requests.append(Request(str(number - first), tuple(body.tokens), params))
         done: dict[tuple[int, int], dict[str, Any]] = {}
         leaders, rank = self.leaders, self.world.rank
         mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []

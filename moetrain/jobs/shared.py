@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -44,37 +45,25 @@ class JobState:
     saved: int = 0
     """Requests that the newest checkpoint has seen; 0: there is none."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Empty while they are in :attr:`file`."""
-    is_resident: bool = False
-    """Whether the tensors are on the device, where the engine takes them as they are."""
+    place: Literal["device", "host", "file"] = "host"
+    """Where the tensors are: on the device the engine takes them as they are, and a file that is
+    mapped into memory is read when they are."""
     views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """If so, tensors of the engine, and what each of them is for this job."""
+    """On the device: tensors of the engine, and what each of them is for this job."""
     since_step: list[Totals] = field(default_factory=list)
     """Sums of the forward_backwards of an unfinished step."""
-    file: Path | None = None
-    """The file that holds the tensors; None: they are in memory."""
     kinds: Sequence[str] = Engine.GROUPS
     """Groups of the engine's state that are its own; a sampler has no moments."""
 
     def put_down(self, file: Path) -> str:
-        """Move the tensors to ``file``; return what is wrong, or an empty string."""
+        """Move the tensors to ``file``, whose name goes at once; return what is wrong, or ""."""
         try:
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, file)
+            self.tensors, self.place = load_file(file), "file"
+            file.unlink()
         except (OSError, SafetensorError) as error:
             return f"{file}: {error}"
-        self.tensors.clear()
-        self.file = file
         return ""
-
-    def pick_up(self) -> None:
-        if self.file is not None:
-            self.tensors = load_file(self.file)
-            self.drop()
-
-    def drop(self) -> None:
-        if self.file is not None:
-            self.file.unlink()
-            self.file = None
 
 
 class SharedEngine(Engine):
@@ -113,7 +102,10 @@ class SharedEngine(Engine):
         """By name, tensors that lie in one piece of memory, the whole first, and where there."""
         for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
             for i, whole in enumerate(wholes):
-                self._views[f"{group}.{i}"] = [(whole, 0), *_views_of(whole, views)]
+                first, size = whole.data_ptr(), whole.element_size()
+                starts = [(x, (x.data_ptr() - first) // size) for x in views if x is not whole]
+                within = [(x, start) for x, start in starts if 0 <= start < whole.numel()]
+                self._views[f"{group}.{i}"] = [(whole, 0), *within]
         self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
         """Memory on the device for the tensors of a job."""
 
@@ -124,15 +116,14 @@ class SharedEngine(Engine):
     @torch.no_grad()
     def enter(self, job: JobState) -> None:
         """Take the state of ``job``, where it lies on the device, or copied there."""
-        job.pick_up()
-        if not job.is_resident:
+        if job.place != "device":
             mine = self._free.pop() if self._free else {}
             missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
             for name in missing.keys() - mine:
                 mine[name] = torch.empty_like(missing[name], device=self.world.device)
             for name, tensor in job.tensors.items():
                 mine[name].copy_(tensor, non_blocking=True)
-            job.tensors, job.is_resident = mine, True
+            job.tensors, job.place = mine, "device"
             job.views = [
                 (view, mine[name].as_strided(view.shape, view.stride(), start))
                 for name, views in self._views.items()
@@ -192,10 +183,9 @@ class SharedEngine(Engine):
 
     def drop(self, job: JobState) -> None:
         """Forget the tensors of ``job``."""
-        if job.is_resident:
+        if job.place == "device":
             self._free.append({name: job.tensors[name] for name in self._views})
-        job.drop()
-        job.tensors, job.is_resident, job.views = {}, False, []
+        job.tensors, job.place, job.views = {}, "host", []
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -233,12 +223,6 @@ def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
 def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
     for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
         job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
-
-
-def _views_of(whole: torch.Tensor, among: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Return tensors ``among`` others that lie in the memory of ``whole``, and at which number."""
-    starts = [(x, (x.data_ptr() - whole.data_ptr()) // whole.element_size()) for x in among]
-    return [(x, start) for x, start in starts if x is not whole and 0 <= start < whole.numel()]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,16 +37,10 @@ from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 from moetrain.rollout.access import Access
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Responses
-from moetrain.rollout.server import CompletionServer, parsed, unless_gone
+from moetrain.rollout.server import CompletionServer
 
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
-
-
-class _Own(Access):
-    """An agent's connections wait for its turn: all of them at once."""
-
-    connections = 1 << 16
 
 
 class _AgentChat(Chat):
@@ -79,6 +73,7 @@ class AgentEnvironment(JsonServer, Environment):
     """Tasks of an agent: the lines of a file, or numbers; and the server of all its episodes."""
 
     error_body = staticmethod(CompletionServer.error_body)
+    connections = 1 << 16  # an agent's wait for its turn: all of them at once
 
     def __init__(
         self, prompts: Prompts, run: Callable[[Any, str], Any], lines: Sequence[Any] | None
@@ -105,7 +100,7 @@ class AgentEnvironment(JsonServer, Environment):
     def episode(self, task: int) -> Episode:
         with self._starting:
             if self.address is None:
-                access = _Own("127.0.0.1", 0, "auto", None, Path(os.devnull))
+                access = Access("127.0.0.1", 0, "auto", None, Path(os.devnull))
                 server, listener = self.listen(access)
                 self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 serve = partial(self.loop.run_until_complete, server.serve([listener]))
@@ -120,8 +115,8 @@ class AgentEnvironment(JsonServer, Environment):
         def prompted(asked: _AgentChat) -> Any:
             return asked, *asked.prompts(self.prompts.tokenizer)
 
-        body, prompt = await self.read(request, partial(parsed, kind, prompted))
-        reply = await unless_gone(request, episode.ask(body, prompt))
+        body, prompt = await self.read(request, partial(self.parsed, kind, prompted))
+        reply = await self.unless_gone(request, episode.ask(body, prompt))
         if not body.stream:
             return self.reply(body.whole(reply))
         return Response(body.writer()(reply), media_type="text/event-stream")
@@ -163,14 +158,10 @@ class _AgentEpisode(Episode):
 
     def work(self) -> None:
         """Run the agent. Its own errors are an event, whatever they are."""
-
-        async def awaited(result: Any) -> Any:
-            return await result
-
         try:
             result = self.environment.run(self.task, f"{self.environment.address}/{self.name}/v1")
             if inspect.isawaitable(result):
-                result = asyncio.run(awaited(result))
+                result = asyncio.run(asyncio.wait_for(result, None))
         except Exception as error:  # noqa: BLE001
             result = error
         except BaseException as error:  # noqa: BLE001 - raised there, it would end the event loop
@@ -183,11 +174,9 @@ class _AgentEpisode(Episode):
             raise HTTPException(404, _OVER)
         reply = self.environment.loop.create_future()
         self.waiting.add(reply)
+        reply.add_done_callback(self.waiting.discard)
         self.events.put_nowait(_Request(body, prompt, reply))
-        try:
-            return await reply
-        finally:
-            self.waiting.discard(reply)
+        return await reply
 
     def _close(self) -> None:
         self.environment.episodes.pop(self.name, None)
@@ -217,14 +206,13 @@ class _AgentEpisode(Episode):
 
     async def _turn(self, last: int | None = None) -> Turn:
         """Wait for the next request whose client waits too, or for the agent's result."""
-        while True:
+        event = await self.events.get()
+        while isinstance(event, _Request) and event.reply.done():
             event = await self.events.get()
-            if isinstance(event, Exception):
-                raise event
-            if not isinstance(event, _Request):
-                return Turn(reward=event, done=True)
-            if not event.reply.done():
-                break
+        if isinstance(event, Exception):
+            raise event
+        if not isinstance(event, _Request):
+            return Turn(reward=event, done=True)
         added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added

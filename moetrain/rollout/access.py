@@ -27,8 +27,6 @@ from moetrain.config.sources import shortened
 class Access:
     """The address of a server and its authentication, as settings give them."""
 
-    connections: ClassVar = 1024
-    """Connections at once at most; fewer where half of the process's file limit is less."""
     idle_seconds: ClassVar = 60.0
     """Time that a client may keep the server waiting, for a request or while reading an answer."""
 

@@ -26,11 +26,10 @@ from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.grammar import Grammars
 from moetrain.rollout.pages import Chunk, Pages, Running, Scheduler
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel
 from moetrain.rollout.request import Completion, Request, RequestError, end_ids
-from moetrain.rollout.steps import Step, Steps
+from moetrain.rollout.steps import Grammars, Step, Steps
 
 _Chosen = tuple[int, float, list[float], dict[int, float]]
 """A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""

@@ -10,7 +10,7 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Lifespan, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moetrain.config.sources import shortened
@@ -41,6 +41,7 @@ _RESUMED = 48 << 10
 _JSON = "application/json"
 
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=JsonBody)
 
 
 class JsonServer:
@@ -51,6 +52,8 @@ class JsonServer:
     """
 
     FAILED = "the server failed at this; its log says why"
+    connections = 1024
+    """Connections at once at most; fewer where half of the process's file limit is less."""
 
     def __init__(
         self,
@@ -132,21 +135,51 @@ class JsonServer:
         finally:
             self.arriving -= len(data)
 
+    @staticmethod
+    def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
+        """Return what ``then`` makes of a request; HTTPException: it is refused."""
+        if isinstance(body, dict):  # null counts as left out
+            body = {key: value for key, value in body.items() if value is not None}
+        try:
+            return then(kind.model_validate(body))
+        except ValueError as error:  # from SamplingParams, ConfigError among others
+            raise HTTPException(400, JsonBody.complaint(error)) from None
+        except RecursionError:
+            raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
+
+    @staticmethod
+    async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+        """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
+
+        async def wait_for_end() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
         """Return a server for whom ``access`` allows, and its socket; or raise ConfigError."""
         token = access.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_limited = files != resource.RLIM_INFINITY
-        most = min(access.connections, files // 2) if is_limited else access.connections
+        most = min(self.connections, files // 2) if is_limited else self.connections
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                await self.app(scope, receive, send)
-            elif refusal := access.refusal(dict(scope["headers"]), token):
+            app: ASGIApp = self.app
+            is_http = scope["type"] == "http"
+            if is_http and (refusal := access.refusal(dict(scope["headers"]), token)):
                 status, problem = refusal
-                await self.reply(self.error_body(status, problem), status)(scope, receive, send)
-            else:
-                await self.app(scope, receive, send)
+                app = self.reply(self.error_body(status, problem), status)
+            await app(scope, receive, send)
 
         config = uvicorn.Config(
             guarded,

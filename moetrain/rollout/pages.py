@@ -207,7 +207,7 @@ class Running:
         """What its next tokens may be, if it was read to its end."""
         self.lookup = Lookup()
         self.matcher: Any = None
-        """How far its grammar has come (:mod:`moetrain.rollout.grammar`); None: it has none."""
+        """How far its grammar has come (:mod:`moetrain.rollout.steps`); None: it has none."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
         self.scores: list[tuple[float, int]] = []

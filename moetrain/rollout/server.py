@@ -9,14 +9,13 @@ import asyncio
 import json
 import math
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -29,7 +28,6 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Completions, Responses
 from moetrain.rollout.request import (
-    JsonBody,
     Request,
     RequestError,
     SamplingParams,
@@ -42,8 +40,6 @@ _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_T = TypeVar("_T")
-_A = TypeVar("_A", bound=JsonBody)
 
 _Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and the update."""
@@ -91,12 +87,12 @@ class CompletionServer(JsonServer):
         return self.reply({"object": "list", "data": [entry]})
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
-        answer = await self.read(request, partial(parsed, kind, partial(_Answer, self)))
+        answer = await self.read(request, partial(self.parsed, kind, partial(_Answer, self)))
         updates = answer.updates()
         if not answer.asked.stream:
-            return await unless_gone(request, answer.whole(updates))
+            return await self.unless_gone(request, answer.whole(updates))
         # The first update, or the error, comes before the status is sent.
-        first = await unless_gone(request, anext(updates))
+        first = await self.unless_gone(request, anext(updates))
         return _Events(answer.events(first, updates), updates)
 
 
@@ -232,34 +228,3 @@ class _Answer:
             decode = self.server.tokenizer.decode
             choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
         return choice
-
-
-def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
-    """Return what ``then`` makes of a request; HTTPException: it is refused."""
-    if isinstance(body, dict):  # null counts as left out
-        body = {key: value for key, value in body.items() if value is not None}
-    try:
-        return then(kind.model_validate(body))
-    except ValueError as error:  # from SamplingParams, ConfigError among others
-        raise HTTPException(400, JsonBody.complaint(error)) from None
-    except RecursionError:
-        raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
-
-
-async def unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
-    """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
-
-    async def wait_for_end() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)

@@ -24,11 +24,9 @@ class Update(NamedTuple):
     """None: more tokens will come."""
 
 
-class _Listener:
-    def __init__(self, num_open: int) -> None:
-        self.queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self.num_open = num_open
-        """Completions that are not finished."""
+class _Listener(asyncio.Queue[Update | Exception]):
+    num_open = 0
+    """Completions that are not finished."""
 
 
 class Serving:
@@ -57,7 +55,8 @@ class Serving:
         """
         left = sum(request.params.n for request in requests)
         submitted = self._thread.submit(self.generator.submit, *requests)
-        listener = _Listener(left)
+        listener = _Listener()
+        listener.num_open = left
         self._streams.append(listener)
         try:
             await asyncio.wrap_future(submitted)
@@ -65,7 +64,7 @@ class Serving:
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
             while left:
-                update = await listener.queue.get()
+                update = await listener.get()
                 if isinstance(update, Exception):
                     raise update
                 left -= update.finish_reason is not None
@@ -90,7 +89,7 @@ class Serving:
             self._driver.cancel()
         for name, listener in list(self._listeners.items()):
             await self.call(self.generator.abort, name)
-            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+            listener.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
         self._thread.shutdown()
 
     def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
@@ -108,11 +107,11 @@ class Serving:
                 for update in updates:
                     if listener := self._listeners.get(update.completion.request_id):
                         listener.num_open -= update.finish_reason is not None
-                        listener.queue.put_nowait(update)
+                        listener.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - every listener raises it
             for listener in self._listeners.values():
                 listener.num_open = 0
-                listener.queue.put_nowait(error)
+                listener.put_nowait(error)
 
     def _step(self) -> list[Update]:
         updates = []

@@ -16,7 +16,7 @@ lane, D model width, K experts a token, V vocabulary.
 
 from __future__ import annotations
 
-import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,9 +28,10 @@ import numpy as np
 import torch
 
 from moetrain.config import ConfigError
+from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.gumbel import gumbel_argmax, kept_tokens, noise_keys, stream_of
+from moetrain.kernels.loss.gumbel import filtered_argmax, noise_keys, stream_of
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
@@ -46,6 +47,9 @@ _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAGES = range(10)
 """Columns of a lane, or of a chunk's last token: how many drafts there are up to it, the token
 behind it or -1, and how many tokens its sequence has pages for."""
+
+_LARGEST_FACTOR = 10_000
+_FACTORS = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]*)')
 
 
 class Step(NamedTuple):
@@ -390,22 +394,61 @@ class Steps:
         return list(zip(tokens, logprobs, likeliest, strict=True))
 
 
+class Grammars:
+    """The grammars that one generator's completions follow, by llguidance.
+
+    A grammar is a kind and a text: ``json_schema``, ``regex``, ``choice`` (a JSON list of texts) or
+    ``grammar`` (Lark in llguidance's dialect, or GBNF).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], known: int) -> None:
+        """``ends``: tokens that end a text; ``known``: V. ConfigError: there is no llguidance."""
+        try:
+            import llguidance
+        except ImportError:
+            remedy = "install it: pip install 'moetrain[grammar]'"
+            raise ConfigError("grammar", f"it takes llguidance; {remedy}") from None
+        file = tokenizer.export().files["tokenizer.json"]
+        content = file if isinstance(file, str) else file.read_text()
+        self._library: Any = llguidance
+        self.ends, self.known = [token for token in ends if token < known], known
+        self._tokens = llguidance.LLTokenizer(content, eos_token=self.ends)
+
+    def begin(self, kind: str, text: str) -> Any:
+        """Return a matcher at the start of a text; ValueError: it is no such grammar."""
+        if any(float(x) > _LARGEST_FACTOR for x in _FACTORS.findall(text)):
+            raise ValueError(f"grammar: a multipleOf of more than {_LARGEST_FACTOR} takes too long")
+        grammar = self._library.grammar_from(kind, text)
+        matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
+        matcher.compute_bitmask()  # before, it is not known whether any text follows it
+        if matcher.is_error():
+            problem = " ".join(matcher.get_error().split())[:300]
+            raise ValueError(f"grammar: {problem}, in this {kind}")
+        return matcher
+
+    def allowed(self, chunks: Sequence[Chunk]) -> np.ndarray:
+        """Return the tokens that may follow each chunk, bool [N, V]; drafts count as chosen."""
+        allowed_NV = np.ones((len(chunks), self.known), bool)
+        for allowed_V, (sequence, start, number) in zip(allowed_NV, chunks, strict=True):
+            if (matcher := sequence.matcher) is None:
+                continue
+            drafts = sequence.drafts[: max(0, start + number - len(sequence.tokens))]
+            if drafts:
+                matcher = matcher.deep_copy()
+            # Behind a draft that may not follow, nothing is chosen.
+            if matcher.try_consume_tokens(drafts) == len(drafts):
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed_V[:] = np.unpackbits(bits, bitorder="little")[: self.known]
+                # Whose text a tokenizer may have as that of any other token.
+                allowed_V[self.ends] &= matcher.is_accepting()
+        return allowed_NV
+
+
 def _choose_filtered(
     logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
-    inverse_N = torch.tensor([p.inverse for p in params], device=logits_NV.device)
-    kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
-    masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
-    return gumbel_argmax(masked_NV, keys_N, inverse_N)
-
-
-def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the tokens that ``params`` keep, bool [N, V]; the likeliest always stays."""
-    most = scores_NV.shape[1]
-    # A sum of shares may round to 1 before the last token, so top_p 1 must not be compared.
-    limits = [
-        (min(p.top_k or most, most), p.top_p if p.top_p < 1 else math.inf, p.min_p) for p in params
-    ]
-    columns = (torch.tensor(x, device=scores_NV.device) for x in zip(*limits, strict=True))
-    return kept_tokens(scores_NV, *columns)
+    most = logits_NV.shape[1]  # top_k may be more than an int64
+    numbers = [(p.inverse, min(p.top_k, most), p.top_p, p.min_p) for p in params]
+    filters = (torch.tensor(x, device=logits_NV.device) for x in zip(*numbers, strict=True))
+    return filtered_argmax(logits_NV, keys_N, *filters)

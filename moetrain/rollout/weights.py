@@ -166,14 +166,12 @@ class WeightUpdate:
         self.engine.fsdp.settle()
         for pair in self._here:
             pair.target.copy_(pair.member.read())
-        under_way: _Gather | None = None
-        for gather in self._gathers:
-            gather.start()
-            if under_way is not None:  # it travelled while this one was packed
-                under_way.finish()
-            under_way = gather
-        if under_way is not None:
-            under_way.finish()
+        gathers = self._gathers
+        for gather, before in zip((*gathers, None), (None, *gathers), strict=True):
+            if gather is not None:
+                gather.start()
+            if before is not None:  # it travelled while this one was packed
+                before.finish()
         buffers = dict(self.engine.model.named_buffers())
         for name, buffer in self.generator.model.named_buffers():
             if name in buffers:

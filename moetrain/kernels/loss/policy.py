@@ -137,6 +137,24 @@ def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.
     return _KL_ESTIMATES[name](clamped(logprob - other))
 
 
+def policy_total(
+    kind: str,
+    bounds: tuple[float, float],
+    beta: float,
+    *given: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sum of the targets' losses; ``beta``: of the k2 estimate of the KL from old.
+
+    ``given``: log-probabilities, old ones, advantages, and which are of targets.
+    """
+    logprob, old, advantage, is_target = given
+    how = logprob, old, clamped(logprob - old), advantage.to(logprob.dtype)
+    loss, *_ = policy_loss(kind, *how, bounds, None)
+    if beta:
+        loss = loss + beta * kl_estimate("k2", logprob, old)
+    return torch.where(is_target, loss, 0).sum()
+
+
 def kl_of_likeliest(
     logits_TK: torch.Tensor,
     lse_T: torch.Tensor,
