@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from classification import Classification
+from distillation import Distillation
 from distributed import spawn
 from test_preferences import whole
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.packing import IGNORE_INDEX, Row
 from moetrain.train.metrics import read_metrics
-from moetrain.train.objectives import CrossEntropy, Distillation, Term, token_losses
+from moetrain.train.objectives import CrossEntropy, Term, token_losses
 from moetrain.train.trainer import Trainer
 
 SIZE, K, CLASSES = 32, 5, (ord("y"), ord("n"), ord("?"))

@@ -8,7 +8,7 @@ on the host before the step runs.
 A new term is a line in an objective's ``terms``, or an objective of its own. The engine that runs
 micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no term by name.
 
-Legend: B rows, S tokens of a row, T = B * S, D model width, K a teacher's candidates.
+Legend: B rows, S tokens of a row, T = B * S, D model width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config
 from moetrain.kernels.loss.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
 from moetrain.models.architecture import Architecture
@@ -134,40 +134,6 @@ def token_losses(
     """Return [T] loss, lse and entropy of every token, all 0 where there is no target."""
     what = hidden_BSD.flatten(0, 1), model.head_weight, batch.targets_BS.flatten()
     return model.vocabulary.token_losses(*what, temperature=temperature)
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """The mean divergence KL(teacher || model) over a teacher's likeliest tokens, in nats a token.
-
-    Rows have the fields ``teacher_ids`` and ``teacher_logprobs``, for each token K candidates for
-    it. The teacher's probabilities are taken to sum to 1 over them (arXiv 1503.02531).
-    """
-
-    label_weight: float = 0.0
-    """What the cross-entropy of the targets themselves counts for beside it."""
-    balances: bool = False
-
-    def sizes(self, batches: Sequence[Any]) -> dict[str, int]:
-        if missing := {"teacher_ids", "teacher_logprobs"} - {*batches[0].extra}:
-            problem = f"rows have no field {min(missing)!r}, which distillation learns from"
-            raise ConfigError("data", f"{problem}; give it")
-        return CrossEntropy().sizes(batches)
-
-    def terms(
-        self, model: Transformer, outputs: Outputs, batch: Any, sizes: Sizes
-    ) -> dict[str, Term]:
-        ids_TK = batch.extra["teacher_ids"].flatten(0, 1)
-        p_BSK = batch.extra["teacher_logprobs"].softmax(2)
-        p_TK = torch.where(batch.targets_BS[..., None] >= 0, p_BSK, 0).flatten(0, 1)
-        hidden_TD = outputs.hidden_BSD.flatten(0, 1)
-        logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, ids_TK)
-        losses = token_losses(model, outputs.hidden_BSD, batch)
-        surprise_TK = losses.lse_T[:, None] - logits_TK
-        divergence = (p_TK * surprise_TK - torch.special.entr(p_TK)).sum()
-        share = outputs.share / sizes["targets"]
-        cross_entropy = Term(losses.loss_T.sum() * share, self.label_weight)
-        return {"distillation": Term(divergence * share), "cross_entropy": cross_entropy}
 
 
 @dataclass(frozen=True)
