@@ -297,3 +297,9 @@ def test_expert_adapters_of_tenants_are_those_of_each_alone(backend, empty, most
         for one, other in zip((*mine, *(g[i] for g in gradients)), (*alone, *theirs), strict=True):
             assert one.shape == other.shape
             assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(other)
+
+
+def test_fewer_residents_than_tenants_are_refused(tmp_path):
+    words = [*WORDS, "jobs.max_tenants=3", "jobs.max_resident=2"]
+    with pytest.raises(ConfigError, match=r"jobs.max_resident: 2 is below jobs.max_tenants 3"):
+        Service(config_of(tmp_path, *words))

@@ -167,7 +167,10 @@ class SharedEngine(Engine):
         """Return how many jobs may be resident, where the run leaves ``room`` bytes. Collective."""
         jobs = self.config.jobs
         if jobs.max_resident != "auto":
-            return max(jobs.max_resident, jobs.max_tenants)
+            if jobs.max_resident < jobs.max_tenants:
+                problem = f"{jobs.max_resident} is below jobs.max_tenants {jobs.max_tenants}"
+                raise ConfigError("jobs.max_resident", f"{problem}, which share a pass; raise it")
+            return jobs.max_resident
         each = self.state_bytes() * 4 / 3  # with gradients
         fit = 1 + int(room // each) if self.world.device.type == "cuda" else 1
         return min(self.world.gather(max(fit, jobs.max_tenants)))

@@ -29,7 +29,12 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetrain.kernels.backend import INTERPRETED, KNOBS, TensorDescriptor, triton
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    KNOBS,
+    TensorDescriptor,
+    triton,
+)
 
 _logger = logging.getLogger("moetrain")
 

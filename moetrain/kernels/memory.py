@@ -12,7 +12,16 @@ import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from typing import Any, ClassVar
 

@@ -21,8 +21,17 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.attention.split_keys import BLOCK, split_attention, splits_keys
-from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.attention.split_keys import (
+    BLOCK,
+    split_attention,
+    splits_keys,
+)
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    TensorDescriptor,
+    tl,
+    triton,
+)
 
 _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)

@@ -25,7 +25,13 @@ Legend: B batch, S sequence, T query tokens, L key tokens, H query heads, G key 
 import torch
 
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _KEYS, _WARPS, _STAGES = 128, 64, 8, 2  # not measured against others yet

@@ -28,7 +28,12 @@ import functools
 
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    TensorDescriptor,
+    tl,
+    triton,
+)
 from moetrain.kernels.small_m import multiprocessors
 
 BLOCK = 64

@@ -31,7 +31,14 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast, worth_saving
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
+)
 from moetrain.kernels.experts.clamped_swiglu import (
     clamped_swiglu,
     clamped_swiglu_gradients,

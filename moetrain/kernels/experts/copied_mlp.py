@@ -20,7 +20,11 @@ import torch
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
-from moetrain.kernels.experts.mlp import _expert_mlp, _expert_mlp_backward, expert_mlp
+from moetrain.kernels.experts.mlp import (
+    _expert_mlp,
+    _expert_mlp_backward,
+    expert_mlp,
+)
 from moetrain.kernels.experts.mlp_fp8 import (
     _expert_mlp_fp8,
     _expert_mlp_fp8_backward,

@@ -22,7 +22,12 @@ Legend: T tokens, K experts a token, S = T * K slots, D model width, E experts, 
 
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    TensorDescriptor,
+    tl,
+    triton,
+)
 
 _MOST_TOKENS = 16
 """Rows of the smallest tile of a matrix product."""

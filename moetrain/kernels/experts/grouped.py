@@ -43,7 +43,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moetrain.kernels.backend import HopperDescriptor, gl, gluon, hopper, triton
+from moetrain.kernels.backend import (
+    HopperDescriptor,
+    gl,
+    gluon,
+    hopper,
+    triton,
+)
 
 _FORWARD, _TRANSPOSED, _OUTER = 0, 1, 2  # b as [E, N, K], as [E, K, N], and weights' gradients
 _HALF = gl.constexpr(64)

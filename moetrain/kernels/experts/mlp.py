@@ -53,7 +53,12 @@ import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
-from moetrain.kernels.backend import Backend, refusal, use_fast, worth_saving
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    use_fast,
+    worth_saving,
+)
 from moetrain.kernels.experts import grouped
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,

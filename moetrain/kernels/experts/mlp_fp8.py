@@ -44,7 +44,12 @@ from moetrain.kernels.backend import (
     worth_saving,
 )
 from moetrain.kernels.experts.mlp import check_experts, register_experts
-from moetrain.kernels.experts.permutation import ExpertIndices, permute, sum_rows, unpermute
+from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
+    permute,
+    sum_rows,
+    unpermute,
+)
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.quant.e4m3 import (

@@ -37,7 +37,13 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.experts.permutation import ExpertIndices
 
 _PLAN_WARPS = 4

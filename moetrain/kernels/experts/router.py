@@ -24,7 +24,14 @@ from typing import Any, Literal
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast, worth_saving
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
+)
 from moetrain.kernels.experts.routed import Routed, weighted
 
 _MAX_EXPERTS = 512

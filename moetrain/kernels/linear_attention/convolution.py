@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import INTERPRETED, Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.linear_attention.reads import Reads
 
 _EPS = 1e-6

@@ -36,7 +36,11 @@ from typing import NamedTuple, Self
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.gated_delta import CHUNK, Carried, continued
+from moetrain.kernels.linear_attention.gated_delta import (
+    CHUNK,
+    Carried,
+    continued,
+)
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd_continued
 

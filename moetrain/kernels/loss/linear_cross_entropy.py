@@ -29,8 +29,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
-from moetrain.kernels.loss.narrow_gradients import narrow_gradients, narrow_products, step_of
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
+from moetrain.kernels.loss.narrow_gradients import (
+    narrow_gradients,
+    narrow_products,
+    step_of,
+)
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     ChunkStats,

@@ -39,7 +39,11 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     ChunkStats,
     exponentials,
 )
-from moetrain.kernels.quant.e4m3 import MULTIPLE, Quantised, quantise_columns
+from moetrain.kernels.quant.e4m3 import (
+    MULTIPLE,
+    Quantised,
+    quantise_columns,
+)
 from moetrain.kernels.quant.products import scaled_mm
 
 _E5M2 = torch.float8_e5m2

@@ -23,7 +23,14 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, require_contiguous, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+)
 
 
 def rms_norm(

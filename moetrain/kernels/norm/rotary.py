@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, require_contiguous, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.norm.rms_norm import rms_norm
 
 _HEADS = 8  # heads of one token that a program rotates

@@ -22,7 +22,13 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.optim.rounding import (
     BLOCK,
     OUT_DTYPES,

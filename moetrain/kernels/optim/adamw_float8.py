@@ -44,7 +44,13 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ConfigError
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.rounding import (
     WARPS,

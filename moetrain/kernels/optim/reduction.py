@@ -19,7 +19,13 @@ Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 import torch
 import torch.nn.functional as F
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 # Launch settings, measured on one H200.
 _BLOCK, _WARPS = 1024, 4

@@ -23,7 +23,13 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -43,7 +43,13 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_rows
 
 _BAD = 255

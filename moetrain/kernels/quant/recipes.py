@@ -15,7 +15,11 @@ from typing import NamedTuple
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.quant.blocks import QuantisedBlocks, Scales, quantise_blocks
+from moetrain.kernels.quant.blocks import (
+    QuantisedBlocks,
+    Scales,
+    quantise_blocks,
+)
 from moetrain.kernels.quant.e4m3 import (
     MULTIPLE,
     TILE,

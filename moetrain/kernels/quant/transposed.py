@@ -34,7 +34,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import INTERPRETED, Backend, TensorDescriptor, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    TensorDescriptor,
+    tl,
+    triton,
+    use_fast,
+)
 from moetrain.kernels.experts.products import grouped_weight_grad
 from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
 

@@ -13,7 +13,12 @@ from pydantic import Field, model_validator
 
 from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,

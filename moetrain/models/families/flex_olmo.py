@@ -9,7 +9,12 @@ from typing import Any, ClassVar
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.moe import RoutedExperts
 

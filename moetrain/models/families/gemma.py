@@ -23,7 +23,11 @@ from moetrain.models.architecture import (
     Rotation,
 )
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
-from moetrain.models.families.gemma_layers import GemmaAttention, GemmaExperts, GemmaMLP
+from moetrain.models.families.gemma_layers import (
+    GemmaAttention,
+    GemmaExperts,
+    GemmaMLP,
+)
 from moetrain.models.families.qwen_next import beside_vision
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error

@@ -7,7 +7,12 @@ own, which predict further tokens, are carried on into an export, or trained
 
 from typing import Any
 
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.families.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,

@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.deepseek import V3, V3Decoder, read_v3_layers
+from moetrain.models.families.deepseek import (
+    V3,
+    V3Decoder,
+    read_v3_layers,
+)
 from moetrain.models.families.deepseek_router import write_deepseek_layers
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error

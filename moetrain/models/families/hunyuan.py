@@ -9,7 +9,12 @@ from typing import Any
 
 from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 

@@ -27,7 +27,13 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.kernels.norm.rotary import rotary
-from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload, linear
+from moetrain.models.architecture import (
+    FP32,
+    AttentionPart,
+    Weight,
+    Workload,
+    linear,
+)
 from moetrain.models.attention import masked_attention
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule

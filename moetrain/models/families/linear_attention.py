@@ -25,8 +25,17 @@ from moetrain.kernels.linear_attention.convolution import Convolution
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
 from moetrain.kernels.linear_attention.step import gated_delta_step
 from moetrain.kernels.norm.elementwise import exp, sigmoid, softplus
-from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.families.linear_states import FILTER, RATES, LinearMixer
+from moetrain.models.architecture import (
+    FP32,
+    AttentionPart,
+    Weight,
+    Workload,
+)
+from moetrain.models.families.linear_states import (
+    FILTER,
+    RATES,
+    LinearMixer,
+)
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 

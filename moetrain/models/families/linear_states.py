@@ -16,7 +16,11 @@ from torch import nn
 
 from moetrain.config import KernelsSection
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
+from moetrain.kernels.linear_attention.convolution import (
+    Convolution,
+    convolution_step,
+    convolved,
+)
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.step import StateCache

@@ -1,6 +1,10 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, DenseDecoder
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    DenseDecoder,
+)
 from moetrain.models.family import Family, register
 
 register(

@@ -29,8 +29,17 @@ from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.kernels.linear_attention.step import ssd_step
 from moetrain.kernels.norm.elementwise import exp, softplus
 from moetrain.kernels.norm.rms_norm import rms_norm
-from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.families.linear_states import FILTER, RATES, LinearMixer
+from moetrain.models.architecture import (
+    FP32,
+    AttentionPart,
+    Weight,
+    Workload,
+)
+from moetrain.models.families.linear_states import (
+    FILTER,
+    RATES,
+    LinearMixer,
+)
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.family import Family, register
 
 _FIXED: dict[str, Any] = {

@@ -2,7 +2,11 @@
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    moe_block,
+)
 from moetrain.models.family import Family, register
 from moetrain.models.moe import RoutedExperts
 

@@ -31,7 +31,12 @@ from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.kernels.loss.balancing import RouterStats
-from moetrain.models.architecture import Architecture, Part, Weight, linear
+from moetrain.models.architecture import (
+    Architecture,
+    Part,
+    Weight,
+    linear,
+)
 from moetrain.models.family import Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm

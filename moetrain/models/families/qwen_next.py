@@ -12,7 +12,12 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
+from moetrain.models.families.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    MoEDecoder,
+    moe_block,
+)
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.families.take_rows import TakeRows
