@@ -40,7 +40,7 @@ RATES = {"all weights": "rl_lr", "adapters": "lora_lr"}
 
 def write_problems(folder: Path, worked: int, rewarded: int) -> None:
     """Write solutions.jsonl, problems.jsonl and reward.py; no problem is in both files."""
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports] - no dependency
 
     made = reasoning_gym.create_dataset("gsm_symbolic", size=3 * (worked + rewarded), seed=0)
     unique = {entry["question"]: entry for entry in made}.values()
