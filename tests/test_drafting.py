@@ -514,6 +514,8 @@ def test_a_model_without_a_block_is_refused():
         Generator(Transformer(architecture_of("glm4_moe", **SIZES)), draft=2)
     with pytest.raises(ValueError, match="draft -1 is negative"):
         Generator(make_model("glm4_moe"), draft=-1)
+    with pytest.raises(ValueError, match="draft_by 'n-gram' is neither"):
+        Generator(make_model("glm4_moe"), draft=1, draft_by="n-gram")
 
 
 # ---- commands, servers, files ------------------------------------------------------------------

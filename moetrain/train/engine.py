@@ -5,9 +5,9 @@
 
 Data, folders, learning-rate schedules and when to do what are a loop's business, such as
 :mod:`moetrain.train.trainer`'s; weights and moments are held by :class:`ModelState`. Inside a step
-nothing here waits for the device, with two exceptions: dispatch without fixed sizes waits for its
-counts, and the number of rows that found no room in buffers of fixed sizes is read while the last
-backward runs.
+nothing here waits for the device, with three exceptions: dispatch without fixed sizes waits for its
+counts, the number of rows that found no room in buffers of fixed sizes is read while the last
+backward runs, and ``log.find_nan`` reads whether the step was skipped.
 
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """

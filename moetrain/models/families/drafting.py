@@ -26,7 +26,7 @@ K drafts.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -41,10 +41,12 @@ DraftBy = Literal["block", "ngram"]
 def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
     """Raise ConfigError if ``model``, a ``Transformer``, has no block to draft tokens with.
 
-    Raises ValueError: ``draft`` is negative.
+    Raises ValueError: ``draft`` is negative, or ``by`` is neither.
     """
     if draft < 0:
         raise ValueError(f"draft {draft} is negative")
+    if by not in get_args(DraftBy):
+        raise ValueError(f"draft_by {by!r} is neither 'block' nor 'ngram'")
     if draft and by == "block" and not model.arch.mtp_layers:
         problem = "but this model was loaded without blocks for further tokens"
         remedy = "load it with load_model(..., draft=...), or set draft_by 'ngram'"
