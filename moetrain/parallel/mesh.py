@@ -80,11 +80,12 @@ class ParallelDims:
 
     @classmethod
     def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
-        """Make the dims that train ``arch``, inferring a dp_shard of -1; ConfigError: none fit."""
+        """Make the dims that train ``arch``, inferring a degree of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
-        others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
-        if degrees.dp_shard == -1:
-            given["dp_shard"] = max(1, world_size // others)
+        for name in ("dp_replicate", "dp_shard"):
+            if given[name] == -1:
+                others = math.prod(given[axis] for axis in _DENSE_AXES if axis != name)
+                given[name] = max(1, world_size // others)
         dims = cls(world_size, **given)
         dims._check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
