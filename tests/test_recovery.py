@@ -140,7 +140,7 @@ def test_damage_in_memory_is_passed_over_in_one_line(tiny, memory, caplog):
     (three / "model-00000-00.safetensors").unlink()
     assert Trainer(words).step == 0
     (line,) = (text for text in said(caplog) if "step 3 in memory is passed over" in text)
-    assert "no machine has model-00000-00.safetensors (1 of 5 files are lost)" in line
+    assert line.endswith("no machine has model-00000-00.safetensors")
 
 
 def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):

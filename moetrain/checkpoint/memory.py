@@ -87,9 +87,8 @@ class Memory:
         self._machines = sorted(set(self._keepers))
         self.keeps = rank in self._machines
         """Whether this rank makes, completes and removes its machine's checkpoints."""
-        several = len(self._machines) > 1
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if several else None
-        self._lacking: list[_Move] = []
+        if len(self._machines) > 1:
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def open(self, run: str, since: int | None = None) -> None:
         """Use the checkpoints of ``run``, none later than step ``since``; remove all others."""
@@ -144,19 +143,17 @@ class Memory:
         return found
 
     def _find(self, parts: Sequence[_Held]) -> str:
-        """Note which files machines lack, by rank; return why the checkpoint is not complete."""
+        """Note which files machines lack; return why they do not have all of them together."""
         if len({part.seal for part in parts if part.seal}) > 1:
             return "machines have different ones"
         sizes = next(part.sizes for part in parts if part.seal)
-        who = {name: [k for k in self._machines if name in parts[k].here] for name in sizes}
-        if lost := [name for name in sizes if not who[name]]:
-            return f"no machine has {lost[0]} ({len(lost)} of {len(sizes)} files are lost)"
-        self._lacking = [
-            _Move(name, size, who[name][0], target)
-            for name, size in sizes.items()
-            for target in self._machines
-            if target not in who[name]
-        ]
+        self._lacking = []
+        for name, size in sizes.items():
+            have = [keeper for keeper in self._machines if name in parts[keeper].here]
+            if not have:
+                return f"no machine has {name}"
+            for target in {*self._machines} - {*have}:
+                self._lacking.append(_Move(name, size, have[0], target))
         return ""
 
     def fetch(self, step: int) -> Path:

@@ -175,7 +175,11 @@ class Saver:
             if memory is None:
                 self._tell_all(lambda: _complete(plan, new, reports, state), plan)
             else:
-                self._complete_apart(plan, memory, new, reports, state)
+                told = self._tell_all(lambda: json.dumps([_joined(reports).to_json(), state]), plan)
+                value, state = json.loads(told)
+                contents = Contents.from_json(value)
+                self._do(lambda: memory.carry(new, memory.copies(contents)), plan)
+                self._do(lambda: commit(new, plan.path, contents, state), plan, memory.keeps)
         finally:
             if is_here:
                 shutil.rmtree(new, ignore_errors=True)
@@ -183,22 +187,6 @@ class Saver:
             _remove(path)
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
-
-    def _complete_apart(
-        self,
-        plan: SavePlan,
-        memory: Memory,
-        new: Path,
-        reports: Sequence[str],
-        state: Mapping[str, Any],
-    ) -> None:
-        """Copy files to other machines, and complete every machine's folder."""
-        told = self._tell_all(lambda: json.dumps([_joined(reports).to_json(), state]), plan)
-        value, state = json.loads(told)
-        contents = Contents.from_json(value)
-        if moves := memory.copies(contents):
-            self._do(lambda: memory.carry(new, moves), plan)
-        self._do(lambda: commit(new, plan.path, contents, state), plan, memory.keeps)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
         """Let each rank, or those whose work it is, ``act``; RunFailed on all if one fails."""
@@ -420,10 +408,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def begin(final: Path, new: Path | None = None) -> Path:
-    """Make an empty folder beside ``final`` for :func:`commit`; OSError: it cannot be made.
-
-    It is named by this process unless ``new`` is given.
-    """
+    """Make an empty folder beside ``final`` for :func:`commit`; OSError: it cannot be made."""
     new = new or _hidden(final, str(os.getpid()))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

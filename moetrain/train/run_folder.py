@@ -37,10 +37,9 @@ from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
-_BEGUN, _RUN, _LOCK, _MARK = ".begun", ".run", ".lock", ".rank-{}"
-"""Files of a folder: whose content is that of the run last started there; which names the run that
-its checkpoints are of; whose lock a run holds; which a rank writes to show that its machine has the
-folder."""
+_RUN, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
+"""Files of a folder: which names the run that has begun there; whose lock a run holds; which a rank
+writes to show that its machine has the folder."""
 _VISIBLE_SECONDS = 60.0
 """Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
@@ -213,9 +212,8 @@ class RunFolder:
             run = mark.read_text() if world.is_main and mark.exists() else ""
             self.memory.open(world.broadcast(run), since)
 
-    def is_in_memory(self, checkpoint: Path | None) -> bool:
-        is_one = self.memory is not None and checkpoint is not None
-        return is_one and checkpoint.parent == self.memory.root
+    def is_in_memory(self, checkpoint: Path) -> bool:
+        return self.memory is not None and checkpoint.parent == self.memory.root
 
     def find(self, resume: str, before: int | None = None, least: int = 0) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
@@ -284,11 +282,11 @@ class RunFolder:
         It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
         before that, the run begins where it first did.
         """
-        mark = self.path / _BEGUN
-        if restarts and mark.exists():
-            return "auto" if in_memory or list_checkpoints(self.checkpoints) else resume
-        mark.unlink(missing_ok=True)
-        return resume
+        mark = self.path / _RUN
+        if not restarts and resume != "auto":
+            mark.unlink(missing_ok=True)
+        has_saved = in_memory or list_checkpoints(self.checkpoints)
+        return "auto" if mark.exists() and has_saved else resume
 
     def set_aside(self, resumed: Path | None, step: int) -> None:
         """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
@@ -298,8 +296,9 @@ class RunFolder:
         metrics, whose later lines it will drop.
         """
         folder, root = self.path, self.checkpoints
-        is_here = resumed is not None and resumed.resolve().parent == root.resolve()
-        is_continued = is_here or self.is_in_memory(resumed)
+        is_continued = resumed is not None and (
+            self.is_in_memory(resumed) or resumed.resolve().parent == root.resolve()
+        )
         if not is_continued or not (folder / _RUN).exists():
             (folder / _RUN).write_text(secrets.token_hex(8))
         since = step if is_continued else -1
@@ -319,7 +318,6 @@ class RunFolder:
                     if (folder / name).exists():
                         (folder / name).rename(old / name)
                 logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
-        (folder / _BEGUN).touch()
 
 
 def _is_of_a_run(file: Path) -> bool:
