@@ -86,7 +86,8 @@ def _parallelize(
     for name in styles.keys() - here:
         del styles[name]
     reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard)
+    frees, is_alone = frees_memory(config, world.size), world.size == 1
+    fsdp = FSDP(parallel, device, frees, reshard, 1 if is_alone else 2)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect()
     model.sharding = fsdp
@@ -127,10 +128,11 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
+        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
-    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
+    return num_blocks * bool(wanted or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------
