@@ -37,6 +37,7 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 EXPORT = "hf"
 """Name of the folder, in a run's output folder, that the run exports to."""
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _MANIFEST = ".moetrain-export.json"
 """Lists the files of an export, so that the next one into the folder can remove old ones."""
 
@@ -413,15 +414,19 @@ def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
-    """Remove files of an earlier export that this one has not, and list the files of this one."""
+    """Remove files of an earlier export that this one has not, and list the files of this one.
+
+    Weights are removed whoever wrote them: a reader would take them for this export's.
+    """
     manifest = folder / _MANIFEST
-    earlier: object = []
+    earlier: object = None
     if manifest.is_file():
         try:
             earlier = read_json(manifest).get("files")
         except ConfigError as failure:
             logger.warning("what an earlier export left there is kept: %s", failure.problem)
     write_files(folder, {_MANIFEST: {"files": sorted(written)}})
-    for name in earlier if isinstance(earlier, list) else []:
+    weights = [path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
+    for name in weights + (earlier if isinstance(earlier, list) else []):
         if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

@@ -7,10 +7,10 @@ Left out on purpose: process groups (how processes share the work is an argument
 tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 """
 
+import filecmp
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -49,8 +49,6 @@ from moetrain.models.transformer import Transformer
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
-_OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-
 _File = Path | str | Mapping[str, Any]
 _EOS = "eos_token_id"
 
@@ -79,9 +77,6 @@ class Export:
 
     Several processes can share the work. Each takes host memory for two files: one that is being
     written, and one that it collects.
-
-    Attributes:
-        dtypes: the dtype in which each weight is written, by its name in the files.
     """
 
     SHARD_BYTES = 5 * 10**9
@@ -112,8 +107,8 @@ class Export:
         self.wait = wait
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
-        self._pieces, self._own = model.pieces(), []
-        for name, group in itertools.groupby(self._pieces, attrgetter("hf_name")):
+        self._own = list[_Outgoing]()
+        for name, group in itertools.groupby(model.pieces(), attrgetter("hf_name")):
             pieces = [*group]
             parameter, shape = pieces[0].parameter, Piece.shape_of(pieces, parameters)
             # What is added to scores may be smaller than their rounding in a narrow dtype.
@@ -123,18 +118,21 @@ class Export:
                 own = source.stored[name].dtype
             num_bytes = math.prod(shape) * own.itemsize
             self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
-        self._copies = {piece.hf_name for piece in self._pieces if piece.is_copy}
-        self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = _side_files(model.arch, source, tokenizer, default)
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
         # One of each parameter's pieces, and dtypes, speaks for all.
-        speakers = {(p, self.dtypes[name]): name for name, p, *_ in self._pieces}
+        speakers = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
         for (parameter, dtype), name in speakers.items():
-            if parameter in here and (problem := _misfit(name, here[parameter](), dtype)):
-                return problem
+            weight = here[parameter]() if parameter in here else torch.empty(0)
+            limit = torch.finfo(dtype).max
+            if limit < torch.finfo(weight.dtype).max and weight.numel():
+                largest = weight.abs().amax().item()
+                if limit < largest < math.inf:
+                    problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
+                    return f"{problem}; use bfloat16 or float32"
         return ""
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -162,9 +160,6 @@ class Export:
             weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
             files[INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         lost += write_files(self.folder, files)
-        for path in self.folder.iterdir():
-            if _OUR_FILES.fullmatch(path.name) and path.name not in {*shards, *files}:
-                path.unlink()
         remove_stale(self.folder, [*shards, *files])
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
@@ -210,7 +205,7 @@ class Export:
                 assert came == name  # both walk the same table
                 if is_mine and piece.is_whole:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_shared = self.ranks > 1 or name in self._copies
+                    is_shared = self.ranks > 1 or piece.is_copy
                     is_borrowed = is_shared and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
                     values[name] = tensor.to("cpu", copy=is_borrowed)
@@ -253,25 +248,12 @@ def save_hf(
         model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
     )
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    own = [(piece.hf_name, parameters[piece.parameter][piece.place]) for piece in model.pieces()]
-    for name, weight in own:
-        if problem := _misfit(name, weight, export.dtypes[name]):
-            raise ConfigError("checkpoint.hf_dtype", problem)
+    if problem := export.misfit({name: x.detach for name, x in parameters.items()}):
+        raise ConfigError("checkpoint.hf_dtype", problem)
     warn_about_router_bias(model)
-    export.write(own)
+    export.write((p.hf_name, parameters[p.parameter][p.place]) for p in model.pieces())
     if model.source is not None and Path(folder).samefile(model.source.folder):
         model.source = check_checkpoint(folder, model.arch)
-
-
-def _misfit(name: str, weight: torch.Tensor, dtype: torch.dtype) -> str:
-    """Describe a number of ``weight`` that would overflow in ``dtype``, or ""."""
-    limit = torch.finfo(dtype).max
-    if limit < torch.finfo(weight.dtype).max and weight.numel():
-        largest = weight.detach().abs().amax().item()
-        if limit < largest < math.inf:
-            problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
-            return f"{problem}; use bfloat16 or float32"
-    return ""
 
 
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
@@ -365,6 +347,5 @@ def _set_ids(
 
 def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
     ours, theirs = tokenizer.files.get("tokenizer.json"), folder / "tokenizer.json"
-    if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
-        return False
-    return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()
+    are_files = isinstance(ours, Path) and ours.is_file() and theirs.is_file()
+    return are_files and filecmp.cmp(ours, theirs, shallow=False)
