@@ -60,7 +60,7 @@ a large one as are read in a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
 _BLOCK_BYTES = 1 << 22
 """Bytes of text in a block of a stream, at least; twice as many at most."""
-_KEPT_BLOCKS = 4
+_KEPT_BLOCKS, _MOST_WORKERS = 4, 8
 _FREE_SHARE = 0.1
 
 _Place = tuple[int, int, int]
@@ -144,9 +144,15 @@ class Blocks:
     """
 
     def __init__(
-        self, source: Source, share: HashRange, tokenizer: Tokenizer, cache_dir: Path, workers: int
+        self,
+        source: Source,
+        share: HashRange,
+        tokenizer: Tokenizer,
+        cache_dir: Path,
+        workers: int | None,
     ) -> None:
-        """List the blocks of ``share`` of ``source``; ``workers`` processes make them."""
+        """List the blocks of ``share`` of ``source``; ``workers`` processes make them (None: a core
+        each, up to 8)."""
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
         shuffled = (parts[i] for i in order)
@@ -161,7 +167,8 @@ class Blocks:
         place = launched_place()
         self._local_rank = 0 if place is None else place.local_rank
         self._on_machine = (place and place.on_machine) or 1
-        self._workers = workers
+        cores = (os.cpu_count() or 1) // self._on_machine
+        self._workers = min(max(1, cores), _MOST_WORKERS) if workers is None else workers
 
     def first(self) -> tuple[TokenCache, int]:
         """Return the first block, and how many bytes its records have."""

@@ -13,7 +13,6 @@ Shapes: B rows, S tokens of a row.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, DataSection, logger
-from moetrain.config.environment import launched_place, user_cache_dir
+from moetrain.config.environment import user_cache_dir
 from moetrain.config.sections import MixEntry
 from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import (
@@ -194,7 +193,6 @@ _STREAMED_BYTES = 1 << 26
 """Size of files from which on data.streaming auto streams them."""
 _HELD_OUT_BYTES = 1 << 22
 """Bytes of held-out text that a stream evaluates at most, of as many blocks as have them."""
-_MOST_WORKERS = 8
 
 
 def _streamed(
@@ -210,12 +208,7 @@ def _streamed(
     if other is None and data.eval_fraction:
         border = data.eval_fraction
         rest, share, held_out = source, HashRange(low=border), HashRange(high=border)
-    workers = data.workers
-    if workers is None:
-        place = launched_place()
-        on_machine = (place and place.on_machine) or 1
-        workers = min(max(1, (os.cpu_count() or 1) // on_machine), _MOST_WORKERS)
-    blocks = Blocks(source, share, tokenizer, cache_dir, workers)
+    blocks = Blocks(source, share, tokenizer, cache_dir, data.workers)
     first, _ = blocks.first()
     _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
@@ -276,9 +269,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         total, what = total // 2, "pairs"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
-        train = _rows(cache, data, 0, border)
-        held_out = _rows(cache, data, border)
-        if len(train) and len(held_out):
+        sides = _rows(cache, data, 0, border), _rows(cache, data, border)
+        if all(map(len, sides)):
             logger.info(
                 "data.eval_fraction %s of the documents leaves a side without a row: held out are "
                 "the last %d of all %d %s instead",
@@ -287,7 +279,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
                 total,
                 what,
             )
-            return train, held_out
+            return sides
     if is_stream:
         raise ConfigError(
             "data.seq_len",

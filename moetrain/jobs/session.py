@@ -46,7 +46,7 @@ from moetrain.jobs.api import (
     source_of,
 )
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
+from moetrain.jobs.store import Job, SaveFolder
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
@@ -452,20 +452,20 @@ class JobSession:
 
     def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
-        folder, seen = self.now.folder / kind / str(request.path), self.now.seen
+        folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
         most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
-        is_main, room = self.world.is_main, (folder, seen, request.overwrite, most)
-        problem = self.run_here(lambda _: make_room(*room) if is_main else "")  # may be damaged
+        is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
+        problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):
             raise Refused(problem)
-        write(folder)
+        write(folder.path)
         if is_main:
-            write_save(folder, seen, request.ttl_seconds)
+            folder.write(seen, request.ttl_seconds)
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
         engine, path = self.engine, self.now.folder.parent / source_of(request.path)
-        found = self.run_here(lambda _: open_checkpoint(checkpoint_of(path)))
+        found = self.run_here(lambda _: open_checkpoint(SaveFolder(path).checkpoint()))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:

@@ -46,7 +46,7 @@ from moetrain.models.hf.files import (
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
-ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
+_ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _File = Path | str | Mapping[str, Any]
@@ -87,7 +87,7 @@ class Export:
         model: Transformer,
         folder: str | os.PathLike[str],
         *,
-        dtype: ExportDtype = "auto",
+        dtype: _ExportDtype = "auto",
         tokenizer: TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
@@ -218,7 +218,7 @@ def save_hf(
     model: Transformer,
     folder: str | os.PathLike[str],
     *,
-    dtype: ExportDtype = "auto",
+    dtype: _ExportDtype = "auto",
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
