@@ -372,20 +372,16 @@ def _encoded(
     for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
-            ids_T, masked_T = encoded.ids, None
+            has_bos, masked_T = is_start and not document.is_rendered, None
+            bos_T = np.array(tokenizer.bos_ids if has_bos else (), np.uint32)
+            ids_T = np.concatenate([bos_T, encoded.ids])
+            lacks_eos = document.is_end and ids_T[-1:].tolist() != [tokenizer.eos_id]
+            ids_T = np.append(ids_T, np.uint32([tokenizer.eos_id] * lacks_eos))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-            if is_start and tokenizer.bos_ids and not document.is_rendered:
-                bos_T = np.array(tokenizer.bos_ids, np.uint32)
-                ids_T = np.concatenate([bos_T, ids_T])
-                if masked_T is not None:
-                    masked_T = np.concatenate([np.ones(len(bos_T), np.uint8), masked_T])
-            has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
-            if document.is_end and not has_eos:
-                ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
-                # It has the loss of the text or of the assistant's turn that it ends, if any.
-                if masked_T is not None:
-                    masked_T = np.append(masked_T, masked_T.min(initial=1))
+                # EOS has the loss of the text or of the assistant's turn that it ends, if any.
+                around = len(bos_T), int(lacks_eos)
+                masked_T = np.pad(masked_T, around, constant_values=(1, masked_T.min(initial=1)))
             is_start = document.is_end
             yield document, ids_T, masked_T
 

@@ -9,6 +9,7 @@ before a weight is read. Left out on purpose: pickled weights (``.bin`` files ru
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -156,6 +157,12 @@ class TokenizerFiles:
         """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
         return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the checkpoint in ``folder`` has the same tokenizer."""
+        ours, theirs = self.files.get("tokenizer.json"), folder / "tokenizer.json"
+        are_files = isinstance(ours, Path) and ours.is_file() and theirs.is_file()
+        return are_files and filecmp.cmp(ours, theirs, shallow=False)
+
 
 def small_files(folder: Path) -> list[str]:
     """List what an export copies: every small file of ``folder`` that holds no weights.
@@ -164,10 +171,8 @@ def small_files(folder: Path) -> list[str]:
     files, the two configs that are written anew, weights of any format and their indices, other
     subfolders and files over 256 MiB are left out.
     """
-    found, paths = [], [*folder.iterdir()]
-    if (folder / _TEMPLATES).is_dir():
-        paths += (folder / _TEMPLATES).iterdir()
-    for path in sorted(path for path in paths if not path.name.startswith(".")):
+    found = []
+    for path in sorted((*folder.glob("[!.]*"), *folder.glob(f"{_TEMPLATES}/[!.]*"))):
         name = path.relative_to(folder).as_posix()
         if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
             continue
@@ -274,12 +279,10 @@ def _find_local(name: str, needs_weights: bool) -> Path | None:
         raise error(name, f"cannot be opened: {reason}") from None
     try:
         snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
-    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
-        return None
-    try:
         if needs_weights:
             _shards(Path(snapshot))
-    except ConfigError:  # an interrupted download, or another tool's, left only some of the files
+    # Nothing, or an interrupted download, or another tool's, left only some of the files.
+    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, ConfigError):
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
 

@@ -7,7 +7,6 @@ Left out on purpose: process groups (how processes share the work is an argument
 tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 """
 
-import filecmp
 import itertools
 import math
 import os
@@ -25,7 +24,6 @@ from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
-from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import exported_config
@@ -102,9 +100,7 @@ class Export:
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
-        self.rank = rank
-        self.ranks = ranks
-        self.wait = wait
+        self.tokenizer, self.rank, self.ranks, self.wait = tokenizer, rank, ranks, wait
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
         self._own = list[_Outgoing]()
@@ -119,7 +115,49 @@ class Export:
             num_bytes = math.prod(shape) * own.itemsize
             self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
-        self._files = _side_files(model.arch, source, tokenizer, default)
+        self._files = self._side_files(default)
+
+    def _side_files(self, dtype: torch.dtype | None) -> dict[str, _File]:
+        """Make everything but weights, by name in the export; raises as :func:`save_hf`.
+
+        ``dtype``: the dtype that config.json names; None: the one that the source names.
+        """
+        source, tokenizer = self.model.source, self.tokenizer
+        config = exported_config(self.model.arch, None if source is None else source.config)
+        keys = [key for key in ("torch_dtype", "dtype") if key in config]
+        if dtype is not None or not keys:
+            dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
+            name = str(dtype or mode(dtypes)).removeprefix("torch.")
+            config |= dict.fromkeys(keys or ["torch_dtype"], name)
+        generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
+        files: dict[str, _File] = {}
+        if source is not None:
+            kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
+            files |= {name: source.folder / name for name in kept}
+        if tokenizer is not None:
+            files |= tokenizer.files
+            ids = self._new_ids(tokenizer, config, generation)
+            config |= ids
+            for key, value in ids.items():
+                generation.pop(key, None)
+                if value is not None:
+                    generation[key] = value
+        if generation:
+            files[GENERATION] = generation
+        return files | {CONFIG: config}
+
+    def _new_ids(self, tokenizer: TokenizerFiles, *known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tokenizer's special ids, unless the source had the same tokenizer.
+
+        Even then the token that ended every document in training must be among those that end a
+        text, of which a chat model's checkpoint often lists several.
+        """
+        ids, source = tokenizer.ids, self.model.source
+        if source is None or not tokenizer.is_in(source.folder):
+            return ids
+        ends = (config.get(_EOS) for config in known)
+        is_known = any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in ends)
+        return {} if is_known else {_EOS: ids[_EOS]}
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
@@ -290,62 +328,3 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         return {SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))
-
-
-def _side_files(
-    arch: Architecture,
-    source: HFSource | None,
-    tokenizer: TokenizerFiles | None,
-    dtype: torch.dtype | None,
-) -> dict[str, _File]:
-    """Make everything but weights, by name in the export; raises as :func:`save_hf`.
-
-    ``dtype``: the dtype that config.json names; None: the one that ``source`` names.
-    """
-    config = exported_config(arch, None if source is None else source.config)
-    keys = [key for key in ("torch_dtype", "dtype") if key in config]
-    if dtype is not None or not keys:
-        dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
-        name = str(dtype or mode(dtypes)).removeprefix("torch.")
-        config |= dict.fromkeys(keys or ["torch_dtype"], name)
-    generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-    files: dict[str, _File] = {}
-    if source is not None:
-        kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
-        files |= {name: source.folder / name for name in kept}
-    if tokenizer is not None:
-        files |= tokenizer.files
-        _set_ids(config, generation, tokenizer, source)
-    if generation:
-        files[GENERATION] = generation
-    return files | {CONFIG: config}
-
-
-def _set_ids(
-    config: dict[str, Any],
-    generation: dict[str, Any],
-    tokenizer: TokenizerFiles,
-    source: HFSource | None,
-) -> None:
-    """Set the tokenizer's special ids, unless ``source`` had the same tokenizer.
-
-    Even then the token that ended every document in training must be among those that end a text,
-    of which a chat model's checkpoint often lists several.
-    """
-    ids = dict(tokenizer.ids)
-    if source is not None and _is_same_tokenizer(tokenizer, source.folder):
-        known = (value.get(_EOS) for value in (config, generation))
-        if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
-            return
-        ids = {_EOS: ids[_EOS]}
-    config |= ids
-    for key, value in ids.items():
-        generation.pop(key, None)
-        if value is not None:
-            generation[key] = value
-
-
-def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
-    ours, theirs = tokenizer.files.get("tokenizer.json"), folder / "tokenizer.json"
-    are_files = isinstance(ours, Path) and ours.is_file() and theirs.is_file()
-    return are_files and filecmp.cmp(ours, theirs, shallow=False)
