@@ -153,8 +153,6 @@ class Files:
         """Turn what can go wrong in reading ``file`` into ConfigError."""
         try:
             yield
-        except ConfigError:
-            raise
         except ImportError as error:
             raise ConfigError(self.field, _needs(str(file), error)) from None
         except OSError as error:

@@ -87,8 +87,6 @@ def build_data(config: Config, vocab_size: int) -> Data:
     if config.train.sample_prompt is not None and config.train.sample_tokens:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)
-        except ConfigError:
-            raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
     template, sides, seed = None, {}, config.train.seed
