@@ -308,9 +308,7 @@ def _build(
             raise ConfigError("data.cache_dir", problem) from None
         return
     if meta["num_documents"] and not is_block:
-        logger.info(
-            "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
-        )
+        logger.info("tokenised %(num_documents)d documents into %(num_tokens)d tokens", meta)
 
 
 def _write(

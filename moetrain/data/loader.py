@@ -211,11 +211,8 @@ def _streamed(
     _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = Streamed(blocks, partial(_rows, data=fixed), seed)
-    logger.info(
-        "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
-        source.path,
-        f"{len(train):,}",
-    )
+    size = f"a pass has about {len(train):,} rows (data.streaming no: all at once)"
+    logger.info("%s is tokenised while training, %s", source.path, size)
     has_chats = first.masked is not None
     if rest is None:
         return train, None, has_chats
@@ -230,9 +227,7 @@ def _streamed(
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:
-    if data.packing == "auto":
-        return cache.masked is not None
-    return data.packing != "stream"
+    return data.packing != "stream" and (data.packing != "auto" or cache.masked is not None)
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
@@ -269,14 +264,9 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     if total > 1:
         sides = _rows(cache, data, 0, border), _rows(cache, data, border)
         if all(map(len, sides)):
-            logger.info(
-                "data.eval_fraction %s of the documents leaves a side without a row: held out are "
-                "the last %d of all %d %s instead",
-                data.eval_fraction,
-                total - border,
-                total,
-                what,
-            )
+            problem = f"{data.eval_fraction} of the documents leaves a side without a row"
+            moved = f"held out are the last {total - border} of all {total} {what} instead"
+            logger.info("data.eval_fraction %s: %s", problem, moved)
             return sides
     if is_stream:
         raise ConfigError(

@@ -198,13 +198,9 @@ class _HFTokenizer(Tokenizer):
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
-                logger.warning(
-                    "data.tokenizer: PAD is %s (%r, id %s). Loss is masked by position, not by id, "
-                    "so real ones keep their loss",
-                    " and ".join(roles),
-                    pad,
-                    vocabulary.get(pad),
-                )
+                said = f"PAD is {' and '.join(roles)} ({pad!r}, id {vocabulary.get(pad)})"
+                why = "Loss is masked by position, not by id, so real ones keep their loss"
+                logger.warning("data.tokenizer: %s. %s", said, why)
 
     def _id_of(self, key: str) -> int:
         found = self.special_ids[key]

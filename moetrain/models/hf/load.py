@@ -118,11 +118,7 @@ def opened(source: files.HFSource, arch: Architecture) -> Iterator[_Parts]:
     Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(
-            path
-            for tensor in source.stored.values()
-            for path in (tensor.file, *tensor.parts.values())
-        )
+        paths = {path for x in source.stored.values() for path in (x.file, *x.parts.values())}
         shards = {path: stack.enter_context(files.open_shard(path)) for path in paths}
         find = lru_cache(1)(lambda name: files.find_in(shards, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
