@@ -371,7 +371,7 @@ def _encoded(
             bos_T = np.array(tokenizer.bos_ids if has_bos else (), np.uint32)
             ids_T = np.concatenate([bos_T, encoded.ids])
             lacks_eos = document.is_end and ids_T[-1:].tolist() != [tokenizer.eos_id]
-            ids_T = np.append(ids_T, np.uint32([tokenizer.eos_id] * lacks_eos))
+            ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
                 # EOS has the loss of the text or of the assistant's turn that it ends, if any.

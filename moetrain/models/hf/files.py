@@ -160,8 +160,9 @@ class TokenizerFiles:
     def is_in(self, folder: Path) -> bool:
         """Return whether the checkpoint in ``folder`` has the same tokenizer."""
         ours, theirs = self.files.get("tokenizer.json"), folder / "tokenizer.json"
-        are_files = isinstance(ours, Path) and ours.is_file() and theirs.is_file()
-        return are_files and filecmp.cmp(ours, theirs, shallow=False)
+        if not (isinstance(ours, Path) and ours.is_file() and theirs.is_file()):
+            return False
+        return filecmp.cmp(ours, theirs, shallow=False)
 
 
 def small_files(folder: Path) -> list[str]:
