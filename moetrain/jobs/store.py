@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -183,7 +184,9 @@ class Job:
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
     small: dict[int, str] = field(default_factory=dict)
-    """Kinds of the requests that may share a pass with other jobs'."""
+    """Kinds of the requests that may share a turn with other jobs'."""
+    adding: threading.Lock = field(default_factory=threading.Lock)
+    """Who has it writes the next request, or moves the folder."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -295,10 +298,13 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
+    def add(
+        self, kind: str, body: str, number: int | None, *, most: int, is_small: bool = False
+    ) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        ``number``: what its client calls it, which is a sampler's key; None: the next.
+        ``number``: what its client calls it, which is a sampler's key; None: the next. With
+        ``is_small`` its turn may be that of other jobs' too.
 
         Raises Refused: another request has ``number``, or ones before it have not come; as many as
         ``most`` wait already.
@@ -320,6 +326,8 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
+        if is_small:
+            self.small[self.accepted] = kind
         self.accepted += 1
         return self.accepted - 1
 
@@ -362,9 +370,11 @@ class Job:
 
     def prune(self, seen: int) -> None:
         """Remove files that are not needed once every checkpoint has seen so many requests."""
-        self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
         oldest = self.done - self._kept
-        self._numbers_of = {key: n for key, n in self._numbers_of.items() if n >= oldest}
+        for number in [n for n in [*self._entries] if n < seen]:  # others may come meanwhile
+            del self._entries[number]
+        for key in [key for key, n in [*self._numbers_of.items()] if n < oldest]:
+            del self._numbers_of[key]
         for kind, end in ((_REQUESTS, self.done), (_ANSWERS, oldest)):
             for number in self._numbers(kind):
                 if number < min(seen, end):
