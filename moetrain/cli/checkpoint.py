@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial, reduce
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from moetrain.checkpoint.read import (
-    Checkpoint,
-    Contents,
-    DamagedCheckpoint,
-    list_checkpoints,
-    newest_in,
-    open_checkpoint,
-)
+from moetrain.checkpoint import read
 from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
@@ -44,8 +36,8 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.upcycling import Upcycling
 from moetrain.models.hf.config import architecture_from_hf, exported_config
-from moetrain.models.hf.files import CONFIG, HFSource, listing, read_json, resolve
-from moetrain.models.hf.load import check_checkpoint, opened, part_of
+from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
+from moetrain.models.hf.load import check_checkpoint, opened
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
@@ -72,7 +64,7 @@ def main(argv: Sequence[str] | None) -> int:
         raise ConfigError("checkpoint", f"{words.command} takes {takes}")
     try:
         return _COMMANDS[words.command](words)
-    except DamagedCheckpoint as error:
+    except read.DamagedCheckpoint as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # standard output, not a file
@@ -81,16 +73,16 @@ def main(argv: Sequence[str] | None) -> int:
         raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path) -> read.Checkpoint:
     try:
-        return open_checkpoint(newest_in(path))
-    except DamagedCheckpoint:
+        return read.open_checkpoint(read.newest_in(path))
+    except read.DamagedCheckpoint:
         raise
     except ConfigError as error:
         raise ConfigError("PATH", error.problem) from None
 
 
-def _architecture(found: Checkpoint) -> Architecture:
+def _architecture(found: read.Checkpoint) -> Architecture:
     fields = found.state["architecture"]
     try:
         kind = FAMILIES[fields["family"]].architecture
@@ -122,7 +114,7 @@ def _verify(words: argparse.Namespace) -> int:
     for group, name, stored in found.stored():
         try:
             stored.check()
-        except DamagedCheckpoint as error:
+        except read.DamagedCheckpoint as error:
             print(f"damaged: {group} {name}: {error.problem}", file=sys.stderr)
             damaged = True
         num_bytes += stored.shape.numel() * stored.dtype.itemsize
@@ -165,7 +157,7 @@ def _check_out(out: Path, source: Path) -> None:
     """Raise ConfigError for a folder OUT whose files an export would spoil."""
     if out.resolve().is_relative_to(source.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
-    if list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
+    if read.list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
         problem = "is a run's output folder, whose config.json would be replaced; give another"
         raise ConfigError("checkpoint", f"OUT {str(out)!r} {problem}")
 
@@ -212,12 +204,12 @@ def _import_hf(words: argparse.Namespace) -> int:
     rng = {"cpu": TensorSlice.all_of(torch.Generator().manual_seed(0).get_state())}
     new = begin(plan.path)
     try:
-        reports = [Contents({}, {"model": {}, "optim": {}})]
+        reports = [read.Contents({}, {"model": {}, "optim": {}})]
         for number, parts in enumerate(_parameters(folder, arch)):
             path = new / f"model-00000-{number:02d}.safetensors"
             reports.append(write_tensors(path, "model", parts))
         reports.append(write_tensors(new / "rng-00000-00.safetensors", "rng", rng))
-        commit(new, plan.path, Contents.together(reports), state)
+        commit(new, plan.path, read.Contents.together(reports), state)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{plan.path}: begin from it with checkpoint.resume, and model.path {folder}")
@@ -235,21 +227,17 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
         for name, parameter in model.named_parameters()
     }
     empty |= {name: TensorSlice.all_of(buffer) for name, buffer in model.named_buffers()}
-    with opened(source, arch) as find:
-        for parts in cut_to_files(empty):
-            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            filled = _filled(source, find, whole)
+    with opened(source, arch) as parts:
+        for group in cut_to_files(empty):
+            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in group.items()}
+            filled = _filled(parts, whole)
             yield {name: TensorSlice.all_of(tensor) for name, tensor in filled.items()}
 
 
-def _filled(
-    source: HFSource, find: Callable[[str], Any], whole: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return ``whole``, parameters by name, with the values that the files of ``source`` hold."""
-    for piece in chain.from_iterable(source.own.values()):
-        if piece.parameter in whole and not piece.is_copy:
-            part = part_of(find(piece.hf_name), piece)[...]
-            whole[piece.parameter][piece.place].copy_(part)
+def _filled(parts: Callable[..., Any], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``whole``, parameters by name, with the values that the ``parts`` of files hold."""
+    for name, place, part in parts(whole):
+        whole[name][place].copy_(part[...])
     return whole
 
 
@@ -270,8 +258,8 @@ def _upcycle(words: argparse.Namespace) -> int:
         model, before = Transformer(arch).to(width), Transformer(dense).to(width)
     ids = {key: value for key, value in source.config.items() if key.endswith("_token_id")}
     model.source = replace(source, config=config | ids, weight_map=None, extra=())
-    with opened(source, dense) as find:
-        weights = made.weights(model, before, partial(_filled, source, find))
+    with opened(source, dense) as parts:
+        weights = made.weights(model, before, partial(_filled, parts))
         Export(model, words.other).write(weights)
     print(f"{words.other}: {arch.family}, {arch.num_params():,} parameters, made of {folder}")
     return 0

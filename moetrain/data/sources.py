@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import FilePart, Files, Raw, document_name, find_records, list_files
+from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -119,7 +119,10 @@ class Source(Files):
         return replace(self, files=[file for file in self.files if share.holds(self._key(file))])
 
     def _key(self, file: Path) -> bytes:
-        return os.fsencode(document_name(file, Path(self.path)))
+        """Return the name of ``file``, which does not depend on where the corpus lies."""
+        root = Path(self.path)
+        is_inside = file != root and file.is_relative_to(root)
+        return os.fsencode(file.relative_to(root).as_posix() if is_inside else file.name)
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""

@@ -26,7 +26,7 @@ from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Pass, Refused
 from moetrain.jobs.session import SAMPLERS, JobSession
-from moetrain.jobs.store import SAVE, DamagedJob, Job, check_base, checkpoint_of, read_save
+from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
@@ -66,7 +66,7 @@ class Service(AbstractContextManager["Service"]):
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
         self._removals: list[tuple[Job, Future[None]]] = []
-        self._remains: list[Path] = []
+        self._remains: list[SaveFolder] = []
         """Folders of saves that were removed."""
 
     def __exit__(self, *error: object) -> None:
@@ -132,7 +132,7 @@ class Service(AbstractContextManager["Service"]):
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
                 if source is not None:  # its step too: a save may give way to another of its name
-                    source = str(checkpoint_of(root / source).relative_to(root))
+                    source = str(SaveFolder(root / source).checkpoint().relative_to(root))
                 job = Job(root / name, seed, source=source)
                 if job.is_sampler:
                     self._make_room(job.session)
@@ -176,7 +176,8 @@ class Service(AbstractContextManager["Service"]):
         """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
         folder = self.find(name).folder
         paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
-        found = {f"{x.parent.name}/{x.name}": save for x in paths if (save := read_save(x))}
+        read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
+        found = {name: save for name, save in read.items() if save is not None}
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     def folder_of(self, name: str, save: str) -> Path:
@@ -188,8 +189,8 @@ class Service(AbstractContextManager["Service"]):
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            folder = self.folder_of(name, save)
-            (folder / SAVE).unlink()  # and the rest between turns: one may write another there
+            folder = SaveFolder(self.folder_of(name, save))
+            folder.forget()  # and the rest goes between turns: one may write another there
             self._remains.append(folder)
             self._lock.notify()
         if self.find(name).status == "finished" and not self.saves(name):
@@ -423,8 +424,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _remove(self) -> None:
         while self._remains:
-            if read_save(folder := self._remains.pop()) is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._remains.pop().clear()
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
 from moetrain.config import ConfigError
@@ -39,7 +39,7 @@ from moetrain.train.run_folder import RunFolder
 _KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
 _Status = Literal["open", "finished", "failed"]
-_JOB, SAVE = "job.json", "save.json"
+_JOB, _SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
 _NAME = re.compile(r"([0-9]{8,})\.json")
@@ -103,52 +103,62 @@ def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[st
     return value
 
 
-def write_save(folder: Path, seen: int, ttl: int | None) -> None:
-    """Make what is in ``folder`` a save of a job that has seen so many requests."""
-    now = time.time()
-    expires = None if ttl is None else now + ttl
-    _write_durably(folder / SAVE, {"seen": seen, "time": now, "expires": expires})
+class SaveFolder(NamedTuple):
+    """The folder of a save of a job."""
 
+    path: Path
 
-def read_save(folder: Path) -> dict[str, Any] | None:
-    """Read what :func:`write_save` wrote; None: there is no such save, or not any longer."""
-    try:
-        known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
-    except DamagedJob:
-        if (folder / SAVE).exists():
-            raise
-        return None  # or it was removed just now
-    return None if (known["expires"] or math.inf) < time.time() else known
+    def write(self, seen: int, ttl: int | None) -> None:
+        """Make what is in the folder a save of a job that has seen so many requests."""
+        now = time.time()
+        expires = None if ttl is None else now + ttl
+        _write_durably(self.path / _SAVE, {"seen": seen, "time": now, "expires": expires})
 
+    def read(self) -> dict[str, Any] | None:
+        """Read what :meth:`write` wrote; None: there is no such save, or not any longer."""
+        try:
+            known = _load(self.path, _SAVE, seen=int, time=float, expires=(float, NoneType))
+        except DamagedJob:
+            if (self.path / _SAVE).exists():
+                raise
+            return None  # or it was removed just now
+        return None if (known["expires"] or math.inf) < time.time() else known
 
-def checkpoint_of(folder: Path) -> Path:
-    """Return the checkpoint of a save; Refused: there is no such save, or not any longer."""
-    try:
-        found = list_checkpoints(folder) if read_save(folder) is not None else []
-    except DamagedJob as error:  # another job's, which costs this one nothing
-        raise Refused(str(error)) from None
-    if not found:
-        raise Refused(f"there is no save {'/'.join(folder.parts[-3:])}", 404)
-    return found[-1]
+    def forget(self) -> None:
+        """Make it no save; what is in the folder stays."""
+        (self.path / _SAVE).unlink()
 
+    def clear(self) -> None:
+        """Remove the folder unless it is a save."""
+        if self.read() is None:
+            shutil.rmtree(self.path, ignore_errors=True)
 
-def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
-    """Clear ``folder`` for a save of a job that has seen so many requests; returns why not.
+    def checkpoint(self) -> Path:
+        """Return the save's checkpoint; Refused: there is no such save, or not any longer."""
+        try:
+            found = list_checkpoints(self.path) if self.read() is not None else []
+        except DamagedJob as error:  # another job's, which costs this one nothing
+            raise Refused(str(error)) from None
+        if not found:
+            raise Refused(f"there is no save {'/'.join(self.path.parts[-3:])}", 404)
+        return found[-1]
 
-    Saves beside it whose time is over are removed, and ``most`` may be left.
-    """
-    others = [path for path in folder.parent.glob("[!.]*") if path != folder]
-    for path in others:
-        if read_save(path) is None:
-            shutil.rmtree(path, ignore_errors=True)  # what is left counts
-    known, left = read_save(folder), sum(path.exists() for path in others)
-    # One of this very request: it was saved, and its answer was not.
-    if known is not None and known["seen"] != seen and not overwrite:
-        return f"there is a save {folder.name!r} already; choose another name, or overwrite it"
-    if left >= most:
-        return f"this job has {left} saves, as many as jobs.max_saves"
-    shutil.rmtree(folder, ignore_errors=True)
-    return ""
+    def make_room(self, seen: int, overwrite: bool, most: int) -> str:
+        """Clear the folder for a save of a job that has seen so many requests; returns why not.
+
+        Saves beside it whose time is over are removed, and ``most`` may be left.
+        """
+        others = [path for path in self.path.parent.glob("[!.]*") if path != self.path]
+        for path in others:
+            SaveFolder(path).clear()  # what is left counts
+        known, left, name = self.read(), sum(path.exists() for path in others), self.path.name
+        # One of this very request: it was saved, and its answer was not.
+        if known is not None and known["seen"] != seen and not overwrite:
+            return f"there is a save {name!r} already; choose another name, or overwrite it"
+        if left >= most:
+            return f"this job has {left} saves, as many as jobs.max_saves"
+        shutil.rmtree(self.path, ignore_errors=True)
+        return ""
 
 
 def _file(kind: str, number: int) -> str:

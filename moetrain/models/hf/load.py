@@ -9,7 +9,7 @@ Every name, shape and dtype is checked before the first byte is copied.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -27,29 +27,21 @@ from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
+from moetrain.models.hf import files
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import (
-    CONFIG,
-    HFSource,
-    error,
-    find_in,
-    listing,
-    open_shard,
-    read_json,
-    resolve,
-)
 from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
+_Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, Any]]]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that follow from config.json and are ignored."""
 
 
-def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSource:
+def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> files.HFSource:
     """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
 
     There may be more than the model has: heads for several tokens, a vision tower. Saving carries
@@ -59,11 +51,11 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     dtype, or lies in a layer or module that ``arch`` describes and does not have it.
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
-    source = HFSource.read(folder)
+    source = files.HFSource.read(folder)
     stored = source.stored
     if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to be named, or built
         sizes = f"{arch.num_layers} layers of {expected} tensors"
-        raise error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
+        raise files.error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
     with torch.device("meta"):
         model = Transformer(arch)
     layouts = []
@@ -103,38 +95,32 @@ def load_weights(
     """
     source = check_checkpoint(folder, model.arch)
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-
-    def write_whole(name: str, place: _Index, tensor: Any) -> None:
-        parameters[name][place].copy_(tensor[...])  # converts dtype and device
-
-    write = write or write_whole
-    with opened(source, model.arch) as find, torch.no_grad():
-        for name in source.stored:
-            for piece in (p for p in source.own.get(name, ()) if not p.is_copy):
-                write(piece.parameter, piece.place, part_of(find(name), piece))
+    with opened(source, model.arch) as parts, torch.no_grad():
+        for name, place, tensor in parts(parameters):
+            if write is None:
+                parameters[name][place].copy_(tensor[...])  # converts dtype and device
+            else:
+                write(name, place, tensor)
     if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
         logger.info(what, source.folder, len(quantised))
     if source.extra:
         what = "%s: %d tensors that are not trained here are carried on into an export: %s"
-        logger.info(what, source.folder, len(source.extra), listing(sorted(source.extra)))
+        logger.info(what, source.folder, len(source.extra), files.listing(sorted(source.extra)))
     model.source = source
 
 
 @contextmanager
-def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any]]:
-    """Open the files of ``source``; gives a function that finds a tensor, read where it is indexed.
+def opened(source: files.HFSource, arch: Architecture) -> Iterator[_Parts]:
+    """Open the files of ``source``; gives a function that yields all parts of the parameters of
+    given names: a parameter's name, a place in it, and what goes there, read where it is indexed.
 
     Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(
-            path
-            for tensor in source.stored.values()
-            for path in (tensor.file, *tensor.parts.values())
-        )
-        files = {path: stack.enter_context(open_shard(path)) for path in paths}
-        find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
+        paths = {path for x in source.stored.values() for path in (x.file, *x.parts.values())}
+        shards = {path: stack.enter_context(files.open_shard(path)) for path in paths}
+        find = lru_cache(1)(lambda name: files.find_in(shards, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
             head_VD, embed_VD, step = find(_HEAD), find(_EMBED), 1 << 12  # a few rows at a time
             shape = head_VD.get_shape()
@@ -143,8 +129,15 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
             if not (are_alike and all(torch.equal(head_VD[i], embed_VD[i]) for i in rows)):
                 problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set"
                 problem += " tie_word_embeddings to false there to keep both"
-                raise error(source.folder, problem)
-        yield find
+                raise files.error(source.folder, problem)
+
+        def parts(names: Collection[str]) -> Iterator[tuple[str, _Index, Any]]:
+            for name in source.stored:
+                for piece in source.own.get(name, ()):
+                    if piece.parameter in names and not piece.is_copy:
+                        yield piece.parameter, piece.place, part_of(find(name), piece)
+
+        yield parts
 
 
 def part_of(tensor: Any, piece: Piece) -> Any:
@@ -190,8 +183,8 @@ def load_hf(
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
     """
-    folder = resolve(path_or_hub_id)
-    arch = architecture_from_hf(config := read_json(folder / CONFIG))
+    folder = files.resolve(path_or_hub_id)
+    arch = architecture_from_hf(config := files.read_json(folder / files.CONFIG))
     check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
     if further is not None:
         arch = with_further(arch, config, further)
@@ -222,26 +215,25 @@ def _count_tensors(arch: Architecture) -> int:
 
 
 def _check_headers(
-    source: HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
+    source: files.HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
 ) -> None:
-    stored, pieces = source.stored, source.own
-    misshapen, untrainable = [], []
-    for name, own in pieces.items():
-        if name not in stored:
+    missing, misshapen, untrainable = [], [], []
+    for name, own in source.own.items():
+        if (tensor := source.stored.get(name)) is None:
+            missing.append(name)
             continue
-        got, want = stored[name].shape, Piece.shape_of(own, parameters)
-        if got != want:
-            misshapen.append(f"{name} {list(got)}, not {list(want)}")
-        if stored[name].dtype not in _TRAINABLE:
-            untrainable.append(f"{name} {str(stored[name].dtype).removeprefix('torch.')}")
+        if tensor.shape != (want := Piece.shape_of(own, parameters)):
+            misshapen.append(f"{name} {list(tensor.shape)}, not {list(want)}")
+        if tensor.dtype not in _TRAINABLE:
+            untrainable.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}")
     problems = {
-        "missing": [name for name in pieces if name not in stored],
+        "missing": missing,
         "unexpected": unexpected,
         "of another shape": misshapen,
         "of a dtype that cannot be trained": untrainable,
     }
-    if told := [f"{what}: {listing(names)}" for what, names in problems.items() if names]:
-        raise error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
+    if told := [f"{what}: {files.listing(names)}" for what, names in problems.items() if names]:
+        raise files.error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
@@ -295,8 +287,8 @@ def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
 
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
     if section.path is not None:
-        folder = resolve(section.path, needs_weights=needs_weights)
-        config = read_json(folder / CONFIG)
+        folder = files.resolve(section.path, needs_weights=needs_weights)
+        config = files.read_json(folder / files.CONFIG)
         arch = architecture_from_hf(config)
         if further:
             arch = with_further(arch, config)
