@@ -219,7 +219,9 @@ class Engine(ModelState):
     def _update(self, done: Sequence[Totals]) -> _StepOutcome:
         norm = self.fsdp.gradient_norm()
         loss = torch.stack([totals.total for totals in done]).sum()
-        skipped = self.optimizer.update(loss, norm, self._lr)
+        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        clip = (self.config.optim.max_grad_norm / norm).clamp(max=1.0)
+        self.optimizer.step(clip, skipped, self._lr)
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
         if routings and rate:
