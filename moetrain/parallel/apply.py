@@ -6,12 +6,10 @@ values -> recomputation -> compile
 The model stays single-device math. It is changed in four ways, all of them here: parameters are
 DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
 the hooks that their style in the plan asks for; routed parts get another ``dispatcher``; the model
-gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's state; frozen ones have
-a fingerprint.
+gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's files.
 """
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError, Fact, logger
+from moetrain.config import Config, Fact, logger
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
@@ -37,7 +35,7 @@ from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import CodedShard, HostShard, Link
-from moetrain.parallel.mesh import Layout, Sliceable, check_like
+from moetrain.parallel.mesh import Layout
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
@@ -343,59 +341,6 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
         member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
         if values is not member.local:
             member.write(layout.box, values)
-
-
-@torch.no_grad()
-def load_whole_state(
-    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
-) -> None:
-    """Copy this rank's part of every trained parameter and buffer out of ``state``.
-
-    Raises ConfigError: the state has other names, or another shape or dtype.
-    """
-    odd = set(state) ^ set(stages.saved)
-    if odd and all(name.endswith("router.bias") for name in odd):
-        raise ConfigError(
-            "moe.bias_update_rate",
-            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
-            "set it as it was, or start again with checkpoint.resume never",
-        )
-    if odd:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
-        )
-    for name, entry in stages.saved.items():
-        dtype = torch.float32 if entry.rule is None else entry.rule.storage
-        check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
-    for name, member in fsdp.members.items():
-        if member.rule.trainable:
-            member.local.copy_(state[name][member.layout.box])
-    for name, buffer in model.named_buffers():
-        buffer.copy_(state[name][()])
-
-
-@torch.no_grad()
-def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Tell the values of what is not trained apart, which no checkpoint of a run holds. Collective.
-
-    The text is the same on any layout and in any dtype that holds the values, and empty where all
-    is trained. It is no hash that withstands an adversary.
-
-    ``sum_all``: sums over every rank of the run.
-    """
-    frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
-    if not frozen:
-        return ""
-    sums = torch.zeros(len(frozen), dtype=torch.int64, device=fsdp.device)
-    for i, (name, entry) in enumerate(frozen.items()):
-        if name in fsdp.members and entry.holders[0] == stages.rank:
-            member = fsdp.members[name]
-            if member.layout.mesh.get_local_rank(0) == 0:  # copies count once
-                sums[i] = checksum(member)
-    rows = zip(frozen.items(), sum_all(sums).tolist(), strict=True)
-    lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def checksum(member: Member) -> torch.Tensor:
