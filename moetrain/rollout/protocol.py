@@ -49,7 +49,7 @@ class _Format(JsonBody):
     """``schema``, and others that only describe it."""
 
 
-class Asked(JsonBody):
+class _Asked(JsonBody):
     """The fields that completions and chats share. SamplingParams says what numbers may be."""
 
     kind: ClassVar[str]
@@ -129,7 +129,7 @@ class Asked(JsonBody):
         return lambda part: f"data: {json.dumps(part, allow_nan=False)}\n\n{end['usage' in part]}"
 
 
-class Completions(Asked):
+class Completions(_Asked):
     kind: ClassVar = "text_completion"
 
     prompt: Any
@@ -174,7 +174,7 @@ class Completions(Asked):
         }
 
 
-class Chat(Asked):
+class Chat(_Asked):
     """A request to answer the last turn of a chat."""
 
     kind: ClassVar = "chat.completion"
