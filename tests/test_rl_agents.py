@@ -280,6 +280,17 @@ def test_a_streams_tokens_come_as_they_are_generated(form):
     assert (vars(found), said[0]) == (vars(whole), said[1])
 
 
+def test_the_policy_is_described_by_every_name():
+    def run(task, base_url):
+        with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+            assert [model.id for model in client.models.list().data] == ["policy"]
+            names = [client.models.retrieve(name).id for name in ("policy", "gpt/x")]
+        ask(base_url, [{"role": "user", "content": "x"}], max_tokens=1)
+        return float(names == ["policy", "gpt/x"])
+
+    assert {(t.fault, t.reward) for t in collected(run, 1, 1)} == {(None, 1.0)}
+
+
 def test_who_leaves_a_stream_has_the_trajectory_of_who_stays():
     generator, messages = Patient(), [{"role": "user", "content": "x"}]
     after = [{"role": "user", "content": "y"}]

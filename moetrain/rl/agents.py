@@ -54,8 +54,6 @@ class _AgentChat(Chat):
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
             raise ValueError("an episode has one choice, n 1, and logprobs false")
-        if self.most_tokens is not None and self.most_tokens < 1:
-            raise ValueError(f"max_tokens: {self.most_tokens} is less than 1")
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self
@@ -128,7 +126,8 @@ class AgentEnvironment(JsonServer, Environment):
             Route(f"/{{name}}/v1/{path}", partial(self.answer, kind), methods=["POST"])
             for path, kind in kinds.items()
         ]
-        super().__init__(routes, 4, "a request")
+        models = (Route(f"/{{name}}/v1/models{end}", self.models) for end in ("", "/{model:path}"))
+        super().__init__([*routes, *models], 4, "a request")
 
     def episode(self, task: int) -> Episode:
         with self._starting:
@@ -139,6 +138,11 @@ class AgentEnvironment(JsonServer, Environment):
                 serve = partial(self.loop.run_until_complete, server.serve([listener]))
                 threading.Thread(target=serve, daemon=True).start()
         return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
+
+    async def models(self, request: Request) -> Response:
+        """List the policy, or describe it by any name, since it answers to all."""
+        wanted = request.path_params.get("model")
+        return self.reply(CompletionServer.described(wanted or "policy", wanted))
 
     async def answer(self, kind: type[_AgentChat], request: Request) -> Response:
         episode = self.episodes.get(request.path_params["name"])
@@ -233,7 +237,7 @@ class _AgentEpisode(Episode):
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added
         heard = partial(self.environment.loop.call_soon_threadsafe, event.hear)
-        limits = body.most_tokens, tuple(body.stop), heard if body.stream else None
+        limits = body.limit[1], tuple(body.stop), heard if body.stream else None
         return Turn(tokens, 0.0, False, added is None, *limits)
 
     def _added(self, asked: _AgentAnswer, last: int | None) -> tuple[int, ...] | None:

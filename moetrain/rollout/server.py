@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
 from moetrain.config import logger
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
@@ -66,7 +67,7 @@ class CompletionServer(JsonServer):
         self.name = name
         self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
-        routes = [Route("/v1/models", self.models)]
+        routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.models)]
         for path, kind in self.BODIES.items():
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
         super().__init__(routes, max_request_mib, "max_request_mib", lifespan=self.lifespan)
@@ -83,9 +84,17 @@ class CompletionServer(JsonServer):
         yield
         await self.serving.close()
 
+    @staticmethod
+    def described(name: str, wanted: str | None) -> dict[str, Any]:
+        """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain"}
+        return {"object": "list", "data": [entry]} if wanted is None else entry
+
     async def models(self, request: HTTPRequest) -> Response:
-        entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
-        return self.reply({"object": "list", "data": [entry]})
+        wanted = request.path_params.get("model")
+        if wanted not in (None, self.name):
+            raise HTTPException(404, f"no model {shortened(wanted)} is here; ask for {self.name!r}")
+        return self.reply(self.described(self.name, wanted))
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
@@ -206,7 +215,7 @@ class _Served(Answer):
         longest, most = max(map(len, prompts)), server.generator.longest
         if longest >= most:
             raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
-        wanted, grammars = asked.most_tokens, asked.grammars(server.tokenizer)
+        (limit, wanted), grammars = asked.limit, asked.grammars(server.tokenizer)
         if len(grammars) > 1:
             raise ValueError(
                 "response_format, guided_* and tool_choice: a text follows one of them"
@@ -229,7 +238,7 @@ class _Served(Answer):
         if asked.likeliest is not None and number > _MOST_LOGPROBS:
             each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
             problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
-            raise ValueError(f"logprobs: {problem}; lower max_tokens, or ask in parts")
+            raise ValueError(f"logprobs: {problem}; lower {limit}, or ask in parts")
         self.requests = [
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
@@ -253,7 +262,8 @@ class _Served(Answer):
                     number = first[update.completion.request_id] + update.completion.index
                     yield number, update
         except RequestError as error:
-            raise HTTPException(400, error.problem) from None
+            problem = error.problem.replace("max_tokens", self.asked.limit[0])
+            raise HTTPException(400, problem) from None
         except HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - a failed step fails all that it served
