@@ -59,6 +59,8 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
     cp_method: str = "ulysses"
+    per_machine: int = 0
+    """Ranks of one machine, which have neighbouring numbers; 0: all ranks are on one."""
 
     def __post_init__(self) -> None:
         if self.pp * self.dp_replicate * self.sharding_ranks != self.world_size:
@@ -79,13 +81,19 @@ class ParallelDims:
             )
 
     @classmethod
-    def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
-        """Make the dims that train ``arch``, inferring a dp_shard of -1; ConfigError: none fit."""
+    def resolve(
+        cls, degrees: ParallelSection, world_size: int, arch: Architecture, per_machine: int = 0
+    ) -> Self:
+        """Make the dims that train ``arch``, inferring degrees of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
-        others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
+        others = degrees.pp * degrees.cp * degrees.tp
+        if degrees.dp_replicate == -1:
+            machines = world_size // degrees.pp // (per_machine or world_size)
+            left = world_size // (others * (degrees.dp_shard or 1))
+            given["dp_replicate"] = max(1, machines if degrees.dp_shard == -1 else left)
         if degrees.dp_shard == -1:
-            given["dp_shard"] = max(1, world_size // others)
-        dims = cls(world_size, **given)
+            given["dp_shard"] = max(1, world_size // (others * given["dp_replicate"]))
+        dims = cls(world_size, per_machine=per_machine, **given)
         dims._check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
 
@@ -108,6 +116,13 @@ class ParallelDims:
     def data_ranks(self) -> int:
         """The parts that a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
+
+    def machines(self, ranks: int) -> int:
+        """Count the machines on which a group of ``ranks`` neighbours lies, at the most."""
+        per_machine = self.per_machine or self.world_size
+        if self.world_size <= per_machine or per_machine % ranks == 0:
+            return 1
+        return max(2, math.ceil(ranks / per_machine))
 
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
@@ -179,6 +194,9 @@ class Meshes:
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     everyone: dist.ProcessGroup
     """The world."""
+    expert_machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    """Where expert parallel ranks are of several machines: those in this rank's place on each, by
+    machine, and those on this rank's own machine."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -211,6 +229,10 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
+    machines, expert_machines = dims.machines(dims.ep), None
+    if machines > 1:
+        placed_ranks = expert_ranks.unflatten(3, (machines, dims.per_machine))
+        expert_machines = groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)
     return Meshes(
         dims,
         groups.mesh(dense_ranks, *_DENSE_AXES),
@@ -221,6 +243,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
+        expert_machines,
         tuple(groups.made.values()),
     )
 
@@ -431,16 +454,6 @@ class Layout:
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the whole from every rank's ``local``. Collective."""
-        # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
-        whole = _gather_rows(local, self.gathered_shape[0], self.group)
-        placement = STYLES[self.style]
-        if not isinstance(placement, Shard) or self.mesh.size(1) == 1:
-            return whole
-        dim, group = placement.dim, self.mesh.get_group(1)
-        return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
-
     def overlap(
         self, place: tuple[int | slice, ...]
     ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
@@ -468,17 +481,6 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
     """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
-
-
-def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather the ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`."""
-    if group.size() == 1:
-        return local.contiguous()
-    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
-    padded[: local.shape[0]] = local
-    gathered_WN, work = all_gather_start(padded.flatten(), group)
-    work.wait()
-    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
 
 
 # torch 2.13 renamed it and warns on the old name.

@@ -356,7 +356,7 @@ def peer_bytes(
     dims: ParallelDims,
     dtype: torch.dtype,
 ) -> float:
-    """Estimate the bytes of a rank's :class:`Peers`, if all ranks are on one machine.
+    """Estimate the bytes of a rank's :class:`Peers`; of several machines' ranks none copies.
 
     Args:
         numels, rules: of every parameter, by name.
@@ -364,7 +364,8 @@ def peer_bytes(
         dtype: what parameters are gathered in where their rule does not say.
     """
     device_type = "cpu" if config.train.device == "cpu" else "cuda"
-    if not wants_copies(config.parallel, device_type):
+    is_near = dims.machines(dims.sharding_ranks) == 1
+    if not (is_near and wants_copies(config.parallel, device_type)):
         return 0.0
     shards, inbox = 0.0, 0.0
     for name in here:
