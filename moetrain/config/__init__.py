@@ -103,6 +103,7 @@ _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
+_NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -140,7 +141,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout rl.routing_replay", {Fact.EXPERTS: _HELD}),
+    _Need("lora.layout rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -185,6 +186,8 @@ _NEEDS: tuple[_Need, ...] = (
     # generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    # Which has other weights, unless training's are in codes too.
+    _Need("rl.generator_dtype", {"kernels.attention": _Other("exact"), "lora.base_dtype": _NARROW}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
