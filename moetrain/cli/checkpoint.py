@@ -265,11 +265,5 @@ def _upcycle(words: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "export-hf": _export_hf,
-    "import-hf": _import_hf,
-    "upcycle": _upcycle,
-    "diff": _diff,
-}
+_ALL = (_inspect, _verify, _export_hf, _import_hf, _upcycle, _diff)
+_COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}

@@ -41,7 +41,7 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import PROPOSED, ConfigError, Reader, Recipes, leaves
+from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package."""
@@ -289,7 +289,7 @@ class Config(Section):
 
     def is_users(self, name: str) -> bool:
         """Return whether a user has set ``name``, and not only a recipe proposed it."""
-        return not self._origins.get(name, PROPOSED).startswith(PROPOSED)
+        return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""

@@ -40,7 +40,7 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import PAIRED, HashRange, Source
+from moetrain.data.sources import HashRange, RecordReader, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -231,7 +231,7 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
-    if data.packing in PAIRED:
+    if data.packing in RecordReader.PAIRED:
         has_third = data.packing == "triples"
         return PairDataset(cache, data.seq_len, has_third, first, stop)
     packed = WholeDataset if _is_whole(cache, data) else StreamDataset
@@ -258,7 +258,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
-    if data.packing in PAIRED:
+    if data.packing in RecordReader.PAIRED:
         total, what = total // 2, "pairs"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:

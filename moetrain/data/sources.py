@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
@@ -41,10 +41,6 @@ _FIRST = 64
 """Records that are looked at to say what forms a source has."""
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-PAIRED = ("pairs", "triples")
-"""Further values of data.packing, which train.objective sets: rows of preference pairs, and those
-with a third segment, which kto needs."""
 
 
 class Document(NamedTuple):
@@ -210,6 +206,10 @@ _ROLES: dict[str, str] = {
 class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
+    PAIRED: ClassVar = ("pairs", "triples")
+    """Further values of data.packing, which train.objective sets: rows of preference pairs, and
+    those with a third segment, which kto needs."""
+
     template: ChatTemplate
     form: str = "auto"
     text_field: str = "text"
@@ -222,7 +222,7 @@ class RecordReader:
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template)
-        if data.packing not in PAIRED:
+        if data.packing not in cls.PAIRED:
             return cls(template, data.format, data.text_field, data.train_on)
         if data.format not in ("auto", "preference"):
             problem = f"{data.format!r}, and train.objective learns from pairs alone"

@@ -24,13 +24,17 @@ from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Pass, Refused
-from moetrain.jobs.session import SAMPLERS, JobSession
+from moetrain.jobs.api import JOB_ID, Pass, Refused
+from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
 _REMOVED = ".removed"
+_SAVES = ("weights", "sampler_weights", "external_weights")
+"""Kinds of saves, as paths have them."""
+_CHANGES = ("forward_backward", "optim_step", "load_weights")
+"""Kinds of requests that change the job's state, and so are served again where that was lost."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
 
@@ -175,7 +179,7 @@ class Service(AbstractContextManager["Service"]):
     def saves(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
         folder = self.find(name).folder
-        paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
+        paths = [path for kind in _SAVES for path in folder.glob(f"{kind}/*")]
         read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
         found = {name: save for name, save in read.items() if save is not None}
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
@@ -305,7 +309,7 @@ class Service(AbstractContextManager["Service"]):
                     return False
                 number = self.session.now.seen
                 answer = job.answer_of(number)
-                if "result" in answer and answer["kind"] in CHANGES:
+                if "result" in answer and answer["kind"] in _CHANGES:
                     self.session.serve(number)
                 else:
                     has_failed = "error" in answer and not answer["refused"]
@@ -432,8 +436,9 @@ class Service(AbstractContextManager["Service"]):
             with job.adding:
                 job.folder.rename(gone)
             shutil.rmtree(gone)
-            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
-                shutil.rmtree((gone.parent / str(job.source)).parent, ignore_errors=True)
+            source = job.source or ""
+            if job.is_sampler and f"/{JobSession.SAMPLERS}/" in source:  # which is its alone
+                shutil.rmtree((gone.parent / source).parent, ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

@@ -49,8 +49,6 @@ from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.state import Snapshots
 
-SAMPLERS = "samplers"
-"""Folder of a run with weights that belong to one sampler each."""
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
@@ -84,6 +82,8 @@ class JobSession:
         now: the job whose state is loaded, and how far it has come.
     """
 
+    SAMPLERS = "samplers"
+    """Folder of a run with weights that belong to one sampler each."""
     is_told = False
     """Whether every rank runs the method that is running now."""
 
@@ -430,10 +430,10 @@ class JobSession:
         if request.path is not None:
             return self._keep(request, "sampler_weights", write)
         number = str(request.sampling_session_seq_id)
-        self._keep(request.model_copy(update={"path": number}), SAMPLERS, write)
+        self._keep(request.model_copy(update={"path": number}), self.SAMPLERS, write)
         name = f"{str(self.now.id).partition(':')[0]}:sample:{number}"
         seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
-        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{SAMPLERS}/{number}"}
+        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{self.SAMPLERS}/{number}"}
         return {"sampling_session_id": name, "sampler": new}
 
     def _save_weights_external(self, request: api.Save) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class JobSession:
     def _keep(self, request: api.Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
         folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
-        most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
+        most = 2**31 if kind == self.SAMPLERS else self.config.jobs.max_saves
         is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
         problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):

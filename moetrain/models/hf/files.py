@@ -241,10 +241,16 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, needs_weights: bool = Tru
     (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
-    folder = _find_local(name, needs_weights)
-    if folder is None and not needs_weights:
+    if (folder := _find_local(name, needs_weights)) is not None:
+        return folder
+    if not needs_weights:
         raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
-    return folder or _download(name)
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except hub.errors.HFValidationError:
+        raise error(name, "no such folder, and not a hub id (owner/name)") from None
+    except OSError as failure:  # the hub's own errors are OSErrors too
+        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
 
 
 def export_in(folder: Path) -> Path:
@@ -286,15 +292,6 @@ def _find_local(name: str, needs_weights: bool) -> Path | None:
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, ConfigError):
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
-
-
-def _download(name: str) -> Path:
-    try:
-        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except hub.errors.HFValidationError:
-        raise error(name, "no such folder, and not a hub id (owner/name)") from None
-    except OSError as failure:  # the hub's own errors are OSErrors too
-        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
 
 
 # Reading.
