@@ -50,7 +50,8 @@ def place_model(
     """Build this rank's stages with values; ConfigError: model.path or lora.path does not load."""
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
-    fsdp = _parallelize(model, config, world, stages, dtype)
+    model.compute_dtype = dtype
+    fsdp = _parallelize(model, config, world, stages)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         buffers = dict(model.named_buffers())
@@ -66,27 +67,21 @@ def place_model(
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
             fsdp.write(name, (), half)
-    model.compute_dtype = dtype
     model.set_recomputation(config.activation)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
 
 
-def _parallelize(
-    model: Transformer, config: Config, world: World, stages: Stages, dtype: torch.dtype
-) -> FSDP:
+def _parallelize(model: Transformer, config: Config, world: World, stages: Stages) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
-    meshes, device, parallel = world.meshes, world.device, config.parallel
-    styles = model.arch.plan().styles
-    units = stages.cut(model)
-    here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    for name in styles.keys() - here:
-        del styles[name]
-    reshard = resharded_blocks(config, world.size, len(units))
+    meshes, device = world.meshes, world.device
+    reshard = resharded_blocks(config, world.size, len(stages.blocks))
     frees, is_alone = frees_memory(config, world.size), world.size == 1
-    fsdp = FSDP(parallel, device, frees, reshard, 1 if is_alone else 2)
-    _shard_model(model, config, world, stages, units, fsdp, dtype)
+    fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
+    _shard_model(model, config, world, stages, fsdp)
+    here = {name for name, module in model.named_modules() if [*module.parameters()]}
+    styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
     fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
@@ -103,6 +98,7 @@ def _parallelize(
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
+        dtype = compute_dtype(config, device)
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
@@ -199,24 +195,16 @@ def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
 
 
 def _shard_model(
-    model: Transformer,
-    config: Config,
-    world: World,
-    stages: Stages,
-    units: Sequence[Sequence[nn.Module]],
-    fsdp: FSDP,
-    dtype: torch.dtype,
+    model: Transformer, config: Config, world: World, stages: Stages, fsdp: FSDP
 ) -> None:
-    """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
+    """Replace every parameter of this rank's stages of ``model`` (on meta) by a DTensor over
+    uninitialised storage.
 
     Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
     parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
     same ranks gather it in the same dtype from the same storage.
-
-    Args:
-        units: modules whose parameters are gathered together, in forward order; they hold all.
-        dtype: what parameters are gathered in where their rule does not say.
     """
+    units = stages.cut(model)
     names = {id(p): name for name, p in model.named_parameters()}
     members: dict[str, Member] = {}
     found: list[list[list[Member]]] = []  # each unit's buckets, as lists of their members
@@ -246,12 +234,9 @@ def _shard_model(
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
-    gradient_dtype, blocks = getattr(torch, config.optim.gradient_dtype), set(model.layers)
+    blocks = set(model.layers)
     for modules, unit in zip(units, found, strict=True):
-        buckets = [
-            _make_bucket(g, fsdp, dtype, gradient_dtype, link if id(g) in on_host else None)
-            for g in unit
-        ]
+        buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]
         fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
     fsdp.members = {name: members[name] for name in names.values()}
     if stages.tied_rank is not None:
@@ -285,17 +270,12 @@ def _places(members: Sequence[Member]) -> list[int]:
     return [*starts, starts[-1] + members[-1].layout.padded_numel]
 
 
-def _make_bucket(
-    members: list[Member],
-    fsdp: FSDP,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    link: Link | None,
-) -> Bucket:
+def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link | None) -> Bucket:
     """Make a bucket, with its master on the host if a ``link`` there is given."""
     *starts, size = _places(members)
     rule, host, coded = members[0].rule, None, None
-    gathered = rule.gather or dtype
+    gathered = rule.gather or compute_dtype(config, fsdp.device)
+    gradient_dtype = getattr(torch, config.optim.gradient_dtype)
     if link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
@@ -332,15 +312,12 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
     for name, member in fsdp.members.items():
         if not (all or name.endswith(ADAPTER)):
             continue
-        layout, values = member.layout, member.local
+        layout, rule = member.layout, member.rule
         rows, *columns = layout.box
-        if member.coded is not None:
-            values = torch.empty(values.shape, dtype=member.rule.storage, device=values.device)
-        elif values.device.type != fsdp.device.type:  # whose random numbers are others
-            values = torch.empty_like(values, device=fsdp.device)
-        member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
-        if values is not member.local:
-            member.write(layout.box, values)
+        # Not in place: the host has other random numbers, and codes are no values.
+        values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
+        rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        member.write(layout.box, values)
 
 
 def checksum(member: Member) -> torch.Tensor:
