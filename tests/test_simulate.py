@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import simulate as script
+import torch
 from simulated_ranks import Links, Mesh, PartWork, Step, Work
 from streams import Simulation
 from test_speed import BOTH, FOUR, FP8, HALF, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX
@@ -12,7 +13,11 @@ from test_speed import BOTH, FOUR, FP8, HALF, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX
 from moetrain.config import Config
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
+from moetrain.parallel.pipeline.stages import StagePlan
+from moetrain.parallel.world import plan_world
 from moetrain.train import speed
+from moetrain.train.memory import RankSizes
+from moetrain.train.setup import resolve_run
 
 EIGHT = f"{BOTH} model.num_layers=8"
 LONG = f"parallel.cp=2 train.global_batch_size=1 activation.policy=selective {HALF} model.rope=yarn"
@@ -91,6 +96,35 @@ def test_the_hottest_rank_is_waited_for(row, monkeypatch):
 @pytest.mark.parametrize("row", OFF, ids=lambda row: row[4])
 def test_what_is_off_by_more(row):
     check(*row)
+
+
+def works_of(config):
+    config, arch = resolve_run(config)
+    dims = plan_world(config, arch, config.launch.gpus)
+    plan = StagePlan(config, arch)
+    ranks = RankSizes.of_ranks(config, arch, dims, torch.bfloat16)
+    return [script.work_of(rank, plan, p, "h200") for p, rank in enumerate(ranks)]
+
+
+def test_a_block_and_the_head_take_what_was_measured():
+    """Of pipelines on two H200s (LOG.md, 3796cb2), where a backward takes more than twice its
+    forward, since every micro-batch adds gradients of all experts up."""
+    first, last = works_of(config_of(2, 1, f"{ONE_AFTER_ANOTHER} parallel.pp=2"))
+    (parts, *_) = first.blocks.values()
+    assert sum(part.forward for part in parts) == pytest.approx(1.4e-3, rel=0.1)
+    assert sum(part.backward for part in parts) == pytest.approx(4.8e-3, rel=0.1)
+    assert last.head == pytest.approx(11.5e-3, rel=0.1)
+    assert first.head == 0
+
+
+def test_of_two_machines_a_token_comes_to_either_once():
+    """Of eight experts a token, on 2 machines of 8 ranks, 1.0 rows cross instead of 3.2."""
+    (work,) = works_of(config_of(16, 1, f"{SIX} parallel.ep=16"))
+    _, experts = work.blocks[0]
+    ((axis, size, _),) = experts.exchanges
+    row = 4096 * 2048 * 2
+    assert (axis, size / row / 2) == ("ep", pytest.approx(3.2, abs=0.05))
+    assert experts.once * size / row / 2 == pytest.approx(1.0, abs=0.01)
 
 
 # ---- pipelines -----------------------------------------------------------------------------------
