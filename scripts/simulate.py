@@ -56,7 +56,7 @@ from moetrain.train.speed import _IDLE, _LINK, _WAITING, _Clock
 def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work:
     """Ask ``speed.py`` for the times of pipeline rank ``number``."""
     clock, share, layers = _Clock(rank, GPUS[gpu]), rank.share, rank.arch.layers()
-    whole = clock.experts + clock.others
+    whole, dims = clock.experts + clock.others, rank.dims
     moved = [seconds / whole for seconds in clock.weights_moved()]
     blocks, gathered = {}, {}
     for i in plan.blocks_of(number):
@@ -66,10 +66,15 @@ def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work
             sizes[axis] += share.width * part.numbers(share)
             passes = zip(clock.part(part), moved, strict=True)
             forward, backward = (x + each * part.numbers(share) for x, each in passes)
-            parts.append(PartWork(forward, backward, clock.exchanges(part)))
+            share_once = 1.0
+            if part.style == "routed":
+                machines, chosen = dims.machines(dims.ep), getattr(part, "num_experts_per_token", 1)
+                reached, ranks = (n * (1 - (1 - 1 / n) ** chosen) for n in (machines, dims.ep))
+                share_once = reached / ranks
+            parts.append(PartWork(forward, backward, clock.exchanges(part), share_once))
         blocks[i], gathered[i] = parts, sizes
     vocabulary, config = rank.vocabulary_numbers, rank.config
-    per_matrix, dims = sum(moved) * vocabulary, rank.dims
+    per_matrix = sum(moved) * vocabulary
     copies = 2 * FP32 * rank.trained / dims.sharding_ranks
     return Work(
         blocks,
@@ -162,7 +167,7 @@ def simulate(
     links = links or Links(clock.link, NETWORK_RATE)
     works = [work_of(rank, plan, p, gpu) for p, rank in enumerate(ranks)]
     schedule = plan.schedule(number) if dims.pp > 1 else Schedule.make("1f1b", 1, 1, number)
-    step = Step(works, schedule, plan.ranges, Mesh(dims, links.of_machine), links, slow or {})
+    step = Step(works, schedule, plan.ranges, Mesh(dims), links, slow or {})
     # What is measured beside all of this: nothing is computed, or the slowest GPU waited for.
     seconds = step.run() / (1 - _IDLE - _WAITING * (dims.world_size > 1))
     rate = config.train.global_batch_size * config.data.seq_len / seconds / dims.world_size
@@ -184,6 +189,7 @@ def configured(given: argparse.Namespace, words: Sequence[str], gpus: int) -> Co
     """Settings for so many GPUs, with a mesh and a batch that go with them where none is given."""
     source, own = _source(given.recipe, words)
     planned = [f"launch.gpus={gpus}", f"launch.gpu={given.gpu}"]
+    planned.append(f"launch.gpus_per_machine={given.machine}")
     config = Config.load(source, [*own, *words, *planned])
     p, change = config.parallel, {}
     replicas = gpus // (max(1, p.dp_shard) * p.cp * p.tp * p.pp)
@@ -228,7 +234,7 @@ def main(argv: Sequence[str] | None) -> None:
         config = configured(given, words, gpus)
         kind = GPUS[given.gpu]
         inside = kind.link_rate * _LINK
-        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE, given.machine)
+        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE)
         result = simulate(config, given.gpu, links, slowed(given.slow))
         rows.append(result.cells())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

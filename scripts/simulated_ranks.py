@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from streams import Operation, Simulation
 
-from moetrain.config.environment import GPUS_OF_MACHINE
 from moetrain.parallel.mesh import _DENSE_AXES, _EXPERT_AXES, ParallelDims
 from moetrain.parallel.pipeline.schedules import Action, Schedule
 
@@ -30,7 +29,7 @@ INSIDE = 20e-6
 """Seconds before an exchange within a machine moves anything: DeepEP's times over its tokens."""
 
 
-_DIRECT = ("reduce", "dispatch", "cp")
+_DIRECT = ("reduce", "cp")
 """Collectives in which every rank sends each other rank something of its own."""
 
 
@@ -44,6 +43,8 @@ class PartWork(NamedTuple):
     backward: float
     exchanges: Sequence[tuple[str, float, tuple[float, float]]] = ()
     """Mesh axis, bytes that arrive from all ranks, and how often in either pass."""
+    once: float = 1.0
+    """The share of dispatched bytes that a machine takes if no token comes to it twice."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ class Links(NamedTuple):
     across: float
     hop: float = 10e-6
     start: float = INSIDE
-    of_machine: int = GPUS_OF_MACHINE
 
 
 class Group(NamedTuple):
@@ -96,8 +96,8 @@ class Group(NamedTuple):
 class Mesh:
     """Which ranks exchange what, and on which machines they are."""
 
-    def __init__(self, dims: ParallelDims, of_machine: int) -> None:
-        self.dims, self.of_machine = dims, of_machine
+    def __init__(self, dims: ParallelDims) -> None:
+        self.dims, self.of_machine = dims, dims.per_machine or dims.world_size
         dense = torch.arange(dims.world_size).view([getattr(dims, x) for x in _DENSE_AXES])
         expert = dense.view([getattr(dims, x) for x in _EXPERT_AXES])
         # As moetrain.parallel.mesh.build_meshes cuts the world.
@@ -231,24 +231,34 @@ class Team:
             made = self.simulation.queue(kind, label, stream, self.after[i], uses=uses)
             self.last[i], self.after[i] = [made], []
 
-    def collective(self, kind: str, label: str, axis: str, size: float) -> list[list[Operation]]:
+    def collective(
+        self, kind: str, label: str, axis: str, size: float, hop: str = ""
+    ) -> list[list[Operation]]:
         """Queue a collective over ``axis`` that brings ``size`` bytes, less a rank's own, to every
-        rank; behind what is computed now. Gives its operations by member."""
+        rank; behind what is computed now. Gives its operations by member.
+
+        ``hop``: only what travels ``inside`` machines or ``across`` them.
+        """
         links, found = self.step.links, [[] for _ in self.ranks]
         groups: dict[Group, list[int]] = defaultdict(list)
         for i, group in enumerate(self._groups[axis]):
             groups[group].append(i)
         for group, members in groups.items():
             ranks, machines, local = len(group.ranks), group.machines, group.local
-            if ranks == 1 or not size:
+            if (
+                machines if hop == "across" else local if hop == "inside" else ranks
+            ) == 1 or not size:
                 continue
-            inside, across = size * (1 - 1 / ranks), 0.0
-            latency, is_nccl = links.start, not self.work.by_copies
-            if machines > 1:
-                latency, is_nccl = links.start + links.hop * (machines - 1), True
-                # A ring passes everything on; in all-to-alls everyone sends its own.
-                across = size * (1 - 1 / machines) / (1 if kind in _DIRECT else local)
-                inside *= (local - 1) / local if kind in _DIRECT else local > 1
+            inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
+            if axis == "ep":  # what came from any machine is passed on
+                inside = size * (1 - 1 / local)
+            elif kind in _DIRECT:
+                inside = size * (local - 1) / ranks
+            else:  # a ring brings a machine everything once, through all its adapters
+                across /= local
+            inside, across = inside * (hop != "across"), across * (hop != "inside")
+            latency = links.start + (across > 0) * links.hop * (machines - 1)
+            is_nccl = machines > 1 or not self.work.by_copies
             stream, slows = kind, {}
             if kind in ("gather", "reduce") and is_nccl:
                 is_same = group == self._groups["fsdp"][members[0]]
@@ -283,8 +293,16 @@ class Team:
         for axis, size, passes in part.exchanges:
             times = math.ceil(passes[way] / 2) if first else math.floor(passes[way] / 2)
             for _ in range(int(times)):
-                kind = "dispatch" if axis == "ep" else axis
-                self.wait(self.collective(kind, f"{kind} {label}", axis, size))
+                if axis != "ep":
+                    self.wait(self.collective(axis, f"{axis} {label}", axis, size))
+                    continue
+                # Tokens go to each machine once, and are passed on; sums come back one by one.
+                hops = [("across", part.once * size), ("inside", size)]
+                if not first:
+                    hops = [("inside", size), ("across", size)]
+                for hop, amount in hops:
+                    how = "dispatch", f"{'dispatch' if first else 'combine'} {label}, {hop}"
+                    self.wait(self.collective(*how, axis, amount, hop))
 
     # ---- FSDP, as moetrain/parallel/fsdp/fsdp.py orders it --------------------------------------
 
