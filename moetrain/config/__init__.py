@@ -41,7 +41,7 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import PROPOSED, ConfigError, Reader, Recipes, leaves
+from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package."""
@@ -103,6 +103,7 @@ _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
+_NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -141,7 +142,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout rl.routing_replay", {Fact.EXPERTS: _HELD}),
+    _Need("lora.layout rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -160,7 +161,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
-    _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
@@ -187,6 +187,8 @@ _NEEDS: tuple[_Need, ...] = (
     # generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    # Which has other weights, unless training's are in codes too.
+    _Need("rl.generator_dtype", {"kernels.attention": _Other("exact"), "lora.base_dtype": _NARROW}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
@@ -288,7 +290,7 @@ class Config(Section):
 
     def is_users(self, name: str) -> bool:
         """Return whether a user has set ``name``, and not only a recipe proposed it."""
-        return not self._origins.get(name, PROPOSED).startswith(PROPOSED)
+        return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""

@@ -18,8 +18,10 @@ Precision = Literal["bf16", "fp8", "fp8_gradients", "fp8_blocks", "fp8_blocks_ue
 class ParallelSection(Section):
     """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
-    dp_replicate: Annotated[int, checked(lambda n: n > 0 or n == -1, "give -1, or 1 or more")] = 1
-    """Replicas of the sharded model (HSDP); -1: as many as there are processes for."""
+    dp_replicate: Annotated[
+        int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
+    ] = 1
+    """Replicas of the sharded model (HSDP); -1: one for each machine (launch.gpus_per_machine)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1
@@ -282,3 +284,11 @@ class LaunchSection(Section):
     gpu: GpuName | None = None
     """Kind of GPU that --dry_run plans for; unset: this machine's, or h100 if it has none and
     launch.gpus or train.device asks for GPUs."""
+    gpus_per_machine: Annotated[
+        int | Literal["auto"],
+        checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of GPUs"),
+    ] = "auto"
+    """GPUs, or processes, that reach one another by fast links, with neighbouring ranks. What is
+    made for such links stays inside (parallel.tp, DeepEP, copy engines), and a token that goes to
+    experts of another machine is sent to it once. auto: as many as a launcher has started on a
+    machine, or 8 where none has."""

@@ -101,7 +101,8 @@ def planned_machine(config: Config) -> Machine:
     launch, p, place = config.launch, config.parallel, launched_place()
     gpus, is_asked = torch.cuda.device_count(), (launch.gpus or launch.gpu) is not None
     on_cpu = config.train.device == "cpu" or not (gpus or is_asked or config.train.device == "cuda")
-    named = max(abs(p.dp_replicate * p.dp_shard) * p.tp * p.pp * p.cp, p.ep)
+    data_ranks = max(p.dp_replicate, 1) * max(p.dp_shard, 1)
+    named = max(data_ranks * p.tp * p.pp * p.cp, p.ep)
     if launch.gpus is not None:
         size, why = launch.gpus, "launch.gpus"
         if launch.nproc not in ("auto", 1, size):
