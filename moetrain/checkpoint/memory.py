@@ -87,6 +87,7 @@ class Memory:
         self._machines = sorted(set(self._keepers))
         self.keeps = rank in self._machines
         """Whether this rank makes, completes and removes its machine's checkpoints."""
+        self._group: Any = None
         if len(self._machines) > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
@@ -197,7 +198,7 @@ class Memory:
                 dist.recv(data, source, group=self._group)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(data.numpy())
+                    (folder / name).write_bytes(data.numpy().data)
                 except OSError as error:
                     problem = error
         for _, work in works:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO, cast
 
 import torch
 
@@ -311,7 +311,8 @@ class Run(ABC):
         if self.config.launch.hang_seconds:
             faulthandler.cancel_dump_traceback_later()
         if seconds:
-            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
+            error = cast("TextIO", sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds, file=error, exit=True)
 
     def end_steps(self) -> None:
         """Save what the steps have made, and leave if a stop signal has come to any rank."""
