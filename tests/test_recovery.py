@@ -4,6 +4,7 @@ Machines are processes here, each with a folder of its own for its memory.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -342,3 +343,15 @@ def test_machines_go_and_come_and_the_loss_is_that_of_the_same_by_hand(tiny_word
 
 def by_hand(words):
     Trainer(Config.load(None, words, environ={})).fit()
+
+
+def test_killed_ranks_lose_no_step():
+    """The short form of scripts/kill_ranks.py."""
+    script = Path(__file__).parent.parent / "scripts" / "kill_ranks.py"
+    words = ["--kills", "2", "--kinds", "rank", "disk", "--hang_seconds", "30"]
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["kills"] == {"rank": 1, "disk": 1}
+    assert row["lost"].keys() <= {"0", "1"}
+    assert row["deviation"] < 1e-4
