@@ -8,6 +8,7 @@ trained is :mod:`moetrain.train.engine`'s business.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
-from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
@@ -33,8 +35,15 @@ from moetrain.models.transformer import Transformer
 from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.pipeline.stages import Stages, check_like
+from moetrain.parallel.mesh import (
+    STYLES,
+    Layout,
+    Sliceable,
+    TensorSlice,
+    all_gather_start,
+    check_like,
+)
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 
 StateKind = Literal["weights", "gradients", "moments", "workspaces"]
@@ -235,7 +244,7 @@ class ModelState:
             if member is None:
                 return self.model.get_buffer(name)
             self.fsdp.settle()
-            return member.layout.whole(member.read().to(self.world.device))
+            return _gathered(member.layout, member.read().to(self.world.device))
 
         return self.stages.whole(self.stages.table[name], whole_here).detach()
 
@@ -322,8 +331,7 @@ class Snapshots(Saver):
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
-            saves = self.settings.interval or self.settings.minutes
-            if saves or self.settings.memory_interval:
+            if self.settings.interval or self.settings.minutes:
                 self.staging.memory.reserve(engine.state_bytes())
 
     def save(
@@ -334,7 +342,6 @@ class Snapshots(Saver):
         *,
         failed: bool,
         keeps: int | None = None,
-        memory: Memory | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
@@ -346,7 +353,6 @@ class Snapshots(Saver):
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
-            memory: the machines' memories, if ``root`` lies there.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -366,7 +372,7 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory)
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps)
         if self.staging is None:
             self.start(plan, groups, state)
         else:
@@ -461,3 +467,25 @@ class Snapshots(Saver):
             )
         if changed and self.engine.world.is_main:
             logger.warning("%s %s; the run goes on from it", found.folder, what)
+
+
+def _gathered(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """Gather a whole parameter from every rank's ``local``. Collective."""
+    # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
+    whole = _gather_rows(local, layout.gathered_shape[0], layout.group)
+    placement = STYLES[layout.style]
+    if not isinstance(placement, Shard) or layout.mesh.size(1) == 1:
+        return whole
+    dim, group = placement.dim, layout.mesh.get_group(1)
+    return _gather_rows(whole.movedim(dim, 0), layout.shape[dim], group).movedim(0, dim)
+
+
+def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by ``torch.chunk``'s rule."""
+    if group.size() == 1:
+        return local.contiguous()
+    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
+    padded[: local.shape[0]] = local
+    gathered_WN, work = all_gather_start(padded.flatten(), group)
+    work.wait()
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
