@@ -128,11 +128,8 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
     Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(
-            path
-            for tensor in source.stored.values()
-            for path in (tensor.file, *tensor.parts.values())
-        )
+        stored = source.stored.values()
+        paths = dict.fromkeys(path for x in stored for path in (x.file, *x.parts.values()))
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:

@@ -374,10 +374,9 @@ class _Settings:
         for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):
             if values[key] not in (None, False, *_ALLOWED.get(key, ())):
                 raise self._bad(key, "not supported; merge the adapter into its base with PEFT")
-        layers = values.get("layers_to_transform") or []
+        layers = values.get("layers_to_transform")  # 0 is a layer
         self._layers = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
-        if type(layers) is int:  # 0 is a layer
-            self._layers = {str(layers)}
+        self._layers -= {"None", "False"}
         self._targeted = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
         self.is_parameter = self._names("target_parameters")
