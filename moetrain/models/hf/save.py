@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
-from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import exported_config
@@ -46,21 +45,14 @@ from moetrain.models.hf.files import (
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
-ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
+_ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 _File = Path | str | Mapping[str, Any]
+_Coming = Iterator[tuple[str, torch.Tensor]]
 _EOS = "eos_token_id"
-
-
-def warn_about_router_bias(model: Transformer) -> None:
-    """Warn of a selection bias, which steers routing, where the files have no place for it."""
-    holds = FAMILIES[model.arch.family].holds
-    lost = [n for n, b in model.named_buffers() if not holds(n) and b.any()]
-    if lost:
-        logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
 class _Outgoing(NamedTuple):
@@ -92,7 +84,7 @@ class Export:
         model: Transformer,
         folder: str | os.PathLike[str],
         *,
-        dtype: ExportDtype = "auto",
+        dtype: _ExportDtype = "auto",
         tokenizer: TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
@@ -107,6 +99,7 @@ class Export:
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
+        self.tokenizer = tokenizer
         self.rank = rank
         self.ranks = ranks
         self.wait = wait
@@ -126,7 +119,14 @@ class Export:
         self._copies = {piece.hf_name for piece in self._pieces if piece.is_copy}
         self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
-        self._files = _side_files(model.arch, source, tokenizer, default)
+        self._files = self._side_files(default)
+
+    @staticmethod
+    def warn_about_router_bias(model: Transformer) -> None:
+        """Warn of a selection bias, which steers routing, where the files have no place for it."""
+        holds = FAMILIES[model.arch.family].holds
+        if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
+            logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
@@ -174,11 +174,7 @@ class Export:
                 raise ConfigError("data.tokenizer", problem)
             raise error(source.folder, problem)
 
-    def _write_shards(
-        self,
-        shards: Mapping[str, Sequence[_Outgoing]],
-        coming: Iterator[tuple[str, torch.Tensor]],
-    ) -> None:
+    def _write_shards(self, shards: Mapping[str, Sequence[_Outgoing]], coming: _Coming) -> None:
         """Write this process's files while the model's own weights go by."""
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(lambda: None)
@@ -192,10 +188,7 @@ class Export:
             writing.result()
 
     def _collect(
-        self,
-        shard: Sequence[_Outgoing],
-        coming: Iterator[tuple[str, torch.Tensor]],
-        is_mine: bool,
+        self, shard: Sequence[_Outgoing], coming: _Coming, is_mine: bool
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
@@ -218,12 +211,59 @@ class Export:
                     piece.of(values[name]).copy_(tensor.detach())
         return values
 
+    def _side_files(self, dtype: torch.dtype | None) -> dict[str, _File]:
+        """Make everything but weights, by name in the export; raises as :func:`save_hf`.
+
+        ``dtype``: the dtype that config.json names; None: the one that the source names.
+        """
+        source, tokenizer = self.model.source, self.tokenizer
+        config = exported_config(self.model.arch, None if source is None else source.config)
+        keys = [key for key in ("torch_dtype", "dtype") if key in config]
+        if dtype is not None or not keys:
+            dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
+            name = str(dtype or mode(dtypes)).removeprefix("torch.")
+            config |= dict.fromkeys(keys or ["torch_dtype"], name)
+        generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
+        files: dict[str, _File] = {}
+        if source is not None:
+            kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
+            files |= {name: source.folder / name for name in kept}
+        if tokenizer is not None:
+            files |= tokenizer.files
+            ids = self._new_ids(tokenizer, config, generation)
+            config |= ids
+            generation = {key: x for key, x in generation.items() if key not in ids}
+            generation |= {key: x for key, x in ids.items() if x is not None}
+        if generation:
+            files[GENERATION] = generation
+        return files | {CONFIG: config}
+
+    def _new_ids(
+        self, tokenizer: TokenizerFiles, *known: Mapping[str, Any]
+    ) -> Mapping[str, int | None]:
+        """Return the tokenizer's special ids, or none of them if the source had the same tokenizer.
+
+        Even then the token that ended every document in training must be among those that end a
+        text, of which a chat model's checkpoint often lists several; ``known``: where it has them.
+        """
+        source, ids = self.model.source, tokenizer.ids
+        if source is None:
+            return ids
+        ours, theirs = tokenizer.files.get("tokenizer.json"), source.folder / "tokenizer.json"
+        if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
+            return ids
+        if not (ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()):
+            return ids
+        ends = (value.get(_EOS) for value in known)
+        is_known = any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in ends)
+        return {} if is_known else {_EOS: ids[_EOS]}
+
 
 def save_hf(
     model: Transformer,
     folder: str | os.PathLike[str],
     *,
-    dtype: ExportDtype = "auto",
+    dtype: _ExportDtype = "auto",
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
@@ -257,7 +297,7 @@ def save_hf(
     for name, weight in own:
         if problem := _misfit(name, weight, export.dtypes[name]):
             raise ConfigError("checkpoint.hf_dtype", problem)
-    warn_about_router_bias(model)
+    export.warn_about_router_bias(model)
     export.write(own)
     if model.source is not None and Path(folder).samefile(model.source.folder):
         model.source = check_checkpoint(folder, model.arch)
@@ -308,63 +348,3 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         return {SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))
-
-
-def _side_files(
-    arch: Architecture,
-    source: HFSource | None,
-    tokenizer: TokenizerFiles | None,
-    dtype: torch.dtype | None,
-) -> dict[str, _File]:
-    """Make everything but weights, by name in the export; raises as :func:`save_hf`.
-
-    ``dtype``: the dtype that config.json names; None: the one that ``source`` names.
-    """
-    config = exported_config(arch, None if source is None else source.config)
-    keys = [key for key in ("torch_dtype", "dtype") if key in config]
-    if dtype is not None or not keys:
-        dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
-        name = str(dtype or mode(dtypes)).removeprefix("torch.")
-        config |= dict.fromkeys(keys or ["torch_dtype"], name)
-    generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-    files: dict[str, _File] = {}
-    if source is not None:
-        kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
-        files |= {name: source.folder / name for name in kept}
-    if tokenizer is not None:
-        files |= tokenizer.files
-        _set_ids(config, generation, tokenizer, source)
-    if generation:
-        files[GENERATION] = generation
-    return files | {CONFIG: config}
-
-
-def _set_ids(
-    config: dict[str, Any],
-    generation: dict[str, Any],
-    tokenizer: TokenizerFiles,
-    source: HFSource | None,
-) -> None:
-    """Set the tokenizer's special ids, unless ``source`` had the same tokenizer.
-
-    Even then the token that ended every document in training must be among those that end a text,
-    of which a chat model's checkpoint often lists several.
-    """
-    ids = dict(tokenizer.ids)
-    if source is not None and _is_same_tokenizer(tokenizer, source.folder):
-        known = (value.get(_EOS) for value in (config, generation))
-        if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
-            return
-        ids = {_EOS: ids[_EOS]}
-    config |= ids
-    for key, value in ids.items():
-        generation.pop(key, None)
-        if value is not None:
-            generation[key] = value
-
-
-def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
-    ours, theirs = tokenizer.files.get("tokenizer.json"), folder / "tokenizer.json"
-    if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
-        return False
-    return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()
