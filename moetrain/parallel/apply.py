@@ -98,7 +98,7 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dtype = compute_dtype(config, device)
-        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
+        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -130,7 +130,7 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
 # ---- dispatchers --------------------------------------------------------------------------------
 
 
-def choose_dispatcher(
+def _choose_dispatcher(
     config: Config,
     arch: Architecture,
     group: dist.ProcessGroup,
@@ -311,10 +311,9 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
         if not (all or name.endswith(ADAPTER)):
             continue
         layout, rule = member.layout, member.rule
-        rows, *columns = layout.box
         # Not in place: the host has other random numbers, and codes are no values.
         values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
-        rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        rule.draw(values, name, layout.shape, std, seed, layout.box)
         member.write(layout.box, values)
 
 
