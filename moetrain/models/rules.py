@@ -60,6 +60,8 @@ class Rule:
     form: Form | None = None
     """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
     stored as it is."""
+    generated: Form | None = None
+    """How codes and scales of the copy that generation has are stored; None: as it is used."""
     stacked: int = 1
     """How many matrices of a product lie one above the other in its rows."""
     is_orthogonal: bool = False
@@ -175,6 +177,8 @@ class ShardingPlan(NamedTuple):
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
                 rule = replace(rule, form=FORMS.get(config.lora.base_dtype))
+            if is_hidden and rule.style == "expert":
+                rule = replace(rule, generated=FORMS.get(config.rl.generator_dtype))
             # Norms, biases and adapters are small.
             is_large = rule.init == "normal" and rule.gather is None
             if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:

@@ -77,7 +77,8 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
-    fsdp = FSDP(config.parallel, device, frees_memory(config, world.size), reshard)
+    frees, is_alone = frees_memory(config, world.size), world.size == 1
+    fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
@@ -96,9 +97,9 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
-        experts = meshes.expert_parameters.get_group("ep")
+        experts, machines = meshes.expert_parameters.get_group("ep"), meshes.expert_machines
         dtype = compute_dtype(config, device)
-        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype)
+        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype, machines)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -121,10 +122,11 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
+        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
-    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
+    return num_blocks * bool(wanted or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------
@@ -136,12 +138,17 @@ def _choose_dispatcher(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
+    machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> ExpertParallelDispatcher:
-    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective."""
+    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
+
+    ``machines``: as in :class:`moetrain.parallel.mesh.Meshes`; None: the ranks are on one.
+    """
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        reason = why_not(arch, group, device, dtype, kernels.precision, moe.redundant_experts)
+        spare, count = moe.redundant_experts, machines[0].size() if machines else 1
+        reason = why_not(arch, group, device, dtype, kernels.precision, spare, count)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -149,7 +156,7 @@ def _choose_dispatcher(
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, **how)
+        return AllToAll(arch.num_experts, group, machines=machines, **how)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.

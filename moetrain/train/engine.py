@@ -421,9 +421,8 @@ def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
     Ranks that share parameters are assumed to reach one another's memory if they are on one
     machine.
     """
-    launched, dims = launched_place(), world.dims
-    on_machine = None if launched is None else launched.on_machine
-    is_near = on_machine is None or dims.sharding_ranks <= on_machine
+    dims = world.dims
+    is_near = dims.machines(dims.sharding_ranks) == 1
     return FakeStep(
         config,
         world.device,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, OptimSection
 from moetrain.config.environment import GIB
-from moetrain.config.rl import SleepName
+from moetrain.config.rl import RlSection, SleepName
 from moetrain.config.sections import ModelSection, TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.kernels.optim.muon import orthogonalising_bytes
@@ -71,7 +71,7 @@ class MemoryEstimate:
     """Buffers that ranks of one machine read and write of each other
     (``parallel.fsdp_transport``)."""
     generator: float = 0.0
-    """Weights that generation has for itself, in the compute dtype."""
+    """Weights that generation has for itself, as it stores them."""
     cache: float = 0.0
     """Generation's keys, values and states."""
     teacher: float = 0.0
@@ -164,6 +164,7 @@ class RankSizes:
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
+        sections["rl"] = RlSection(generator_dtype=config.rl.generator_dtype)
         optim = {name: getattr(config.optim, name) for name in ("name", "weight_dtype")}
         sections |= {"optim": OptimSection(**optim)}
         key: Any = Config().model_copy(update={**sections, "train": train})
@@ -250,8 +251,14 @@ class RankSizes:
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
+        widened: Counter[str] = Counter()
+        for name, rule in rules.items():
+            if rule.generated is not None and not config.rl.apart:
+                widened[name.split(".")[1]] += numels[name] // ep * dtype.itemsize
+        self._widened = max(widened.values(), default=0)
+        """Bytes of a layer's experts that generation widens, where it stores them in codes."""
         self._peers = self._shared_bytes(mine, rules, dtype)
-        """Bytes of buffers that other ranks copy from and to, if all ranks are on one machine."""
+        """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
 
         self.is_alone = dims.world_size == 1
         self._frees = frees_memory(config, dims.world_size)
@@ -276,7 +283,9 @@ class RankSizes:
     ) -> float:
         """Count bytes of :class:`~moetrain.parallel.fsdp.transport.Peers`."""
         config, dims = self.config, self.dims
-        if not wants_copies(config.parallel, "cpu" if config.train.device == "cpu" else "cuda"):
+        device_type = "cpu" if config.train.device == "cpu" else "cuda"
+        is_near = dims.machines(dims.sharding_ranks) == 1
+        if not (is_near and wants_copies(config.parallel, device_type)):
             return 0.0
         shards, inbox = 0.0, 0.0
         for name, numel in mine.items():
@@ -355,7 +364,7 @@ class RankSizes:
             elif not self._frees:
                 gradients = self._gradients(self._updated)
                 kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
-            moments.append(replace(kept, **generation))
+            moments.append(replace(kept, working_set=self._widened, **generation))
         return max(moments, key=lambda estimate: estimate.total)
 
     def on_host(self) -> Counter[str]:
@@ -445,7 +454,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
+        return kept + min(1 if self.is_alone else 2, turns) * largest  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers
@@ -467,6 +476,8 @@ def _copied_bytes(
 ) -> float:
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
+    if rule.generated is not None:
+        return numel // ep * rule.generated.bytes_per_number
     is_cut = (dims.efsdp * dims.ep // ep if is_expert else dims.sharding_ranks) > 1
     if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
         return numel // (ep if is_expert else 1) * used.itemsize
