@@ -81,7 +81,8 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
+    all_styles = model.arch.plan().styles
+    styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
     fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
