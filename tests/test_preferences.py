@@ -16,7 +16,7 @@ from moetrain.data.loader import Batch
 from moetrain.kernels.loss.preference import LOSSES, Scores
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preferences import Preference, Reference, preferences
+from moetrain.train.preferences import Reference, _Preference, preferences
 from moetrain.train.trainer import Trainer
 
 KINDS = list(LOSSES)
@@ -308,4 +308,4 @@ def test_settings_that_do_not_go_with_pairs_are_one_line(words, error, pair_word
 def test_an_objective_in_settings_and_another_are_one_too_many(pair_words):
     config = config_of([*pair_words, "train.objective=dpo"])
     with pytest.raises(ConfigError, match=r"train\.objective: 'dpo', but the program gives anothe"):
-        Trainer(config, objective=Preference())
+        Trainer(config, objective=_Preference())

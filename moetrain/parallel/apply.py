@@ -81,7 +81,8 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
+    all_styles = model.arch.plan().styles
+    styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
     fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
@@ -99,7 +100,7 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dtype = compute_dtype(config, device)
-        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
+        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -132,7 +133,7 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
 # ---- dispatchers --------------------------------------------------------------------------------
 
 
-def choose_dispatcher(
+def _choose_dispatcher(
     config: Config,
     arch: Architecture,
     group: dist.ProcessGroup,
@@ -313,10 +314,9 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
         if not (all or name.endswith(ADAPTER)):
             continue
         layout, rule = member.layout, member.rule
-        rows, *columns = layout.box
         # Not in place: the host has other random numbers, and codes are no values.
         values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
-        rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        rule.draw(values, name, layout.shape, std, seed, layout.box)
         member.write(layout.box, values)
 
 

@@ -45,7 +45,7 @@ _AGAIN = "give what the run began with, or set never to begin again"
 
 
 @dataclass(frozen=True)
-class Preference:
+class _Preference:
     """The mean loss of the pairs; their margins (rewards' difference) and accuracy are logged."""
 
     kind: str = "dpo"
@@ -189,7 +189,7 @@ def chosen_objective(
     if not pairs:
         problem = f"{name!r}, but the rows that were given are no preference pairs"
         raise ConfigError("train.objective", f"{problem}; leave it out")
-    return Preference(name, config.train.beta)
+    return _Preference(name, config.train.beta)
 
 
 def preferences(
@@ -222,4 +222,4 @@ def preferences(
         index = int(np.argmax(rows.needed_P > size))
         problem = f"{size} is less than the {rows.needed_P[index]} tokens of pair {index}, all"
         raise ConfigError("data.seq_len", f"{problem} answers together; raise it, or cut the pair")
-    return {"data": rows, "objective": Preference(kind, beta)}
+    return {"data": rows, "objective": _Preference(kind, beta)}

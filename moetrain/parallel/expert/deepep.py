@@ -158,7 +158,7 @@ def why_not(
     spare: int = 0,
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
-    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision, spare)
+    mine = machine(), _why_not_here(arch, group.size(), device, dtype, precision, spare)
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}
@@ -167,7 +167,7 @@ def why_not(
     return next((reason for _, reason in ranks if reason), None)
 
 
-def why_not_here(
+def _why_not_here(
     arch: Architecture,
     ranks: int,
     device: torch.device,
