@@ -228,12 +228,17 @@ score = functools.cache(lambda: score_code({"answer": "assert x"}, "x = 1"))
 
 def run(task, base_url):
     turns = [{"role": "user", "content": f"{task} even"}]
-    for _ in range(2):
-        body = json.dumps({"model": "m", "messages": turns, "max_tokens": 3}).encode()
+    for streams in (False, True):
+        asked = {"model": "m", "messages": turns, "max_tokens": 3, "stream": streams}
+        body = json.dumps(asked).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(base_url + "/chat/completions", body, headers)
         with urllib.request.urlopen(request) as found:
-            turns.append(json.load(found)["choices"][0]["message"])
+            parts = [x.split(b"data: ")[-1] for x in found if x.strip() and b"[DONE]" not in x]
+        choices = [json.loads(part)["choices"][0] for part in parts]
+        assert not streams or all(len(choice["token_ids"]) == 1 for choice in choices)
+        said = [choice["delta" if streams else "message"]["content"] for choice in choices]
+        turns.append({"role": "assistant", "content": "".join(said)})
         turns.append({"role": "user", "content": "more"})
     said = turns[1]["content"] + turns[3]["content"]
     return score() * sum(ord(c) % 2 == 0 for c in said) / 6

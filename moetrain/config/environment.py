@@ -98,6 +98,10 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     rank, local_rank, world_size = (_number(variables, name) for name in names)
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+    # ``4(x2)``: as many tasks on each of two machines.
+    of_tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if on_machine is None and of_tasks and names[0] == "SLURM_PROCID":
+        on_machine = int(of_tasks[1])
     for name, value, of, count in (
         (names[0], rank, names[2], world_size),
         (names[1], local_rank, "LOCAL_WORLD_SIZE", on_machine),
