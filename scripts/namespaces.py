@@ -228,7 +228,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 def main() -> int:
     """The highest exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each machine")
     parser.add_argument("--restarts", type=int, default=0)
