@@ -51,6 +51,9 @@ ULYSSES = {"cp_method": "ulysses"}
         (12, {"ep": 6}, 12, 2),
         (8, {"dp_replicate": 2, "ep": 2}, 4, 2),
         (8, {"dp_replicate": 8}, 1, 1),
+        (8, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
+        (2, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
+        (8, {"dp_replicate": -1, "dp_shard": 1, "tp": 2}, 1, 2),
         (8, {"dp_replicate": 2, "tp": 2, "ep": 4}, 2, 1),
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
         (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
@@ -134,8 +137,7 @@ def test_groups_of_neighbours_lie_on_machines():
         ({"tp": 2, "ep": 4}, 4, 2),
         ({"pp": 2}, 2, 4),
         ({"pp": 8}, 1, 2),  # a stage is half a machine
-        ({"dp_shard": 2}, 8, 2),
-        ({"dp_shard": 8, "tp": 2}, 1, 8),
+        ({"dp_shard": 4}, 4, 4),
     ],
 )
 def test_a_replica_for_each_machine(degrees, replicas, dp_shard):

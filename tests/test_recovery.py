@@ -4,8 +4,14 @@ Machines are processes here, each with a folder of its own for its memory.
 """
 
 import errno
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,7 @@ from checkpoints import tensors_of
 from command_lines import settled
 from distributed import spawn
 from test_checkpoint_runs import losses, names
+from test_new_user import LAUNCHERS, free_port
 
 from moetrain.checkpoint import memory as memory_module
 from moetrain.checkpoint import save as checkpoint_save
@@ -224,3 +231,114 @@ def test_machines_without_copies_complete_one_another(tiny_words, tmp_path):
     for file in tmp_path.glob("memory0/*/*/*/*-00001-*"):
         file.unlink()
     assert [began for began, _ in spawn(2, run_of_a_machine, words, str(tmp_path))] == [0, 0]
+
+
+# ---- ranks that hang, machines that go and come -------------------------------------------------
+
+
+def started(command, log, **more):
+    """A process in a session of its own, without the variables of other launchers."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    own |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with log.open("a") as file:
+        return subprocess.Popen(
+            command, env=own | more, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def last_step(folder):
+    return max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
+def wait_for(is_so, jobs, seconds=240):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        assert all(job.poll() is None for job in jobs)
+        time.sleep(0.02)
+
+
+def ranks_of(launcher):
+    file = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(child) for child in file.read_text().split()] if file.exists() else []
+
+
+def kill_machine(launcher):
+    """Kill a launcher and its ranks, which have sessions of their own."""
+    for pid in [*ranks_of(launcher), launcher.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def test_a_rank_that_hangs_is_noticed_and_no_step_is_lost(tiny_words, tmp_path):
+    own = ["launch.nproc=2", "launch.max_restarts=1", "launch.hang_seconds=8", "train.steps=40"]
+    memory = f"checkpoint.memory={tmp_path / 'memory'}"
+    words = settled([*tiny_words, *EACH, *own, memory])
+    log, out = tmp_path / "log", tmp_path / "out"
+    run = started([sys.executable, "-m", "moetrain.train", *words], log)
+    try:
+        wait_for(lambda: last_step(out) > 2, [run])
+        hangs = time.monotonic()
+        os.kill(ranks_of(run)[1], signal.SIGSTOP)
+        wait_for(lambda: "starting again: 1 of 1" in log.read_text(), [run])
+        assert time.monotonic() - hangs < 8 + 8  # and five in which ranks may say why they end
+        assert run.wait(240) == 0
+    finally:
+        kill_machine(run)
+    text = log.read_text()
+    assert "Timeout (0:00:08)!" in text
+    assert "train_step" in text  # where it was
+    rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
+    assert rows == [*range(1, 41)]
+    assert int(re.search(r"resuming from \S*step-(\d+)", text)[1]) > 2
+
+
+def test_machines_go_and_come_and_the_loss_is_that_of_the_same_by_hand(tiny_words, tmp_path):
+    own = ["train.steps=100000", "optim.schedule=constant", "checkpoint.replicas=2"]
+    own += ["launch.hang_seconds=20", "launch.join_timeout=60"]
+    words = settled([*tiny_words, *EACH, *own])
+    port, out = free_port(), tmp_path / "out"
+    logs = [tmp_path / f"log{n}" for n in range(2)]
+
+    def agent(n):
+        conf = f"is_host={1 - n},last_call_timeout=2,keep_alive_interval=1"
+        how = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d"]
+        how += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"]
+        more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        more["MOETRAIN_CHECKPOINT__MEMORY"] = str(tmp_path / f"memory{n}")
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        return started([*torchrun, *how, "-m", "moetrain.train", *words], logs[n], **more)
+
+    def worlds():
+        return re.findall(r" on (\d) x cpu", "".join(log.read_text() for log in logs))
+
+    agents = [agent(0), agent(1)]
+    try:
+        wait_for(lambda: last_step(out) > 4, agents)
+        assert worlds() == ["2"]
+        kill_machine(agents[1])
+        shutil.rmtree(tmp_path / "memory1")
+        wait_for(lambda: worlds() == ["2", "1"], agents[:1])
+        alone = last_step(out)
+        wait_for(lambda: last_step(out) > alone + 4, agents[:1])
+        agents[1] = agent(1)
+        wait_for(lambda: sorted(worlds()) == ["1", "2", "2"], agents)
+        again = last_step(out)
+        wait_for(lambda: last_step(out) > again + 4, agents)
+    finally:
+        for each in agents:
+            kill_machine(each)
+    found = losses(out)
+    text = "".join(log.read_text() for log in logs)
+    shrunk, grown = sorted({int(step) for step in re.findall(r"resuming from \S*step-(\d+)", text)})
+    assert list(found) == list(range(1, len(found) + 1))
+    hand = settled([*words, "checkpoint.memory_interval=0", "checkpoint.replicas=1"])
+    hand = [*hand, "checkpoint.at_end=yes", f"output_dir={tmp_path / 'hand'}"]
+    for world, steps in ((2, shrunk), (1, grown), (2, len(found))):
+        spawn(world, by_hand, settled([*hand, f"train.steps={steps}"]))
+    assert losses(tmp_path / "hand") == found
+
+
+def by_hand(words):
+    Trainer(Config.load(None, words, environ={})).fit()

@@ -53,7 +53,7 @@ class _Move(NamedTuple):
     target: int
 
 
-class _Part(NamedTuple):
+class _Held(NamedTuple):
     """What a machine has of a checkpoint."""
 
     seal: str
@@ -120,14 +120,14 @@ class Memory:
         """
         found = self._gather(self._parts() if self.keeps else {})
         for step in sorted({step for parts in found for step in parts}, reverse=True):
-            problem = self._find([parts.get(step, _Part("", {}, set())) for parts in found])
+            problem = self._find([parts.get(step, _Held("", {}, set())) for parts in found])
             if not problem:
                 return step
             if self._rank == 0:
                 logger.warning("step %d in memory is passed over: %s", step, problem)
         return -1
 
-    def _parts(self) -> dict[int, _Part]:
+    def _parts(self) -> dict[int, _Held]:
         """Return what is here, by step; what is damaged is removed."""
         found = {}
         for path in list_checkpoints(self.root):
@@ -140,10 +140,10 @@ class Memory:
             data = (path / MANIFEST).read_bytes()
             sizes = {MANIFEST: len(data), **{name: known.size for name, known in files.items()}}
             here = {name for name in sizes if (path / name).exists()}
-            found[step_of(path) or 0] = _Part(crc_of(data), sizes, here)
+            found[step_of(path) or 0] = _Held(crc_of(data), sizes, here)
         return found
 
-    def _find(self, parts: Sequence[_Part]) -> str:
+    def _find(self, parts: Sequence[_Held]) -> str:
         """Note which files machines lack, by rank; return why the checkpoint is not complete."""
         if len({part.seal for part in parts if part.seal}) > 1:
             return "machines have different ones"

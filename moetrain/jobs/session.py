@@ -33,7 +33,18 @@ from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.jobs import api
+from moetrain.jobs.api import (
+    ClientLoss,
+    Limits,
+    Load,
+    OptimStep,
+    Pass,
+    Refused,
+    Sampling,
+    Save,
+    SaveForSampler,
+    source_of,
+)
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
 from moetrain.models.architecture import Architecture
@@ -106,7 +117,7 @@ class JobSession:
         tokenizer = load_tokenizer(config.data.tokenizer) if named else None
         self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
-        self.limits = api.Limits(
+        self.limits = Limits(
             arch.vocab_size,
             config.data.seq_len,
             self.generator.longest,
@@ -298,15 +309,15 @@ class JobSession:
         self.now.seen = number + 1
 
     def _unserved(self, request: Any) -> dict[str, Any]:
-        raise api.Refused(request.problem)
+        raise Refused(request.problem)
 
     def serve_together(self, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
         """Serve a small request each of several jobs, which are resident, in one pass."""
         self._leave(more=0)
-        jobs, requests, learns = [self._held[job] for job in numbers], list[api.Pass](), False
+        jobs, requests, learns = [self._held[job] for job in numbers], list[Pass](), False
         for job, number in zip(jobs, numbers.values(), strict=True):
             entry = Job.request_in(job.folder, number)
-            requests.append(api.Pass.model_validate(entry["body"]))
+            requests.append(Pass.model_validate(entry["body"]))
             learns, job.seen = entry["kind"] == "forward_backward", number + 1
         if self.config.compile.is_on:  # for one shape: further parts are empty
             missing = self.config.jobs.max_tenants - len(jobs)
@@ -315,15 +326,15 @@ class JobSession:
         with self.engine.together(jobs):
             return self._pass(jobs, requests, learns)[: len(numbers)]
 
-    def _forward(self, request: api.Pass, learns: bool = False) -> dict[str, Any]:
+    def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
         return self._pass([self.now], [request], learns)[0]
 
     _forward_backward = partialmethod(_forward, learns=True)
 
     def _pass(
-        self, jobs: Sequence[JobState], requests: Sequence[api.Pass], learns: bool
+        self, jobs: Sequence[JobState], requests: Sequence[Pass], learns: bool
     ) -> list[dict[str, Any]]:
-        loss, *others = (api.ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
+        loss, *others = (ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
         loss = replace(loss, others=tuple(others))
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
         dealt = self._dealt(samples, len(requests))
@@ -342,9 +353,9 @@ class JobSession:
             results.append({"logprobs": outputs, "loss": _finite(total.item())})
         return results
 
-    def _optim_step(self, request: api.OptimStep) -> dict[str, Any]:
+    def _optim_step(self, request: OptimStep) -> dict[str, Any]:
         if self.engine.is_between_steps:
-            raise api.Refused("there was no forward_backward since the last step")
+            raise Refused("there was no forward_backward since the last step")
         asked, optimizer = request.adam_params, self.engine.optimizer
         numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
         optimizer.settings = optimizer.settings._replace(**numbers)
@@ -379,11 +390,11 @@ class JobSession:
         generator, limits = self.generator, self.limits
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
-        asked, requests, total, logprobs = list[api.Sampling](), [], 0, 0
+        asked, requests, total, logprobs = list[Sampling](), [], 0, 0
         for number in range(first, first + count):
             entry = Job.request_in(self.now.folder, number)
             body = limits.parse("asample", entry["body"])
-            assert isinstance(body, api.Sampling)
+            assert isinstance(body, Sampling)
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
             params = body.params(seed, limits)
             total += params.n
@@ -420,12 +431,12 @@ class JobSession:
             for i, one in enumerate(asked)
         ]
 
-    def _save_weights(self, request: api.Save) -> dict[str, Any]:
+    def _save_weights(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
-            raise api.Refused("a step is not over: its gradients are part of no save; step first")
+            raise Refused("a step is not over: its gradients are part of no save; step first")
         return self._keep(request, "weights", self._write)
 
-    def _save_weights_for_sampler(self, request: api.SaveForSampler) -> dict[str, Any]:
+    def _save_weights_for_sampler(self, request: SaveForSampler) -> dict[str, Any]:
         write = partial(self._write, kinds=("model",))
         if request.path is not None:
             return self._keep(request, "sampler_weights", write)
@@ -436,24 +447,24 @@ class JobSession:
         new = {"name": name, "seed": seed, "source": f"{self.now.id}/{self.SAMPLERS}/{number}"}
         return {"sampling_session_id": name, "sampler": new}
 
-    def _save_weights_external(self, request: api.Save) -> dict[str, Any]:
+    def _save_weights_external(self, request: Save) -> dict[str, Any]:
         return self._keep(request, "external_weights", self.engine.save_peft)
 
-    def _keep(self, request: api.Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
+    def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
         folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
         most = 2**31 if kind == self.SAMPLERS else self.config.jobs.max_saves
         is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
         problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):
-            raise api.Refused(problem)
+            raise Refused(problem)
         write(folder.path)
         if is_main:
             folder.write(seen, request.ttl_seconds)
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
-    def _load_weights(self, request: api.Load) -> dict[str, Any]:
-        engine, path = self.engine, self.now.folder.parent / api.source_of(request.path)
+    def _load_weights(self, request: Load) -> dict[str, Any]:
+        engine, path = self.engine, self.now.folder.parent / source_of(request.path)
         found = self.run_here(lambda _: open_checkpoint(SaveFolder(path).checkpoint()))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
@@ -463,7 +474,7 @@ class JobSession:
         return {"path": request.path, "model_id": self.now.id}
 
 
-def _described(completion: Completion, asked: api.Sampling) -> dict[str, Any]:
+def _described(completion: Completion, asked: Sampling) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens": completion.tokens,
         "logprobs": [_finite(x) for x in completion.logprobs],

@@ -97,9 +97,9 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
-        experts = meshes.expert_parameters.get_group("ep")
+        experts, machines = meshes.expert_parameters.get_group("ep"), meshes.expert_machines
         dtype = compute_dtype(config, device)
-        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
+        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype, machines)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -138,12 +138,17 @@ def choose_dispatcher(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
+    machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> ExpertParallelDispatcher:
-    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective."""
+    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
+
+    ``machines``: as in :class:`moetrain.parallel.mesh.Meshes`; None: the ranks are on one.
+    """
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        reason = why_not(arch, group, device, dtype, kernels.precision, moe.redundant_experts)
+        spare, count = moe.redundant_experts, machines[0].size() if machines else 1
+        reason = why_not(arch, group, device, dtype, kernels.precision, spare, count)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -151,7 +156,7 @@ def choose_dispatcher(
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, **how)
+        return AllToAll(arch.num_experts, group, machines=machines, **how)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.

@@ -88,9 +88,8 @@ class ParallelDims:
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         others = degrees.pp * degrees.cp * degrees.tp
         if degrees.dp_replicate == -1:
-            machines = world_size // degrees.pp // (per_machine or world_size)
-            left = world_size // (others * (degrees.dp_shard or 1))
-            given["dp_replicate"] = max(1, machines if degrees.dp_shard == -1 else left)
+            of_stage = world_size // degrees.pp
+            given["dp_replicate"] = max(1, of_stage // (per_machine or world_size))
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // (others * given["dp_replicate"]))
         dims = cls(world_size, per_machine=per_machine, **given)
@@ -120,9 +119,8 @@ class ParallelDims:
     def machines(self, ranks: int) -> int:
         """Count the machines on which a group of ``ranks`` neighbours lies, at the most."""
         per_machine = self.per_machine or self.world_size
-        if self.world_size <= per_machine or per_machine % ranks == 0:
-            return 1
-        return max(2, math.ceil(ranks / per_machine))
+        is_inside = self.world_size <= per_machine or per_machine % ranks == 0
+        return 1 if is_inside else max(2, math.ceil(ranks / per_machine))
 
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
@@ -195,8 +193,7 @@ class Meshes:
     everyone: dist.ProcessGroup
     """The world."""
     expert_machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    """Where expert parallel ranks are of several machines: those in this rank's place on each, by
-    machine, and those on this rank's own machine."""
+    """Expert parallel ranks in this one's place on each machine, and on its own; None: on one."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -255,9 +252,7 @@ class _Groups:
         self.device_type = device_type
         whole = tuple(range(dist.get_world_size()))
         assert dist.group.WORLD is not None  # get_world_size needed it too
-        self.made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
-            (whole,): dist.group.WORLD
-        }
+        self.made: dict[Any, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
         """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
@@ -310,20 +305,6 @@ class Sliceable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
-) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
-    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
-        )
 
 
 class TensorSlice(NamedTuple):
@@ -454,6 +435,16 @@ class Layout:
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Gather the whole from every rank's ``local``. Collective."""
+        # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
+        whole = _gather_rows(local, self.gathered_shape[0], self.group)
+        placement = STYLES[self.style]
+        if not isinstance(placement, Shard) or self.mesh.size(1) == 1:
+            return whole
+        dim, group = placement.dim, self.mesh.get_group(1)
+        return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
+
     def overlap(
         self, place: tuple[int | slice, ...]
     ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
@@ -481,6 +472,17 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
     """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
+
+
+def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`."""
+    if group.size() == 1:
+        return local.contiguous()
+    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
+    padded[: local.shape[0]] = local
+    gathered_WN, work = all_gather_start(padded.flatten(), group)
+    work.wait()
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
 
 
 # torch 2.13 renamed it and warns on the old name.

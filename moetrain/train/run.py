@@ -6,10 +6,12 @@ stop is decided here. Within a step nothing here waits for the device: skipped s
 it and read one step late.
 """
 
+import faulthandler
 import gc
 import json
 import math
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,6 +238,7 @@ class Run(ABC):
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
                 yield
+            self.allow(0)
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
@@ -270,6 +273,7 @@ class Run(ABC):
         ``result`` is :meth:`log_step`'s; its ``skipped`` (0-d bool) is the same on every rank.
         """
         config = self.config
+        self.allow(config.launch.hang_seconds)
         if 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time:
             self.ask_to_save()
         for callback in self.callbacks:
@@ -280,6 +284,7 @@ class Run(ABC):
         if self.due(config.train.compare_replicas):
             compare_replicas(self.engine.fsdp, self.world)
         if self.due(config.train.eval_interval):
+            self.allow(0)
             self.evaluate()
         # What was asked for before the last checkpoint has come with that.
         by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
@@ -288,12 +293,25 @@ class Run(ABC):
             if self.watch.in_row():  # a bad one would push out a good one
                 self.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
             else:
+                self.allow(0 if to_disk else config.launch.hang_seconds)
                 self.begin_save(in_memory=not to_disk)
         self.report_saved(self.snapshots.finished())
         for callback in self.callbacks:
             callback.on_step(self)
         if self.due(config.train.gc_interval):
             gc.collect()
+        self.allow(config.launch.hang_seconds)
+
+    def allow(self, seconds: float) -> None:
+        """End this process in so many seconds, unless this is called again; 0: never.
+
+        The other ranks of one that hangs, or is stopped, wait for it, and end themselves likewise;
+        then the launcher, which has lost some, kills all and starts them again.
+        """
+        if self.config.launch.hang_seconds:
+            faulthandler.cancel_dump_traceback_later()
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
 
     def end_steps(self) -> None:
         """Save what the steps have made, and leave if a stop signal has come to any rank."""

@@ -26,8 +26,21 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
-from moetrain.models.hf import files
 from moetrain.models.hf.config import exported_config
+from moetrain.models.hf.files import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SINGLE,
+    HFSource,
+    TokenizerFiles,
+    error,
+    find_in,
+    listing,
+    open_shard,
+    remove_stale,
+    write_files,
+)
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
@@ -43,7 +56,7 @@ def warn_about_router_bias(model: Transformer) -> None:
     holds = FAMILIES[model.arch.family].holds
     lost = [n for n, b in model.named_buffers() if not holds(n) and b.any()]
     if lost:
-        logger.warning("Hugging Face files cannot hold %s: left out", files.listing(lost))
+        logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
 class _Outgoing(NamedTuple):
@@ -73,7 +86,7 @@ class Export:
         folder: str | os.PathLike[str],
         *,
         dtype: _ExportDtype = "auto",
-        tokenizer: files.TokenizerFiles | None = None,
+        tokenizer: TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
         ranks: int = 1,
@@ -117,12 +130,12 @@ class Export:
             name = str(dtype or mode(dtypes)).removeprefix("torch.")
             config |= dict.fromkeys(keys or ["torch_dtype"], name)
         generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-        beside: dict[str, _File] = {}
+        files: dict[str, _File] = {}
         if source is not None:
             kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
-            beside |= {name: source.folder / name for name in kept}
+            files |= {name: source.folder / name for name in kept}
         if tokenizer is not None:
-            beside |= tokenizer.files
+            files |= tokenizer.files
             ids = self._new_ids(tokenizer, config, generation)
             config |= ids
             for key, value in ids.items():
@@ -130,12 +143,10 @@ class Export:
                 if value is not None:
                     generation[key] = value
         if generation:
-            beside[files.GENERATION] = generation
-        return beside | {files.CONFIG: config}
+            files[GENERATION] = generation
+        return files | {CONFIG: config}
 
-    def _new_ids(
-        self, tokenizer: files.TokenizerFiles, *known: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def _new_ids(self, tokenizer: TokenizerFiles, *known: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the tokenizer's special ids, unless the source had the same tokenizer.
 
         Even then the token that ended every document in training must be among those that end a
@@ -181,20 +192,20 @@ class Export:
         self.wait()
         if self.rank > 0:
             return
-        beside = dict(self._files)
+        files = dict(self._files)
         if len(shards) > 1:
             sizes = (tensor.num_bytes for shard in shards.values() for tensor in shard)
             weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-            beside[files.INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        lost += files.write_files(self.folder, beside)
-        files.remove_stale(self.folder, [*shards, *beside])
+            files[INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        lost += write_files(self.folder, files)
+        remove_stale(self.folder, [*shards, *files])
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
             problem = f"gone or changed since it was read; {self.folder} has all but "
-            problem += f"{files.listing(lost)}; put it back and save again"
+            problem += f"{listing(lost)}; put it back and save again"
             if source is None:
                 raise ConfigError("data.tokenizer", problem)
-            raise files.error(source.folder, problem)
+            raise error(source.folder, problem)
 
     def _write_shards(
         self,
@@ -246,7 +257,7 @@ def save_hf(
     folder: str | os.PathLike[str],
     *,
     dtype: _ExportDtype = "auto",
-    tokenizer: files.TokenizerFiles | None = None,
+    tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
@@ -283,18 +294,18 @@ def save_hf(
         model.source = check_checkpoint(folder, model.arch)
 
 
-def _extra_tensors(source: files.HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
+def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
     """List the source's own tensors, and the names of those that are gone or have changed.
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
     stored = {name: source.stored[name] for name in source.extra}
     holding = {file for x in stored.values() for file in (x.file, *x.parts.values())}
-    shards = {f: stack.enter_context(files.open_shard(f)) for f in source.intact() & holding}
+    files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
     for name, tensor in stored.items():
-        if shards.keys() >= {tensor.file, *tensor.parts.values()}:
-            read = partial(lambda *found: files.find_in(*found)[...], shards, name, tensor)
+        if files.keys() >= {tensor.file, *tensor.parts.values()}:
+            read = partial(lambda *found: find_in(*found)[...], files, name, tensor)
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
             tensors.append(_Outgoing(name, tensor.dtype, size, read))
         else:
@@ -314,6 +325,6 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         size += tensor.num_bytes
     count = len(shards)
     if count == 1:
-        return {files.SINGLE: shards[0]}
+        return {SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))
