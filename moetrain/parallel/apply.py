@@ -77,8 +77,7 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
-    frees, is_alone = frees_memory(config, world.size), world.size == 1
-    fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
+    fsdp = FSDP(config.parallel, device, frees_memory(config, world.size), reshard)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     all_styles = model.arch.plan().styles
@@ -123,11 +122,10 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
-        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    return num_blocks * bool(wanted or recomputes[config.activation.policy])
+    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
+    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------
