@@ -40,9 +40,9 @@ from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.mesh import Sliceable, TensorSlice, check_like
+from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
-from moetrain.parallel.pipeline.stages import Stages
+from moetrain.parallel.pipeline.stages import Stages, check_like
 
 
 class AdamW(torch.optim.Optimizer):

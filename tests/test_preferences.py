@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import spawn
+from preferences import preferences
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.loss.preference import LOSSES, Scores
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preferences import Reference, _Preference, preferences
+from moetrain.train.preferences import Preference, Reference
 from moetrain.train.trainer import Trainer
 
 KINDS = list(LOSSES)
@@ -308,4 +309,4 @@ def test_settings_that_do_not_go_with_pairs_are_one_line(words, error, pair_word
 def test_an_objective_in_settings_and_another_are_one_too_many(pair_words):
     config = config_of([*pair_words, "train.objective=dpo"])
     with pytest.raises(ConfigError, match=r"train\.objective: 'dpo', but the program gives anothe"):
-        Trainer(config, objective=_Preference())
+        Trainer(config, objective=Preference())

@@ -119,9 +119,8 @@ class ParallelDims:
     def machines(self, ranks: int) -> int:
         """Count the machines on which a group of ``ranks`` neighbours lies, at the most."""
         per_machine = self.per_machine or self.world_size
-        if self.world_size <= per_machine or per_machine % ranks == 0:
-            return 1
-        return max(2, math.ceil(ranks / per_machine))
+        is_inside = self.world_size <= per_machine or per_machine % ranks == 0
+        return 1 if is_inside else max(2, math.ceil(ranks / per_machine))
 
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
@@ -193,9 +192,6 @@ class Meshes:
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     everyone: dist.ProcessGroup
     """The world."""
-    expert_machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    """Where expert parallel ranks are of several machines: those in this rank's place on each, by
-    machine, and those on this rank's own machine."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -228,10 +224,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
-    machines, expert_machines = dims.machines(dims.ep), None
-    if machines > 1:
-        placed_ranks = expert_ranks.unflatten(3, (machines, dims.per_machine))
-        expert_machines = groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)
     return Meshes(
         dims,
         groups.mesh(dense_ranks, *_DENSE_AXES),
@@ -242,7 +234,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
-        expert_machines,
         tuple(groups.made.values()),
     )
 
@@ -254,9 +245,7 @@ class _Groups:
         self.device_type = device_type
         whole = tuple(range(dist.get_world_size()))
         assert dist.group.WORLD is not None  # get_world_size needed it too
-        self.made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
-            (whole,): dist.group.WORLD
-        }
+        self.made: dict[Any, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
         """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
@@ -309,20 +298,6 @@ class Sliceable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
-) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
-    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
-        )
 
 
 class TensorSlice(NamedTuple):
@@ -453,6 +428,16 @@ class Layout:
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Gather the whole from every rank's ``local``. Collective."""
+        # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
+        whole = _gather_rows(local, self.gathered_shape[0], self.group)
+        placement = STYLES[self.style]
+        if not isinstance(placement, Shard) or self.mesh.size(1) == 1:
+            return whole
+        dim, group = placement.dim, self.mesh.get_group(1)
+        return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
+
     def overlap(
         self, place: tuple[int | slice, ...]
     ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
@@ -495,3 +480,14 @@ def all_gather_start(
     x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
     # Flat, because gloo does not stack.
     return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
+
+
+def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by ``torch.chunk``'s rule."""
+    if group.size() == 1:
+        return local.contiguous()
+    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
+    padded[: local.shape[0]] = local
+    gathered_WN, work = all_gather_start(padded.flatten(), group)
+    work.wait()
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]

@@ -8,7 +8,6 @@ trained is :mod:`moetrain.train.engine`'s business.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
@@ -35,15 +32,8 @@ from moetrain.models.transformer import Transformer
 from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.mesh import (
-    STYLES,
-    Layout,
-    Sliceable,
-    TensorSlice,
-    all_gather_start,
-    check_like,
-)
-from moetrain.parallel.pipeline.stages import Stages
+from moetrain.parallel.mesh import Sliceable, TensorSlice
+from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.parallel.world import World
 
 StateKind = Literal["weights", "gradients", "moments", "workspaces"]
@@ -244,7 +234,7 @@ class ModelState:
             if member is None:
                 return self.model.get_buffer(name)
             self.fsdp.settle()
-            return _gathered(member.layout, member.read().to(self.world.device))
+            return member.layout.whole(member.read().to(self.world.device))
 
         return self.stages.whole(self.stages.table[name], whole_here).detach()
 
@@ -467,25 +457,3 @@ class Snapshots(Saver):
             )
         if changed and self.engine.world.is_main:
             logger.warning("%s %s; the run goes on from it", found.folder, what)
-
-
-def _gathered(layout: Layout, local: torch.Tensor) -> torch.Tensor:
-    """Gather a whole parameter from every rank's ``local``. Collective."""
-    # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
-    whole = _gather_rows(local, layout.gathered_shape[0], layout.group)
-    placement = STYLES[layout.style]
-    if not isinstance(placement, Shard) or layout.mesh.size(1) == 1:
-        return whole
-    dim, group = placement.dim, layout.mesh.get_group(1)
-    return _gather_rows(whole.movedim(dim, 0), layout.shape[dim], group).movedim(0, dim)
-
-
-def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather the ``rows`` rows that the ranks of ``group`` hold by ``torch.chunk``'s rule."""
-    if group.size() == 1:
-        return local.contiguous()
-    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
-    padded[: local.shape[0]] = local
-    gathered_WN, work = all_gather_start(padded.flatten(), group)
-    work.wait()
-    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
