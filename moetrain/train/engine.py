@@ -233,7 +233,7 @@ class Engine(ModelState):
         norm = self.fsdp.gradient_norm()
         loss = torch.stack([totals.total for totals in done]).sum()
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        clip = (self.config.optim.max_grad_norm / norm).clamp(max=1.0)
+        clip = (self.optimizer.config.max_grad_norm / norm).clamp(max=1.0)
         self.optimizer.step(clip, skipped, self._lr)
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
