@@ -356,7 +356,8 @@ def test_a_file_is_written_once(capsys):
         assert main([*job, "--dry_run"]) == 0
         assert capsys.readouterr().out == text
         assert main([*job, "--name", "other", "--file", str(path)]) == 2
-        *_, line = capsys.readouterr().err.splitlines()
+        said = capsys.readouterr().err.splitlines()
+        (line,) = (text for text in said if text.startswith("error"))
         assert re.match(r"error: file: .* exists; give another by --file, or --overwrite$", line)
         assert path.read_text() == text
         assert main([*job, "--name", "other", "--file", str(path), "--overwrite"]) == 0
