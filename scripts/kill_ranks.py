@@ -8,6 +8,7 @@ on this one's CPU, with a checkpoint in memory after each step. At random moment
     rank      SIGKILL to a rank
     hang      SIGSTOP to a rank
     disk      a rank can write no file as large as a checkpoint needs
+    link      all connections of a rank are broken (ss --kill, for root), as by a cable pulled out
     agent     SIGKILL to a torchrun, whose rank goes on without it; another starts a little later
     machine   SIGKILL to a torchrun and its rank, whose memory is lost; it comes back a little later
 
@@ -38,7 +39,7 @@ from pathlib import Path
 from soak import WORDS, Found, check, end_session, losses, ranks_of, send
 from torch.distributed import TCPStore
 
-KINDS = ("rank", "hang", "disk", "agent", "machine")
+KINDS = ("rank", "hang", "disk", "link", "agent", "machine")
 OWN = {
     "train.micro_batch_size": 4,
     "train.global_batch_size": 32,
@@ -116,7 +117,7 @@ class Kills:
     def kill(self, kind: str) -> None:
         """Do ``kind``, and wait until the run goes on."""
         self.settle()
-        time.sleep(self.drawn.uniform(0, 2))
+        time.sleep(self.drawn.uniform(0, 1))
         number = self.drawn.randrange(2)
         agent = self.agents[number]
         (rank,) = ranks_of(agent.pid)
@@ -130,6 +131,8 @@ class Kills:
             send(rank, signal.SIGSTOP)
         elif kind == "disk":
             resource.prlimit(rank, resource.RLIMIT_FSIZE, (TOO_FEW_BYTES, TOO_FEW_BYTES))
+        elif kind == "link":
+            break_connections(rank)
         if kind == "machine":
             shutil.rmtree(self.memory(number), ignore_errors=True)
         if kind in ("agent", "machine"):
@@ -147,7 +150,9 @@ class Kills:
         self.seconds.append((kind, time.monotonic() - began))
         self.lost.append(done - self.resumed()[starts])
         check(self.lost[-1] <= 1, f"{kind} lost {self.lost[-1]} steps")
-        print(f"{len(self.seconds)}: {kind}, {self.seconds[-1][1]:.1f} s", file=sys.stderr)
+        took, when = f"{self.seconds[-1][1]:.1f} s", time.strftime("%H:%M:%S")
+        row = f"{when} {len(self.seconds)}: {kind} at step {done}, {took}, lost {self.lost[-1]}"
+        print(f"{row}, load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         for agent in self.agents:
@@ -169,6 +174,15 @@ class Kills:
         )
         alone = losses(self.folder / "alone")
         return max(abs(found[step] - loss) / loss for step, loss in alone.items())
+
+
+def break_connections(pid: int) -> None:
+    """Break the TCP connections of a process: both ends see that they are gone."""
+    rows = subprocess.run(["ss", "-Htnp"], check=True, capture_output=True, text=True).stdout
+    ports = [row.split()[3].rsplit(":", 1)[1] for row in rows.splitlines() if f"pid={pid}," in row]
+    for port in ports:
+        command = ["ss", "-K", "-Htn", "sport", "=", f":{port}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def histogram(seconds: list[float]) -> str:

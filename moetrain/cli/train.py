@@ -74,7 +74,6 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 
 _PROGRAMS = {
     "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
-    "bench": _Program("bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, ("rl.", "jobs.")),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",

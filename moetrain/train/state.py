@@ -26,7 +26,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import Export, warn_about_router_bias
+from moetrain.models.hf.save import Export
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
@@ -262,7 +262,7 @@ class ModelState:
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)
         if world.is_main:
-            warn_about_router_bias(self.model)
+            export.warn_about_router_bias(self.model)
         export.write(self.weights(hf=True))
 
     # ---- in host memory ------------------------------------------------------------------------
