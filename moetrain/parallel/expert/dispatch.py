@@ -45,6 +45,7 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.waits import waiting
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -199,7 +200,8 @@ def _exchange_counts(
     host).
     """
     received_W2 = torch.empty_like(counts_W2)
-    all_to_all_single(received_W2, counts_W2, group=_resolve_group(group))
+    with waiting(counts_W2.device):
+        all_to_all_single(received_W2, counts_W2, group=_resolve_group(group))
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
     tokens, rows = received_W2.sum(0).tolist()
@@ -246,8 +248,9 @@ def _exchange_rows(
             all_to_all_single(out[: sum(received)], given, received, sent, **how)
             for out, given in zip(outputs, leaving, strict=True)
         ]
-        for work in works:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        with waiting(first.device):
+            for work in works:
+                work.wait()  # pyright: ignore[reportOptionalMemberAccess]
     if recipe is not None:
         outputs[0] = _unpack(outputs[0], first, recipe)
     return outputs
