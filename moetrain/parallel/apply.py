@@ -86,7 +86,8 @@ def _parallelize(
     for name in styles.keys() - here:
         del styles[name]
     reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard)
+    turns = turning_regions(config, world.size)
+    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard, turns)
     _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect()
     model.sharding = fsdp
@@ -114,6 +115,11 @@ def _parallelize(
 def frees_memory(config: Config, world_size: int) -> bool:
     """Whether a rank frees unsharded values after their last use, and gradients after a step."""
     return world_size == 1 and config.compile.cuda_graphs is not True
+
+
+def turning_regions(config: Config, world_size: int) -> int:
+    """Count the regions in which resharded blocks take turns: two where parameters travel."""
+    return 1 if frees_memory(config, world_size) and not config.lora.offload_experts else 2
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
@@ -246,10 +252,14 @@ def _shard_model(
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
+
+    def is_hosted(members: Sequence[Member]) -> bool:
+        return id(members) in on_host or members[0].rule.is_hosted
+
     gradient_dtype, blocks = getattr(torch, config.optim.gradient_dtype), set(model.layers)
     for modules, unit in zip(units, found, strict=True):
         buckets = [
-            _make_bucket(g, fsdp, dtype, gradient_dtype, link if id(g) in on_host else None)
+            _make_bucket(g, fsdp, dtype, gradient_dtype, link if is_hosted(g) else None)
             for g in unit
         ]
         fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
@@ -292,16 +302,16 @@ def _make_bucket(
     gradient_dtype: torch.dtype,
     link: Link | None,
 ) -> Bucket:
-    """Make a bucket, with its master on the host if a ``link`` there is given."""
+    """Make a bucket, with its master or its codes on the host if a ``link`` there is given."""
     *starts, size = _places(members)
     rule, host, coded = members[0].rule, None, None
     gathered = rule.gather or dtype
-    if link is not None:
+    if rule.form is not None:
+        coded = CodedShard(rule.form, size, gathered, fsdp.weights, link)
+        shard_N = coded.shape_N
+    elif link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
-    elif rule.form is not None:
-        coded = CodedShard(rule.form, size, gathered, fsdp.weights)
-        shard_N = coded.shape_N
     else:
         # Where blocks use the shard itself, copies of experts lie behind it.
         is_used = members[0].layout.group.size() == 1 and rule.storage == gathered
@@ -335,7 +345,7 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
         layout, values = member.layout, member.local
         rows, *columns = layout.box
         if member.coded is not None:
-            values = torch.empty(values.shape, dtype=member.rule.storage, device=values.device)
+            values = torch.empty(values.shape, dtype=member.rule.storage, device=fsdp.device)
         elif values.device.type != fsdp.device.type:  # whose random numbers are others
             values = torch.empty_like(values, device=fsdp.device)
         member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))

@@ -34,7 +34,7 @@ from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
-from moetrain.parallel.apply import frees_memory, resharded_blocks
+from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
 from moetrain.parallel.fsdp.transport import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -247,12 +247,15 @@ class RankSizes:
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
-        widened: Counter[str] = Counter()
-        for name, rule in rules.items():
-            if rule.generated is not None and not config.rl.apart:
-                widened[name.split(".")[1]] += numels[name] // ep * dtype.itemsize
-        self._widened = max(widened.values(), default=0)
+        size = 0 if config.rl.apart else dtype.itemsize / ep
+        self._widened = _of_experts(numels, rules, lambda r: size * (r.generated is not None))
         """Bytes of a layer's experts that generation widens, where it stores them in codes."""
+        codes = _of_experts(mine, rules, lambda r: r.stored_bytes * r.is_hosted)
+        self._staged = 2 * codes / dims.sharding_ranks
+        """Bytes of codes that come up from the host: those of a block, and of the next."""
+        hosted = (n * rules[name].stored_bytes * rules[name].is_hosted for name, n in mine.items())
+        self._hosted_codes = sum(hosted) / dims.sharding_ranks
+        self._regions = turning_regions(config, dims.world_size)
         self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
         """Bytes of buffers that other ranks copy from and to."""
 
@@ -313,7 +316,7 @@ class RankSizes:
         ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
-        weights = self._stored / self.dims.sharding_ranks - masters
+        weights = self._stored / self.dims.sharding_ranks - masters - self._hosted_codes
         kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
         if sleep is not None and self.config.rl.teacher is not None:
             teacher = teacher_of(self.config.rl.teacher).num_params() * self.share.width
@@ -344,6 +347,7 @@ class RankSizes:
         """Return the bytes of host memory of one process, by the setting that asks for them."""
         wanted = {
             "optim.offload_fraction": int(_HOSTED_BYTES * self._hosted),
+            "lora.offload_experts": int(self._hosted_codes),
             "rl.offload": int(self.config.rl.offload * self.moment_bytes()),
         }
         return +Counter(wanted)  # without zeros
@@ -384,7 +388,8 @@ class RankSizes:
             updated -= self._share_updated * (first.numbers + vocabulary)
         gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
         if self._frees:  # its own, and the embedding
-            gathered = first.unsharded + self._unsharded_vocabulary() / (1 if tied else 2)
+            gathered = self._regions * first.unsharded + self._staged
+            gathered += self._unsharded_vocabulary() / (1 if tied else 2)
         return replace(
             kept,
             gradients=self._gradients(updated),
@@ -427,7 +432,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
+        return kept + min(self._regions, turns) * largest + self._staged  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers
@@ -442,6 +447,17 @@ class RankSizes:
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
         return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
+
+
+def _of_experts(
+    numels: Mapping[str, int], rules: Mapping[str, Rule], each: Callable[[Rule], float]
+) -> float:
+    """Sum ``each`` number's bytes over the experts of that layer which has most."""
+    layers: Counter[str] = Counter()
+    for name, numel in numels.items():
+        if rules[name].style == "expert":
+            layers[name.split(".")[1]] += int(numel * each(rules[name]))
+    return max(layers.values(), default=0)
 
 
 def _copied_bytes(
