@@ -74,11 +74,6 @@ class Rule:
             raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
 
     @property
-    def stored_bytes(self) -> float:
-        """Bytes that one number takes in a rank's shard."""
-        return self.form.bytes_per_number if self.form else self.storage.itemsize
-
-    @property
     def is_matrix(self) -> bool:
         """Whether the parameter is the matrix of a product in the compute dtype."""
         return self.init == "normal" and self.decay and self.gather is None

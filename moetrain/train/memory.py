@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, OptimSection
 from moetrain.config.environment import GIB
@@ -35,8 +36,8 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
-from moetrain.parallel.fsdp.transport import peer_bytes
-from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 
 _HOSTED_BYTES = 16
@@ -228,17 +229,20 @@ class RankSizes:
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
         mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
-        self._stored = sum(n * rules[name].stored_bytes for name, n in mine.items())
+        owned = [(n, rules[name]) for name, n in mine.items()]
+        self._stored = sum(
+            n * (rule.form.bytes_per_number if rule.form else rule.storage.itemsize)
+            for n, rule in owned
+        )
         """Bytes of its parameters over all ranks of a replica."""
-        self.trained = sum(n for name, n in mine.items() if rules[name].trainable)
+        self.trained = sum(n for n, rule in owned if rule.trainable)
         self.share_trained = self.trained / sum(mine.values())
         """Share of its parameters that is trained, taken to be the same in every part."""
         # Of what the host updates, the device has the compute values alone.
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
         """How many parameters this rank's device updates, with gradients and moments."""
-        orthogonal = sum(n for name, n in mine.items() if rules[name].is_orthogonal)
-        self.orthogonal = orthogonal / dims.sharding_ranks
+        self.orthogonal = sum(n for n, rule in owned if rule.is_orthogonal) / dims.sharding_ranks
         """How many of them Muon updates."""
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
         ep = 1 if config.rl.apart else dims.ep  # the copy that is sent has all experts
@@ -247,17 +251,21 @@ class RankSizes:
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
-        size = 0 if config.rl.apart else dtype.itemsize / ep
-        self._widened = _of_experts(numels, rules, lambda r: size * (r.generated is not None))
+        codes: Counter[str] = Counter()
+        widened: Counter[str] = Counter()
+        for name, numel in numels.items():
+            rule, layer = rules[name], name.split(".")[1]
+            if rule.generated is not None and not config.rl.apart:
+                widened[layer] += numel // ep * dtype.itemsize
+            if rule.form is not None and rule.is_hosted and name in mine:
+                codes[layer] += rule.form.num_bytes(numel // dims.sharding_ranks)
+        self._widened = max(widened.values(), default=0)
         """Bytes of a layer's experts that generation widens, where it stores them in codes."""
-        codes = _of_experts(mine, rules, lambda r: r.stored_bytes * r.is_hosted)
-        self._staged = 2 * codes / dims.sharding_ranks
-        """Bytes of codes that come up from the host: those of a block, and of the next."""
-        hosted = (n * rules[name].stored_bytes * rules[name].is_hosted for name, n in mine.items())
-        self._hosted_codes = sum(hosted) / dims.sharding_ranks
+        self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
+        """Bytes of codes that lie on the host, and on the device: a block's, and the next one's."""
         self._regions = turning_regions(config, dims.world_size)
-        self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
-        """Bytes of buffers that other ranks copy from and to."""
+        self._peers = self._shared_bytes(mine, rules, dtype)
+        """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
 
         self.is_alone = dims.world_size == 1
         self._frees = frees_memory(config, dims.world_size)
@@ -276,6 +284,29 @@ class RankSizes:
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
         self._peers += max(block.copies for block in self._blocks.values())
+
+    def _shared_bytes(
+        self, mine: Mapping[str, int], rules: Mapping[str, Rule], dtype: torch.dtype
+    ) -> float:
+        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.Peers`."""
+        config, dims = self.config, self.dims
+        device_type = "cpu" if config.train.device == "cpu" else "cuda"
+        is_near = dims.machines(dims.sharding_ranks) == 1
+        if not (is_near and wants_copies(config.parallel, device_type)):
+            return 0.0
+        shards, inbox = 0.0, 0.0
+        for name, numel in mine.items():
+            rule = rules[name]
+            by_style = dims.ep if rule.style == "expert" else dims.tp
+            cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
+            if dims.sharding_ranks == cut or rule.form:  # nobody copies it
+                continue
+            size = numel * (rule.gather or dtype).itemsize / cut
+            on_device = 1 - config.optim.offload_fraction * rule.trainable
+            shards += on_device * size * cut / dims.sharding_ranks
+            if rule.trainable and on_device:
+                inbox = max(inbox, size)
+        return shards + inbox
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
@@ -447,17 +478,6 @@ class RankSizes:
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
         return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
-
-
-def _of_experts(
-    numels: Mapping[str, int], rules: Mapping[str, Rule], each: Callable[[Rule], float]
-) -> float:
-    """Sum ``each`` number's bytes over the experts of that layer which has most."""
-    layers: Counter[str] = Counter()
-    for name, numel in numels.items():
-        if rules[name].style == "expert":
-            layers[name.split(".")[1]] += int(numel * each(rules[name]))
-    return max(layers.values(), default=0)
 
 
 def _copied_bytes(

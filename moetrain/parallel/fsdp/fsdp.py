@@ -18,8 +18,8 @@ outside the compiled block, which sees plain tensors: inside, it could not start
 
 Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
 With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
-computes; where nothing travels, in one. What autograd saved are tensors in a
-region, which has the right values whenever they are read.
+computes; where nothing travels, in one. What autograd saved are tensors in a region, which has the
+right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -129,9 +129,9 @@ class FSDP(Sharding):
     """Whether full parameters are freed after their last use, and gradients are allocated at their
     first, as a single process does."""
     reshards: int
-    """How many of the first blocks take turns in regions, instead of having one each."""
-    turns: int
-    """In how many regions."""
+    """How many of the first blocks take turns in the same regions, instead of having one each."""
+    num_turns: int = 2
+    """These regions: two, of which one is filled while the other is in use; 1: nothing travels."""
 
     def __post_init__(self) -> None:
         device = self.device
@@ -143,7 +143,7 @@ class FSDP(Sharding):
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = [GatherBuffer(device) for _ in range(self.turns)]
+        self._turns = [GatherBuffer(device) for _ in range(self.num_turns)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
@@ -430,7 +430,7 @@ class FSDP(Sharding):
         for unit in self.units:
             unit.move_in()
             for bucket in unit.buckets:
-                if bucket.is_cast and bucket.peers is None:
+                if bucket.is_cast and bucket.peers is None and bucket.coded is None:
                     bucket.refresh()
 
     @property

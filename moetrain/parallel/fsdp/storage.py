@@ -10,9 +10,9 @@ a copy up and computing overlap.
 (``lora.base_dtype``, :mod:`moetrain.kernels.quant.groups`). Codes and scales are what is gathered;
 they are widened where the parameters lie gathered. Those of experts may lie in host memory
 (``lora.offload_experts``): a copy to the device then takes the place of the gather, at the same
-moments. Widened to fp32 and written again they are the
-same. Groups are of neighbours in a rank's shard: the same on any layout that leaves every rank's
-part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
+moments. Widened to fp32 and written again they are the same. Groups are of neighbours in a rank's
+shard: the same on any layout that leaves every rank's part of a row a multiple of a form's unit (32
+numbers, of nf4 2,048).
 
 Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
