@@ -18,6 +18,7 @@ from moetrain.kernels.small_m import expert_mlp
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.rl import learn
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
@@ -239,3 +240,17 @@ def test_apart_and_together_have_the_same_codes(tmp_path):
     apart = how | {"rl.placement": "apart"}
     assert launched(2, words_of(tmp_path / "1+1", **apart)) == [0, 0]
     assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
+def test_all_tokens_are_scored_though_the_first_agree(dtype, tmp_path, monkeypatch):
+    """As those of a policy that is certain do, whatever its weights are rounded to."""
+    scored, score = [], learn.score
+    monkeypatch.setattr(learn.Learner, "_compare", lambda *_: torch.zeros(1, 3).double())
+    monkeypatch.setattr(learn, "score", lambda *a: scored.append(len(a[1])) or score(*a))
+    (tmp_path / "even.py").write_text(EVEN)
+    how = RUN | {"rl.env": f"{tmp_path / 'even.py'}:Even", "rl.generator_dtype": dtype}
+    how |= {"train.micro_batch_size": 1, "train.steps": 1, "rl.ratio": "proximal"}
+    fitted(tmp_path / "run", **how)
+    assert scored[0] == 1
+    assert (len(scored) == 2 and scored[1] > 0) == (dtype != "auto")
