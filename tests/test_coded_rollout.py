@@ -6,12 +6,12 @@ from architectures import own_part
 from distributed import spawn
 from estimates import estimate_memory
 from family_cases import architecture_of
+from test_batch_invariant import PLACES
 from test_engine import WORDS, make_engine, train, weights_of
 from test_rl_apart import assert_same_bits, launched
 from test_rl_run import EVEN, fitted, lines_of, words_of
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.groups import FORMS, CodedMatrices, quantise_matrices
 from moetrain.kernels.small_m import expert_mlp
@@ -164,22 +164,28 @@ def test_experts_of_every_kind(family):
         assert torch.equal(coded(tokens_BS), model(tokens_BS))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize("place", PLACES)
 @every_form
-def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name):
-    form, generator = FORMS[name], torch.Generator().manual_seed(0)
+def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name, place):
+    form, generator = FORMS[name], torch.Generator(place).manual_seed(0)
     dim, width, counts = 256, 128, [3, 0, 21]
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=place) * shape[-1] ** -0.5
+
     coded = []
     for shape in ((len(counts), 2 * width, dim), (len(counts), dim, width)):
-        matrices = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        bytes_EB = torch.empty(shape[0], form.num_bytes(matrices[0].numel()), dtype=torch.uint8)
+        matrices = draw(*shape)
+        bytes_EB = torch.empty(
+            shape[0], form.num_bytes(matrices[0].numel()), dtype=torch.uint8, device=place
+        )
         quantise_matrices(form, matrices, bytes_EB)
-        coded.append(CodedMatrices(form, bytes_EB, matrices.shape[1:], torch.float32))
-    ends = torch.tensor(counts).cumsum(0).int()
-    x, w = (torch.rand(sum(counts), n, generator=generator) for n in (dim, 1))
-    given = x, ends, *coded, w[:, 0], 20
-    expected = expert_mlp(x, ends, *(c.widen() for c in coded), w[:, 0], 20)
-    assert torch.equal(expert_mlp(*given), expected)
+        coded.append(CodedMatrices(form, bytes_EB, matrices.shape[1:], dtype))
+    ends = torch.tensor(counts, device=place).cumsum(0).int()
+    x, w = draw(sum(counts), dim).to(dtype), draw(sum(counts), 1)[:, 0].abs()
+    expected = expert_mlp(x, ends, *(c.widen() for c in coded), w, 20)
+    assert torch.equal(expert_mlp(x, ends, *coded, w, 20), expected)
     assert expected.abs().max() > 0
 
 
