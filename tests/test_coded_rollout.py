@@ -8,6 +8,7 @@ from estimates import estimate_memory
 from family_cases import architecture_of
 from test_batch_invariant import PLACES
 from test_engine import WORDS, make_engine, train, weights_of
+from test_lora_rollout import answers_of, check
 from test_rl_apart import assert_same_bits, launched
 from test_rl_run import EVEN, fitted, lines_of, words_of
 
@@ -20,19 +21,10 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl import learn
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 
 MICRO = 2
-REQUESTS = [
-    Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),
-    Request("b", (7,), SamplingParams(max_tokens=7, seed=1, top_k=20)),
-]
 every_form = pytest.mark.parametrize("name", FORMS)
-
-
-def answers_of(generator):
-    return [(c.tokens, c.logprobs) for (c,) in generator.generate(REQUESTS)]
 
 
 def rounded(form, whole):
@@ -74,17 +66,6 @@ def follow(name, words):
             assert torch.equal(theirs, own_part(experts, weights[key], theirs)), key
         found.append((answers_of(generator), weights))
     return engine.arch, found
-
-
-def check(arch, found):
-    for answers, weights in found:
-        model = Transformer(arch)
-        model.load_state_dict(weights)
-        expected = answers_of(Generator(model, num_pages=20, page_size=4))
-        for (tokens, logprobs), (wanted, scores) in zip(answers, expected, strict=True):
-            assert tokens == wanted
-            assert logprobs == pytest.approx(scores, abs=1e-5)
-    assert found[0][0] != found[1][0]
 
 
 @every_form
