@@ -210,9 +210,9 @@ class Running:
         """How far its grammar has come (:mod:`moetrain.rollout.steps`); None: it has none."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
-        self.scores: list[tuple[float, int]] = []
-        """Of each token of the prompt but the first, if asked for: its log-probability, and the
-        likeliest token in its place."""
+        self.scores: list[tuple[float, int, dict[int, float]]] = []
+        """Of each token of the prompt but the first, if asked for: its log-probability, the
+        likeliest token in its place, and several of these."""
 
     @property
     def num_unread(self) -> int:

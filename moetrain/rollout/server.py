@@ -85,16 +85,17 @@ class CompletionServer(JsonServer):
         await self.serving.close()
 
     @staticmethod
-    def described(name: str, wanted: str | None) -> dict[str, Any]:
+    def described(name: str, wanted: str | None, **more: Any) -> dict[str, Any]:
         """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain"}
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain", **more}
         return {"object": "list", "data": [entry]} if wanted is None else entry
 
     async def models(self, request: HTTPRequest) -> Response:
         wanted = request.path_params.get("model")
         if wanted not in (None, self.name):
             raise HTTPException(404, f"no model {shortened(wanted)} is here; ask for {self.name!r}")
-        return self.reply(self.described(self.name, wanted))
+        most = self.generator.longest
+        return self.reply(self.described(self.name, wanted, max_model_len=most))
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
@@ -227,6 +228,8 @@ class _Served(Answer):
             stop=tuple(asked.stop),
             stop_ids=server.stop_ids,
             logprobs=asked.likeliest or 0,
+            prompt_logprobs=asked.prompt_logprobs is not None,
+            top_prompt_logprobs=asked.prompt_logprobs or 0,
             grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
             **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
         )
@@ -239,6 +242,10 @@ class _Served(Answer):
             each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
             problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
             raise ValueError(f"logprobs: {problem}; lower {limit}, or ask in parts")
+        number = sum(map(len, prompts)) * params.n * (1 + params.top_prompt_logprobs)
+        if params.prompt_logprobs and number > _MOST_LOGPROBS:
+            problem = f"prompt_logprobs: {number} log-probabilities are more than {_MOST_LOGPROBS}"
+            raise ValueError(f"{problem}; ask for fewer, or in parts")
         self.requests = [
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
@@ -246,6 +253,13 @@ class _Served(Answer):
         texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
         super().__init__(server, asked, server.name, texts, sum(map(len, prompts)))
         self.drafts = server.generator.steps.draft > 0
+
+    def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
+        choice = super()._choice(number, text, updates)
+        if isinstance(self.asked, Completions) and self.params.prompt_logprobs:
+            prompt = self.requests[number // self.params.n].tokens
+            choice["prompt_logprobs"] = self.asked.scored(prompt, updates[-1].completion)
+        return choice
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
         serving, most = self.server.serving, self.server.max_queue
