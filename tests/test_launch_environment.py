@@ -42,6 +42,22 @@ def test_the_place_that_a_launcher_gave(variables, address):
 
 
 @pytest.mark.parametrize(
+    ("variables", "on_machine"),
+    [
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+        (TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # of torchruns
+        (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),
+    ],
+)
+def test_the_ranks_of_a_machine(variables, on_machine):
+    place = launched_place(variables)
+    assert place is not None
+    assert place.on_machine == on_machine
+
+
+@pytest.mark.parametrize(
     "variables", [{}, {"RANK": "0"}, BATCH_SCRIPT, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
 def test_a_process_alone(variables):

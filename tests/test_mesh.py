@@ -16,7 +16,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.models.families import PRESETS
 from moetrain.parallel import world as world_module
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
-from moetrain.parallel.world import join_world
+from moetrain.parallel.world import join_world, plan_world
 
 MOE = make_architecture(
     family="qwen3_moe",
@@ -51,6 +51,9 @@ ULYSSES = {"cp_method": "ulysses"}
         (12, {"ep": 6}, 12, 2),
         (8, {"dp_replicate": 2, "ep": 2}, 4, 2),
         (8, {"dp_replicate": 8}, 1, 1),
+        (8, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
+        (2, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
+        (8, {"dp_replicate": -1, "dp_shard": 1, "tp": 2}, 1, 2),
         (8, {"dp_replicate": 2, "tp": 2, "ep": 4}, 2, 1),
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
         (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
@@ -116,6 +119,101 @@ def test_expert_parallelism_needs_experts():
         resolve(4, DENSE, ep=2)
 
 
+# ---- machines -----------------------------------------------------------------------------------
+
+
+def test_groups_of_neighbours_lie_on_machines():
+    dims = ParallelDims(16, dp_shard=16, per_machine=4)
+    assert [dims.machines(n) for n in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
+    assert ParallelDims(12, dp_shard=12, per_machine=6).machines(4) == 2  # ranks 4 to 7
+    assert ParallelDims(4, dp_shard=4, per_machine=8).machines(4) == 1
+    assert ParallelDims(4, dp_shard=4).machines(4) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "replicas", "dp_shard"),
+    [
+        ({}, 4, 4),
+        ({"tp": 2, "ep": 4}, 4, 2),
+        ({"pp": 2}, 2, 4),
+        ({"pp": 8}, 1, 2),  # a stage is half a machine
+        ({"dp_shard": 4}, 4, 4),
+    ],
+)
+def test_a_replica_for_each_machine(degrees, replicas, dp_shard):
+    section = ParallelSection(dp_replicate=-1, **degrees)
+    dims = ParallelDims.resolve(section, 16, MOE, per_machine=4)
+    assert (dims.dp_replicate, dims.dp_shard) == (replicas, dp_shard)
+    alone = ParallelDims.resolve(ParallelSection(dp_replicate=-1), 4, MOE)
+    assert (alone.dp_replicate, alone.dp_shard) == (1, 4)
+
+
+OF_TWO = "for {} ranks on 2 machines of 2 (launch.gpus_per_machine): "
+CROSSING = [
+    ("parallel.tp=4", 4, f"parallel.tp: 4 {OF_TWO.format(4)}its messages hold"),
+    ("parallel.fsdp_transport=copy", 4, f"parallel.fsdp_transport: 'copy' {OF_TWO.format(4)}eng"),
+    ("parallel.ep=4 moe.redundant_experts=1", 4, f"moe.redundant_experts: 1 {OF_TWO.format(4)}cop"),
+    ("parallel.ep=3", 6, f"parallel.ep: 3 {OF_TWO.format(3)}each must have as many; use a divisor"),
+    (
+        "parallel.ep=4 moe.dispatcher=deepep",
+        4,
+        "moe.dispatcher: 'deepep', but DeepEP cannot run: parallel.ep 4 is of 2 machines, and its",
+    ),
+    ("parallel.ep=4 moe.dispatch_mode=static", 4, "moe.dispatch_mode: 'static', but DeepEP cannot"),
+]
+
+
+@pytest.mark.parametrize(("words", "world", "says"), CROSSING)
+def test_what_must_not_leave_a_machine_is_refused(words, world, says, tiny):
+    batch = ["train.micro_batch_size=4", f"train.global_batch_size={4 * world}"]
+    config = tiny(*words.split(), *batch, "launch.gpus_per_machine=2")
+    with pytest.raises(ConfigError) as caught:
+        plan_world(config, MOE, world)
+    assert str(caught.value).startswith(says)
+    whole = config.filled({"launch.gpus_per_machine": world}, "the test")
+    assert plan_world(whole, MOE, world).machines(world) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ep=4", "ep=4 fsdp_transport=nccl", "dp_replicate=-1 fsdp_transport=copy ep=2", "tp=2 pp=2"],
+)
+def test_what_may_leave_a_machine_does(words, tiny):
+    batch = ["train.micro_batch_size=4", "train.global_batch_size=16"]
+    named = [f"parallel.{word}" for word in words.split()]
+    config = tiny(*named, *batch, "launch.gpus_per_machine=2", "model.num_layers=2")
+    assert plan_world(config, MOE.model_copy(update={"num_layers": 2}), 4).per_machine == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "per_machine"),
+    [
+        ("", None, 8),
+        ("launch.nproc=16", None, 16),
+        ("launch.gpus_per_machine=4", None, 4),
+        ("launch.gpus_per_machine=4", 2, 4),
+        ("", 2, 2),
+    ],
+)
+def test_how_many_ranks_a_machine_has(words, place, per_machine, tiny, monkeypatch):
+    if place is not None:
+        launched = LaunchedPlace(0, 0, 16, "localhost:1", None, on_machine=place)
+        monkeypatch.setattr(world_module, "launched_place", lambda: launched)
+    batch = ["train.micro_batch_size=1", "train.global_batch_size=16"]
+    assert plan_world(tiny(*words.split(), *batch), MOE, 16).per_machine == per_machine
+
+
+def test_machines_that_differ_are_refused(tiny, monkeypatch, no_group):
+    place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=1)
+    store = dist.HashStore()
+    store.set("per_machine", "4")
+    monkeypatch.setattr(world_module, "launched_place", lambda: place)
+    monkeypatch.setattr(world_module, "find_ranks", lambda *_: store)
+    with pytest.raises(ConfigError, match=r"gpus_per_machine: auto is 1 for rank 0, and 4 for an"):
+        join_world(tiny("train.global_batch_size=8"), MOE)
+    assert not dist.is_initialized()
+
+
 # ---- on ranks -----------------------------------------------------------------------------------
 
 
@@ -143,6 +241,8 @@ def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
     seen["tokens"] = sorted(dist.get_process_group_ranks(meshes.tokens))
     seen["data"] = (meshes.data.rank(), dist.get_process_group_ranks(meshes.data))
     seen["communicators"] = [dist.get_process_group_ranks(g) for g in meshes.communicators]
+    near_and_far = meshes.expert_machines or ()
+    seen["expert_machines"] = [dist.get_process_group_ranks(group) for group in near_and_far]
     seen["round trips"] = [round_trip(meshes, name) for name in named if "parameters" in name]
     return seen
 
@@ -197,6 +297,10 @@ LAYOUTS = {
     ParallelDims(4, dp_shard=2, tp=2, ep=2): (ALONE_4, NEAR, FAR, NEAR, FAR, FAR, 4),
     ParallelDims(4, dp_shard=2, tp=2, ep=4): (ALONE_4, NEAR, FAR, ALL_4, ALONE_4, FAR, 4),
     ParallelDims(4, dp_shard=2, cp=2): (ALONE_4, ALONE_4, ALL_4, ALONE_4, ALL_4, FAR, 4),
+    ParallelDims(4, dp_shard=4, ep=4, per_machine=2): (
+        *(ALONE_4, ALONE_4, ALL_4, ALL_4, ALONE_4, ALL_4),
+        4,
+    ),
     ParallelDims(4, pp=2, dp_shard=2, ep=2): (ALONE_4, ALONE_4, NEAR, NEAR, ALONE_4, NEAR, 4),
 }
 
@@ -237,6 +341,9 @@ def test_meshes_of_four_ranks(device_type):
             mine_made = [len(ranks) for ranks in mine["communicators"]]
             assert mine_made == [len(ranks) for ranks in seen[0]["communicators"]]
             assert len(mine_made) == communicators, dims
+            far, near = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+            crosses = dims.machines(dims.ep) > 1
+            assert mine["expert_machines"] == ([far, near] if crosses else []), dims
 
 
 def test_the_views_hold_the_same_ranks_in_the_same_order():

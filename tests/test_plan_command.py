@@ -147,3 +147,28 @@ def test_presets_have_their_models_sizes(preset, total, active):
     arch = resolve_architecture(Config.load(preset, environ={}).model)
     assert arch.num_params() / 1e9 == pytest.approx(total, abs=0.06)
     assert arch.num_active_params() / 1e9 == pytest.approx(active, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "",
+            "2 machines of 8: inside nothing; across dp_shard over 2; 450 GB/s inside and 50 GB/s",
+        ),
+        (
+            "--parallel.dp_replicate -1 --parallel.ep 4",
+            "inside ep, dp_shard; across dp_replicate over",
+        ),
+        ("--parallel.pp 2 --parallel.tp 2", "inside tp, dp_shard; across pp over 2; 450"),
+        ("--launch.gpus_per_machine 4", "4 machines of 4: inside nothing; across dp_shard over 4;"),
+        ("--launch.gpus_per_machine 16", ""),
+    ],
+)
+def test_the_dry_run_says_what_leaves_a_machine(words, says, capsys):
+    rows = ["--train.micro_batch_size", "1", "--train.global_batch_size", "32"]
+    devices = ["--launch.gpus", "16", "--launch.gpu", "h200", "--dry_run"]
+    assert train.main([*SIX, *rows, *devices, *words.split()]) == 0
+    said = capsys.readouterr().err
+    assert says in said
+    assert (" machines of " in said) == bool(says)

@@ -112,6 +112,8 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
     own = re.sub(r"[^a-z0-9]+", "-", folder.name.lower())
     given.name = given.name or f"moetrain-{own}"[:40].rstrip("-")
     gpus = f"--launch.gpus={int(given.nodes) * int(given.gpus)}", f"--launch.gpu={given.gpu}"
+    if not config.is_set("launch.gpus_per_machine"):
+        gpus += (f"--launch.gpus_per_machine={given.gpus}",)
     # Weights may lie where only the job's containers see them.
     planned = Config.load(given.recipe, [*words, *gpus], once=True)
     return plan_memory(*resolve_run(planned, needs_weights=not in_container))

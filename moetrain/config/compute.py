@@ -18,8 +18,10 @@ Precision = Literal["bf16", "fp8", "fp8_gradients", "fp8_blocks", "fp8_blocks_ue
 class ParallelSection(Section):
     """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
-    dp_replicate: PositiveInt = 1
-    """Replicas of the sharded model (HSDP)."""
+    dp_replicate: Annotated[
+        int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
+    ] = 1
+    """Replicas of the sharded model (HSDP); -1: one for each machine (launch.gpus_per_machine)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1
@@ -272,9 +274,21 @@ class LaunchSection(Section):
     max_restarts: NonNegativeInt = 0
     """How often to restart a run from its newest checkpoint after one of its processes failed or
     was killed. Under torchrun give its own option --max-restarts instead."""
+    hang_seconds: float = Field(default=0.0, ge=0)
+    """Seconds after which a step that does not end is taken for hanging: the process ends itself
+    with a trace of where it was, and the launcher starts the run again; 0: never. The first step of
+    a process, evaluations and checkpoints on disk take the time that they take."""
     gpus: int | None = Field(default=None, gt=0)
     """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
     or as many as the degrees in parallel multiply to."""
     gpu: GpuName | None = None
     """Kind of GPU that --dry_run plans for; unset: this machine's, or h100 if it has none and
     launch.gpus or train.device asks for GPUs."""
+    gpus_per_machine: Annotated[
+        int | Literal["auto"],
+        checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of GPUs"),
+    ] = "auto"
+    """GPUs, or processes, that reach one another by fast links, with neighbouring ranks. What is
+    made for such links stays inside (parallel.tp, DeepEP, copy engines), and a token that goes to
+    experts of another machine is sent to it once. auto: as many as a launcher has started on a
+    machine, or 8 where none has."""

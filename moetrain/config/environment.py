@@ -5,12 +5,10 @@ None of this is a setting; variables that are (``MOETRAIN_*``) are read in
 (:mod:`moetrain.train.speed`).
 """
 
-import gc
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -100,6 +98,10 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     rank, local_rank, world_size = (_number(variables, name) for name in names)
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+    # ``4(x2)``: as many tasks on each of two machines.
+    of_tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if on_machine is None and of_tasks and names[0] == "SLURM_PROCID":
+        on_machine = int(of_tasks[1])
     for name, value, of, count in (
         (names[0], rank, names[2], world_size),
         (names[1], local_rank, "LOCAL_WORLD_SIZE", on_machine),
@@ -168,18 +170,3 @@ def let_idle_threads_sleep() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-@contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """Look for no garbage while inside, where much is made that stays, such as imported modules.
-
-    Else a sixth of an import is spent on looking through what was imported before.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

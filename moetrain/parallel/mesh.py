@@ -59,6 +59,8 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
     cp_method: str = "ulysses"
+    per_machine: int = 0
+    """Ranks of one machine, which have neighbouring numbers; 0: all ranks are on one."""
 
     def __post_init__(self) -> None:
         if self.pp * self.dp_replicate * self.sharding_ranks != self.world_size:
@@ -79,13 +81,18 @@ class ParallelDims:
             )
 
     @classmethod
-    def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> Self:
-        """Make the dims that train ``arch``, inferring a dp_shard of -1; ConfigError: none fit."""
+    def resolve(
+        cls, degrees: ParallelSection, world_size: int, arch: Architecture, per_machine: int = 0
+    ) -> Self:
+        """Make the dims that train ``arch``, inferring degrees of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
-        others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
+        others = degrees.pp * degrees.cp * degrees.tp
+        if degrees.dp_replicate == -1:
+            of_stage = world_size // degrees.pp
+            given["dp_replicate"] = max(1, of_stage // (per_machine or world_size))
         if degrees.dp_shard == -1:
-            given["dp_shard"] = max(1, world_size // others)
-        dims = cls(world_size, **given)
+            given["dp_shard"] = max(1, world_size // (others * given["dp_replicate"]))
+        dims = cls(world_size, per_machine=per_machine, **given)
         dims._check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
 
@@ -108,6 +115,12 @@ class ParallelDims:
     def data_ranks(self) -> int:
         """The parts that a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
+
+    def machines(self, ranks: int) -> int:
+        """Count the machines on which a group of ``ranks`` neighbours lies, at the most."""
+        per_machine = self.per_machine or self.world_size
+        is_inside = self.world_size <= per_machine or per_machine % ranks == 0
+        return 1 if is_inside else max(2, math.ceil(ranks / per_machine))
 
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
@@ -179,6 +192,8 @@ class Meshes:
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     everyone: dist.ProcessGroup
     """The world."""
+    expert_machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    """Expert parallel ranks in this one's place on each machine, and on its own; None: on one."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -211,6 +226,10 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
+    machines, expert_machines = dims.machines(dims.ep), None
+    if machines > 1:
+        placed_ranks = expert_ranks.unflatten(3, (machines, dims.per_machine))
+        expert_machines = groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)
     return Meshes(
         dims,
         groups.mesh(dense_ranks, *_DENSE_AXES),
@@ -221,6 +240,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
+        expert_machines,
         tuple(groups.made.values()),
     )
 
@@ -232,9 +252,7 @@ class _Groups:
         self.device_type = device_type
         whole = tuple(range(dist.get_world_size()))
         assert dist.group.WORLD is not None  # get_world_size needed it too
-        self.made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
-            (whole,): dist.group.WORLD
-        }
+        self.made: dict[Any, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
         """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
@@ -287,20 +305,6 @@ class Sliceable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
-) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
-    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
-        )
 
 
 class TensorSlice(NamedTuple):

@@ -101,7 +101,8 @@ def planned_machine(config: Config) -> Machine:
     launch, p, place = config.launch, config.parallel, launched_place()
     gpus, is_asked = torch.cuda.device_count(), (launch.gpus or launch.gpu) is not None
     on_cpu = config.train.device == "cpu" or not (gpus or is_asked or config.train.device == "cuda")
-    named = max(p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp, p.ep)
+    data_ranks = max(p.dp_replicate, 1) * max(p.dp_shard, 1)
+    named = max(data_ranks * p.tp * p.pp * p.cp, p.ep)
     if launch.gpus is not None:
         size, why = launch.gpus, "launch.gpus"
         if launch.nproc not in ("auto", 1, size):
@@ -256,8 +257,10 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
             timeout=TIMEOUT,
             wait_for_workers=False,
         )
-        # A launcher's store outlives the ranks, and knows those that it has started before.
-        store = dist.PrefixStore(f"moetrain/{place.restarts}", store)
+        # A launcher's store outlives the ranks, and knows those that it has started before. A store
+        # of rank 0 ends with it, and torchrun's agents of several machines count for themselves.
+        restarts = place.restarts if place.store_is_served else 0
+        store = dist.PrefixStore(f"moetrain/{restarts}", store)
         if not again:
             _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import lcm
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.environment import allocator_is_set, launched_place
+from moetrain.config import Config, ConfigError, Fact
+from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
@@ -184,6 +185,10 @@ def join_world(config: Config, arch: Architecture) -> World:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
             store = find_ranks(place, config.launch.join_timeout)
+            mine = str(dims.per_machine)
+            if (theirs := store.compare_set("per_machine", "", mine).decode()) != mine:
+                problem = f"auto is {mine} for rank {rank}, and {theirs} for another; give a number"
+                raise ConfigError("launch.gpus_per_machine", problem)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -205,7 +210,9 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     if (apart := config.rl.apart) >= size:
         problem = f"{apart} of {size} processes leave none to train"
         raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")
-    dims = ParallelDims.resolve(config.parallel, size - apart, arch)
+    per_machine = _ranks_per_machine(config, size)
+    dims = ParallelDims.resolve(config.parallel, size - apart, arch, per_machine)
+    _check_machines(config, dims)
     t, seq_len = config.train, config.data.seq_len
     t.micro_batches(dims.data_ranks)
     rows = t.global_batch_size // dims.data_ranks
@@ -229,6 +236,43 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             "ranks share" + ", each in two pieces of a size" * (pieces > dims.cp),
         )
     return dims
+
+
+def _ranks_per_machine(config: Config, size: int) -> int:
+    """Return how many of ``size`` ranks a machine has, as ``launch.gpus_per_machine`` says."""
+    launch, place = config.launch, launched_place()
+    if launch.gpus_per_machine != "auto":
+        return launch.gpus_per_machine
+    here = torch.cuda.device_count() if launch.nproc == "auto" else launch.nproc
+    found = size * (size <= here) if place is None else place.on_machine
+    return found if found and launch.gpus is None else GPUS_OF_MACHINE
+
+
+def _check_machines(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError for what would leave a machine, and cannot or should not."""
+    per_machine, copies = dims.per_machine, config.parallel.fsdp_transport == "copy"
+    uneven, spare = dims.ep % per_machine, config.moe.redundant_experts
+    for name, ranks, problem in (
+        ("parallel.tp", dims.tp, f"its messages hold all up; use a divisor of {per_machine}"),
+        (
+            "parallel.ep",
+            dims.ep if uneven else 1,
+            f"each must have as many; use a divisor or a multiple of {per_machine}",
+        ),
+        ("moe.redundant_experts", dims.ep if spare else 1, "copies stay on one; set 0"),
+        (
+            "parallel.fsdp_transport",
+            dims.sharding_ranks if copies else 1,
+            "engines copy on one; use auto, or let each have a replica: parallel.dp_replicate -1",
+        ),
+    ):
+        if (machines := dims.machines(ranks)) > 1:
+            where = f"for {ranks} ranks on {machines} machines of {per_machine}"
+            problem = f"{where} (launch.gpus_per_machine): {problem}"
+            raise ConfigError(name, f"{attrgetter(name)(config)!r} {problem}")
+    if (machines := dims.machines(dims.ep)) > 1:
+        where = f"parallel.ep {dims.ep} is of {machines} machines, and its kernels here are for one"
+        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {where}"})
 
 
 def claim_device(config: Config, gpu: int) -> torch.device:

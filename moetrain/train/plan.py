@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from moetrain.config import Config, ConfigError, Fact, logger
-from moetrain.config.environment import GIB
+from moetrain.config.environment import GIB, GPUS, NETWORK_RATE
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.mesh import ParallelDims
@@ -113,6 +113,8 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         peak.check(config, capacity)
     lines = [f"memory on {machine.describe()}, estimated: {peak.describe()}"]
     dims = plan_world(plan.config, arch, machine.processes)
+    if dims.machines(dims.world_size) > 1:
+        lines.append(_describe_machines(dims, machine))
     if dims.pp > 1:
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
         lines.append(f"{StagePlan(plan.config, arch).describe(dims)}, GiB {by_rank}")
@@ -137,6 +139,21 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
             f"this machine has {_room_here().most / GIB:.1f} GiB"
         )
     return "\n".join(lines)
+
+
+def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
+    """Say which groups stay on a machine, which do not, and how fast links are taken to be."""
+    of_stage = dims.world_size // dims.pp
+    spans = {"tp": dims.tp, "cp": dims.token_ranks, "ep": dims.ep, "dp_shard": dims.sharding_ranks}
+    spans |= {"dp_replicate": of_stage, "pp": dims.world_size}
+    used = {name: dims.machines(n) for name, n in spans.items() if getattr(dims, name) > 1}
+    inside = ", ".join(name for name, count in used.items() if count == 1) or "nothing"
+    across = ", ".join(f"{name} over {count}" for name, count in used.items() if count > 1)
+    kinds = (gpu for name, gpu in GPUS.items() if name in machine.name.lower())
+    links = "".join(f"{gpu.link_rate / 1e9:.0f} GB/s inside and " for gpu in kinds)
+    network = f"{links}{NETWORK_RATE / 1e9:.0f} GB/s across are assumed for each"
+    whole = f"{dims.machines(dims.world_size)} machines of {dims.per_machine}"
+    return f"{whole}: inside {inside}; across {across}; {network}"
 
 
 def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:

@@ -20,7 +20,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, compute_dtype, plan_model
-from moetrain.parallel.mesh import Meshes, ParallelDims, TensorSlice
+from moetrain.parallel.mesh import Meshes, ParallelDims, Sliceable, TensorSlice
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 
 # Rates of an H200; for other GPUs only their ratio is used.
@@ -301,3 +301,17 @@ class Stages:
         x = x.to(self.device).contiguous()
         dist.broadcast(x, group=self.group, group_src=holder)
         return x
+
+
+def check_like(
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
+) -> None:
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
+    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
+    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
+            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
+        )
