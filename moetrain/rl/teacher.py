@@ -37,62 +37,51 @@ class ServedTeacher:
 
     def __init__(self, config: Config, world: World | None = None) -> None:
         """``world``: whose ranks all call :meth:`judged`."""
-        self.world, rl = world, config.rl
-        self.number, self.temperature, self.patience = rl.teacher_top_k, rl.temperature, 0.0
-        self.timeout, self.longest = rl.step_timeout, config.data.seq_len + 1
-        self.name, self.model = repr(rl.teacher), ""
-        self.row = f"rows of data.seq_len {config.data.seq_len} with {self.number} likeliest tokens"
-        self.url = str(rl.teacher).rstrip("/").removesuffix("/v1") + "/v1/"
+        self.world, self.settings, self.seq_len = world, config.rl, config.data.seq_len
+        self.number, self.patience, self.model = config.rl.teacher_top_k, 0.0, ""
         self._open = build_opener(ProxyHandler({})).open
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if it cannot judge a row of ``tokenizer``'s tokens."""
         ids = tokenizer.encode_batch([_TEXT])[0].ids.tolist()
-        row = [*(ids * self.longest)[: self.longest - 1], tokenizer.vocab_size - 1]
-        try:
-            read = [*map(next, map(iter, self._scores(_TEXT, 0)))]
-            least = min(map(len, self._scores(row, self.number)))
-        except RunFailed as error:
-            raise ConfigError("rl.teacher", f"{self.name} {error}") from None
-        except (LookupError, TypeError, ValueError, AttributeError):
-            problem = "answers without prompt_logprobs; serve it by moetrain.serve or vLLM"
-            raise ConfigError("rl.teacher", f"{self.name} {problem}") from None
-        problem = None
-        if read[1 - len(ids) :] != ids[1:]:
+        row = [*(ids * self.seq_len)[: self.seq_len], tokenizer.vocab_size - 1]
+        read, judged = self._scores(_TEXT, 0), self._scores(row, self.number)
+        least, temperature = min(map(len, judged)), self.settings.temperature
+        if [next(iter(scores)) for scores in read][1 - len(ids) :] != ids[1:]:
             problem = "has other tokens than data.tokenizer; serve one with the same tokenizer"
         elif least < self.number:
             problem = f"gives {least} likeliest tokens, less than rl.teacher_top_k {self.number}"
             problem += "; lower that"
-        elif self.temperature != 1:
-            problem = f"has probabilities at temperature 1, not rl.temperature {self.temperature}"
+        elif temperature != 1:
+            problem = f"has probabilities at temperature 1, not rl.temperature {temperature}"
             problem += "; set 1, or name a checkpoint"
-        if problem is not None:
-            raise ConfigError("rl.teacher", f"{self.name} {problem}")
+        else:
+            return
+        raise self._error(problem)
 
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         """Add what the teacher thinks of every target. Collective; RunFailed: it is gone."""
-        world = self.world
+        world, found = self.world, None
         assert world is not None
-        first, found = world.gather(world.data_rank).index(world.data_rank), None
-        self.patience = self.timeout  # it may be started again
+        first = world.gather(world.data_rank).index(world.data_rank)
+        self.patience = self.settings.step_timeout  # it may be started again
         if world.rank == first:
             try:
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
                     found = list(pool.map(self._values, batches))
-            except RunFailed as error:
+            except ConfigError as error:
                 found = str(error)
         parts = world.gather(found)
         for part in parts:
             if isinstance(part, str):
-                raise RunFailed(f"rl.teacher {self.name} {part}")
+                raise RunFailed(part)
         name = "teacher_BS2K" if self.number else "teacher_BS"
         return [b._replace(**{name: x}) for b, x in zip(batches, parts[first], strict=True)]
 
     def _values(self, batch: RolloutBatch) -> torch.Tensor:
         """Return fp32 [B, S] or [B, S, 2, K]; 0 where nothing is predicted."""
         tokens_T, targets_T = batch.tokens_BS.flatten(), batch.targets_BS.flatten()
-        shape = (2, self.number) if self.number else ()
-        values = torch.zeros(len(tokens_T), *shape)
+        values = torch.zeros(len(tokens_T), *((2, self.number) if self.number else ()))
         for _, start, length in batch.places:
             text, last = tokens_T[start : start + length].tolist(), targets_T[start + length - 1]
             text += [] if last == IGNORE_INDEX else [int(last)]
@@ -104,29 +93,38 @@ class ServedTeacher:
 
     def _scores(self, prompt: str | list[int], number: int) -> list[dict[int, float]]:
         """Return log-probabilities of each token but the first, and of the ``number`` likeliest."""
-        self.model = self.model or self._ask("models")["data"][0]["id"]
-        asked = {"model": self.model, "prompt": prompt, "prompt_logprobs": number}
-        reply = self._ask("completions", asked | {"max_tokens": 1, "temperature": 0})
-        scored = reply["choices"][0]["prompt_logprobs"][1:]
-        return [{int(token): x["logprob"] for token, x in one.items()} for one in scored]
+        try:
+            self.model = self.model or self._ask("models")["data"][0]["id"]
+            asked = {"model": self.model, "prompt": prompt, "prompt_logprobs": number}
+            reply = self._ask("completions", asked | {"max_tokens": 1, "temperature": 0})
+            scored = reply["choices"][0]["prompt_logprobs"][1:]
+            return [{int(token): x["logprob"] for token, x in one.items()} for one in scored]
+        except (LookupError, TypeError, AttributeError):
+            problem = "answers without prompt_logprobs; serve it by moetrain.serve or vLLM"
+            raise self._error(problem) from None
 
     def _ask(self, path: str, body: object = None) -> Any:
-        """Return the answer; RunFailed: there is none, after ``patience`` seconds if it is busy."""
+        """Return the answer; ConfigError: there is none, for ``patience`` seconds if it is busy."""
+        url = str(self.settings.teacher).rstrip("/").removesuffix("/v1")
         headers, file = {"Content-Type": "application/json"}, user_cache_dir() / "serve.token"
         if file.exists():
             headers["Authorization"] = f"Bearer {file.read_text('utf-8').strip()}"
         data, began = None if body is None else json.dumps(body).encode(), time.monotonic()
         while True:
             try:
-                request = Request(self.url + path, data, headers)
-                with self._open(request, timeout=self.timeout) as reply:
+                request = Request(f"{url}/v1/{path}", data, headers)
+                with self._open(request, timeout=self.settings.step_timeout) as reply:
                     return json.load(reply)
             except (OSError, HTTPException, ValueError) as error:
                 code = error.code if isinstance(error, HTTPError) else None
                 problem = f"does not answer ({error}); serve it by python -m moetrain.serve"
                 if isinstance(error, HTTPError):
                     said = " ".join(error.read(300).decode("utf-8", "replace").split())
-                    problem = f"refuses {self.row}, with status {code}: {said}; serve what can"
+                    asked = f"rows of data.seq_len {self.seq_len} with {self.number} likeliest"
+                    problem = f"refuses {asked} tokens, with status {code}: {said}; serve what can"
                 if code not in _BUSY or time.monotonic() - began > self.patience:
-                    raise RunFailed(problem) from None
+                    raise self._error(problem) from None
             time.sleep(1.0)
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError("rl.teacher", f"{self.settings.teacher!r} {problem}")

@@ -241,8 +241,8 @@ class Generator:
         first = 0
         for sequence, start, number in chunks:
             after = sequence.request.tokens[start + 1 :][:number]
-            if after and sequence.params.prompt_logprobs:
-                most = sequence.params.top_prompt_logprobs
+            most = sequence.params.prompt_logprobs
+            if after and most is not None:
                 read_ND = read_TD[first : first + len(after)]
                 sequence.scores += self.steps.score(read_ND, after, most)
             first += number
@@ -340,9 +340,8 @@ class Generator:
         completion = sequence.completion
         if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
-        for logprob, likeliest, top in sequence.scores:
+        for logprob, top in sequence.scores:
             completion.prompt_logprobs.append(logprob)
-            completion.prompt_likeliest.append(likeliest)
             completion.prompt_top_logprobs.append(top)
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]

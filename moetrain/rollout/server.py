@@ -228,8 +228,7 @@ class _Served(Answer):
             stop=tuple(asked.stop),
             stop_ids=server.stop_ids,
             logprobs=asked.likeliest or 0,
-            prompt_logprobs=asked.prompt_logprobs is not None,
-            top_prompt_logprobs=asked.prompt_logprobs or 0,
+            prompt_logprobs=asked.prompt_logprobs,
             grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
             **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
         )
@@ -237,26 +236,25 @@ class _Served(Answer):
         if count > server.max_queue:
             problem = f"{len(prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
-        number = count * params.max_tokens * (1 + params.logprobs)
-        if asked.likeliest is not None and number > _MOST_LOGPROBS:
-            each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
-            problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
+        read, number = sum(map(len, prompts)), 0
+        if asked.likeliest is not None:
+            number += count * params.max_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            number += read * params.n * (1 + params.prompt_logprobs)
+        if number > _MOST_LOGPROBS:
+            problem = f"{number} log-probabilities are more than {_MOST_LOGPROBS}"
             raise ValueError(f"logprobs: {problem}; lower {limit}, or ask in parts")
-        number = sum(map(len, prompts)) * params.n * (1 + params.top_prompt_logprobs)
-        if params.prompt_logprobs and number > _MOST_LOGPROBS:
-            problem = f"prompt_logprobs: {number} log-probabilities are more than {_MOST_LOGPROBS}"
-            raise ValueError(f"{problem}; ask for fewer, or in parts")
         self.requests = [
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
         texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
-        super().__init__(server, asked, server.name, texts, sum(map(len, prompts)))
+        super().__init__(server, asked, server.name, texts, read)
         self.drafts = server.generator.steps.draft > 0
 
     def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
         choice = super()._choice(number, text, updates)
-        if isinstance(self.asked, Completions) and self.params.prompt_logprobs:
+        if isinstance(self.asked, Completions) and self.params.prompt_logprobs is not None:
             prompt = self.requests[number // self.params.n].tokens
             choice["prompt_logprobs"] = self.asked.scored(prompt, updates[-1].completion)
         return choice
