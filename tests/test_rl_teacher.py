@@ -205,7 +205,7 @@ def test_a_teacher_that_ends_ends_the_run(folder):
         "train.device=cpu",
         base=(),
     )
-    with pytest.raises(RunFailed, match=r"rl.teacher 'http://127.0.0.1:9' does not answer"):
+    with pytest.raises(RunFailed, match=r"rl.teacher: 'http://127.0.0.1:9' does not answer"):
         ServedTeacher(engine.config, engine.world).judged(pack(make_samples(5), 16, 2))
 
 
