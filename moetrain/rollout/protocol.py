@@ -136,13 +136,8 @@ class Completions(_Asked):
     """A text or token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list."""
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Completions:
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs come with a whole reply; leave stream out")
-        return self
+    """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list.
+    A stream's last part has them."""
 
     @property
     def likeliest(self) -> int | None:

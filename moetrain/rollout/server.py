@@ -254,9 +254,9 @@ class _Served(Answer):
 
     def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
         choice = super()._choice(number, text, updates)
-        if isinstance(self.asked, Completions) and self.params.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None and updates[-1].finish_reason:
             prompt = self.requests[number // self.params.n].tokens
-            choice["prompt_logprobs"] = self.asked.scored(prompt, updates[-1].completion)
+            choice["prompt_logprobs"] = Completions.scored(prompt, updates[-1].completion)
         return choice
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
