@@ -62,7 +62,7 @@ class ServedTeacher:
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         """Add what the teacher thinks of every target. Collective; RunFailed: it is gone."""
         world, found = self.world, None
-        assert world is not None
+        assert world is not None  # given where there are batches
         first = world.gather(world.data_rank).index(world.data_rank)
         self.patience = self.settings.step_timeout  # it may be started again
         if world.rank == first:
@@ -71,7 +71,7 @@ class ServedTeacher:
                     found = list(pool.map(self._values, batches))
             except ConfigError as error:
                 found = str(error)
-        parts = world.gather(found)
+        parts: list[Any] = world.gather(found)
         for part in parts:
             if isinstance(part, str):
                 raise RunFailed(part)
