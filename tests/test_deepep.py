@@ -42,7 +42,7 @@ from moetrain.kernels.experts import deepep as package
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel import apply
-from moetrain.parallel.apply import choose_dispatcher
+from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
@@ -244,7 +244,7 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
 def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
     monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
     arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
-    assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
+    assert re.search(reason, deepep._why_not_here(arch, ranks, device, dtype) or "no reason")
 
 
 def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypatch, tmp_path):
@@ -275,7 +275,7 @@ def check_choice() -> None:
     def choose(*overrides: str, device=GPU) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16)
+        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16)
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)

@@ -102,7 +102,6 @@ _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
-_SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
@@ -132,7 +131,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
-    _Need("parallel.dp_replicate", {"parallel.dp_shard": _Other(-1)}, {-1}, "set dp_shard"),
     _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
@@ -161,6 +159,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
+    _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
@@ -192,8 +191,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
-    _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
-    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),

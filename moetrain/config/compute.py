@@ -21,7 +21,8 @@ class ParallelSection(Section):
     dp_replicate: Annotated[
         int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
     ] = 1
-    """Replicas of the sharded model (HSDP); -1: one for each machine (launch.gpus_per_machine)."""
+    """Replicas of the sharded model (HSDP). -1: as many as a given dp_shard leaves ranks for, else
+    one for each machine (launch.gpus_per_machine)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1
@@ -274,10 +275,6 @@ class LaunchSection(Section):
     max_restarts: NonNegativeInt = 0
     """How often to restart a run from its newest checkpoint after one of its processes failed or
     was killed. Under torchrun give its own option --max-restarts instead."""
-    hang_seconds: float = Field(default=0.0, ge=0)
-    """Seconds after which a step that does not end is taken for hanging: the process ends itself
-    with a trace of where it was, and the launcher starts the run again; 0: never. The first step of
-    a process, evaluations and checkpoints on disk take the time that they take."""
     gpus: int | None = Field(default=None, gt=0)
     """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
     or as many as the degrees in parallel multiply to."""
