@@ -349,8 +349,9 @@ class RankSizes:
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters - self._hosted_codes
         kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
-        if sleep is not None and self.config.rl.teacher is not None:
-            teacher = teacher_of(self.config.rl.teacher).num_params() * self.share.width
+        rl = self.config.rl
+        if sleep is not None and rl.teacher is not None and not rl.is_teacher_served:
+            teacher = teacher_of(rl.teacher).num_params() * self.share.width
             kept = replace(kept, teacher=teacher / self.dims.sharding_ranks)
         training = kept
         generation = {"generator": self._generator, "cache": self._cache()}
