@@ -240,7 +240,7 @@ class Config(Section):
         GivenPath,
         checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
     ] = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
+    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
