@@ -131,7 +131,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
-    _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
@@ -242,7 +241,7 @@ class Config(Section):
         GivenPath,
         checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
     ] = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
+    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
