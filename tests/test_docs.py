@@ -141,7 +141,7 @@ def check(words, monkeypatch):
         python, m, module, *words = rest[len(options) :]
         assert (python, m) == ("python", "-m")
         check_module(module, words, world)
-    elif program == "moetrain" and rest[0] in ("completion", "version"):
+    elif program == "moetrain" and rest[0] == "version":
         assert named(rest[:2]) == 0
     elif program == "moetrain":
         check_module(f"moetrain.{rest[0]}", rest[1:], 1)

@@ -18,7 +18,6 @@ from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
@@ -95,14 +94,6 @@ class Setup:
             "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
             "data.tokenizer": tokenizer.fingerprint,
         }
-
-    @classmethod
-    def inspect(cls, config: Config, arch: Architecture) -> None:
-        """Raise ConfigError as a run would on the device that it would take here."""
-        wanted = config.train.device
-        has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
-        on_gpu = wanted == "cuda" or (has_gpu and wanted == "auto")
-        cls(config, arch, "cuda" if on_gpu else "cpu")
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
