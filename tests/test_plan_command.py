@@ -107,6 +107,29 @@ def test_machines_are_started_by_torchrun_and_said_to_be_arithmetic(capsys):
     assert {row["dp_replicate"] for row in rows} == {"1", "2"}
 
 
+def test_several_numbers_of_gpus_have_a_best_layout_each(capsys):
+    axes = [word for axis in ("tp", "pp", "ep") for word in (f"--parallel.{axis}", "1")]
+    more = ["--train.micro_batch_size", "2", "--activation.policy", "full"]
+    assert main([*SIX, "--gpus", "16", "1024", *FIXED, *axes, *more]) == 0
+    head, names, *rows, told = capsys.readouterr().out.splitlines()
+    assert head.endswith("on H200 of 139.8 GiB: estimates, the best layout of each number")
+    names = names.replace("step s", "step_s").split()
+    rows = [dict(zip(names, row.split(), strict=True)) for row in rows]
+    assert [row["GPUs"] for row in rows] == ["16", "1024"]
+    ranks = [int(row["dp_shard"]) * int(row["dp_replicate"]) for row in rows]
+    assert ranks == [16, 1024]
+    assert told.startswith("128 machines: by arithmetic, with 400 Gbit/s a GPU")
+
+
+def test_machines_of_other_sizes(capsys):
+    axes = [word for axis in ("pp", "ep") for word in (f"--parallel.{axis}", "1")]
+    more = ["--train.micro_batch_size", "2", "--launch.gpus_per_machine", "2"]
+    out, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *axes, *more)
+    assert {row["tp"] for row in rows} == {"1", "2"}
+    assert any("2 machines: by arithmetic" in line for line in out)
+    assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]
+
+
 def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, monkeypatch):
     arch = PRESETS["qwen3-0.6b"]
     config = {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": arch.rope_theta}

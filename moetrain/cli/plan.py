@@ -1,5 +1,7 @@
 """``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
 
+For several numbers of GPUs it is the best layout of each.
+
 Meshes, micro-batches, recomputation, precisions and dtypes of states are tried on GPUs that need
 not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of time
 (:mod:`moetrain.train.speed`). What a user sets stays as it is; what a recipe proposes is free.
@@ -24,6 +26,8 @@ if TYPE_CHECKING:  # which imports torch, and --help need not wait for it
     from moetrain.train.plan import MemoryPlan
 
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+_MOST_STAGES = 16
+"""Pipeline ranks that are tried."""
 _LONG_ROW = 16_384
 """Tokens of rows that context parallel ranks may share; shorter ones leave other layouts."""
 _ROUNDS = 4
@@ -63,45 +67,60 @@ class _Layout(NamedTuple):
 def main(argv: Sequence[str] | None) -> None:
     parser = Parser("plan", __doc__)
     parser.prog = "moetrain plan"
-    parser.usage = "%(prog)s MODEL --gpus N [--gpu KIND] [--top N] [--section.key value ...]"
+    parser.usage = (
+        "%(prog)s MODEL --gpus N [N ...] [--gpu KIND] [--top N] [--section.key value ...]"
+    )
     parser.add_argument("model", metavar="MODEL", help="preset, recipe, folder or hub id on disk")
-    parser.add_argument("--gpus", type=int, required=True, help="how many")
+    parser.add_argument("--gpus", type=int, nargs="+", required=True, help="how many, or each of")
     parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="their kind")
     parser.add_argument("--top", type=int, default=10, help="how many layouts to list")
     given, words = parser.parse_known_args(argv)
-    if given.gpus < 1 or (given.gpus > GPUS_OF_MACHINE and given.gpus % GPUS_OF_MACHINE):
-        whole = f"1 to {GPUS_OF_MACHINE}, or whole machines of {GPUS_OF_MACHINE}"
-        raise ConfigError("gpus", f"{given.gpus}: give {whole}")
-    model, gpus, gpu = given.model, given.gpus, given.gpu
+    model, gpu, several = given.model, given.gpu, len(given.gpus) > 1
     source, own = _source(model, words)
-    config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
-    found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
-    kinds = f"{gpus} x {gpu.upper()} of {GPUS[gpu].memory_gib:.1f} GiB"
-    if not found:
-        problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
-        raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-    rows = [_Layout.HEADS, *(layout.cells(gpus) for layout in found[: given.top])]
+    rows, config, gpus, found = [("GPUs", *_Layout.HEADS)], Config(), 0, []
+    kind = f"{gpu.upper()} of {GPUS[gpu].memory_gib:.1f} GiB"
+    for gpus in given.gpus:
+        config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
+        per_machine = _per_machine(config)
+        if gpus < 1 or (gpus > per_machine and gpus % per_machine):
+            whole = f"1 to {per_machine}, or whole machines of {per_machine}"
+            raise ConfigError("gpus", f"{gpus}: give {whole}")
+        found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
+        if not found:
+            problem = f"{gpus}: {model} fits in no layout tried on {gpus} x {kind}; use more GPUs"
+            raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
+        shown = found[: 1 if several else given.top]
+        rows += [(str(gpus), *layout.cells(gpus)) for layout in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
+    head = f"{model}, rows of {config.data.seq_len} tokens, on"
+    order = "the best layout of each number" if several else "best first"
+    print(f"{head} {kind if several else f'{gpus} x {kind}'}: estimates, {order}")
     for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells[not several :]))
     if gpu != "h200":
         print("Rates were measured on H200s; others are taken to reach the same shares of theirs.")
-    machines = math.ceil(gpus / GPUS_OF_MACHINE)
+    machines = max(given.gpus) // _per_machine(config)
     if machines > 1:
         rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
         print(f"{machines} machines: by arithmetic, with {rate} between them; none was measured.")
-    print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
+    if not several:
+        print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
+
+
+def _per_machine(config: Config) -> int:
+    given = config.launch.gpus_per_machine
+    return GPUS_OF_MACHINE if given == "auto" else given
 
 
 def _command(
     config: Config, source: str | None, words: Sequence[str], change: _Change, gpus: int
 ) -> str:
-    start = ["moetrain", "train"]
-    if gpus > GPUS_OF_MACHINE:
+    start, per_machine = ["moetrain", "train"], _per_machine(config)
+    if gpus > per_machine:
         start = [
-            *("torchrun", "--nnodes", str(gpus // GPUS_OF_MACHINE), "--nproc-per-node"),
-            *(str(GPUS_OF_MACHINE), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"),
+            *("torchrun", "--nnodes", str(gpus // per_machine), "--nproc-per-node"),
+            *(str(per_machine), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"),
             *("-m", "moetrain.train"),
         ]
     elif gpus > 1:
@@ -198,24 +217,27 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     Tensor and expert parallel ranks together lie on one machine, and so do those that share tokens.
     """
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    inside = [n for n in degrees if n <= GPUS_OF_MACHINE]
-    machines = math.ceil(gpus / GPUS_OF_MACHINE)
+    per_machine = _per_machine(config)
+    inside = [n for n in degrees if n <= per_machine]
+    machines = math.ceil(gpus / per_machine)
+    replicas = [machines // n for n in (1, 2, 4)]
     has_given = config.is_users("parallel.tp") or config.is_users("parallel.ep")
     largest = gpus if has_given else max(inside)
     options = {
         "parallel.cp": inside if config.data.seq_len >= _LONG_ROW else [1],
         "parallel.tp": inside,
-        "parallel.pp": [n for n in degrees if n <= max(GPUS_OF_MACHINE, machines)],
+        "parallel.pp": [n for n in degrees if n <= _MOST_STAGES],
         "parallel.ep": inside,
-        "parallel.dp_replicate": [n for n in degrees if n <= machines],
+        # Shards lie on few machines, or on all.
+        "parallel.dp_replicate": [n for n in degrees if n in (1, *replicas)],
         "optim.state_dtype": ["float32", "bfloat16"],
     }
     for name in options:
-        if config.is_users(name):
+        if config.is_users(name) and attrgetter(name)(config) != -1:
             options[name] = [attrgetter(name)(config)]
     for values in product(*options.values()):
-        cp, tp, pp, ep, replicas, states = values
-        if gpus % (cp * tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
+        cp, tp, pp, ep, copies, states = values
+        if gpus % (cp * tp * pp * copies) or gpus // (pp * copies) % ep or tp * ep > largest:
             continue
         if cp * tp > max(inside) and not config.is_users("parallel.cp"):
             continue

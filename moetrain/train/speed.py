@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.config.environment import GPUS, GPUS_OF_MACHINE, NETWORK_RATE, Gpu, GpuName
+from moetrain.config.environment import GPUS, NETWORK_RATE, Gpu, GpuName
 from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.schedules import Action
@@ -94,7 +94,7 @@ class _Clock:
 
     def travel(self, size: float, ranks: int, span: int) -> float:
         """Return how long ``ranks`` among ``span`` neighbours take to receive ``size`` bytes."""
-        machines = min(ranks, math.ceil(span / GPUS_OF_MACHINE))
+        machines = min(ranks, self.dims.machines(span))
         across = size * (1 - 1 / machines) / NETWORK_RATE
         return max(size * (1 - 1 / ranks) / self.link, across)
 
