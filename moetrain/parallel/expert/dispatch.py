@@ -164,8 +164,8 @@ class AllToAll(ExpertParallelDispatcher):
     in the same order as without. Every rank's row comes back the same way by itself, and they are
     added up at home in the same order. Thus all bits are those of one machine: sums on the way
     would be rounded once more, or travel in fp32, and be grouped by machine. Of 8 experts a token,
-    on 2 machines of 8 ranks, 1.0 rows cross instead of 3.2, in dispatch and in the backward of
-    combine; in the other two 3.2 do.
+    on 2 machines of 8 ranks, 1.0 rows cross instead of 3.3, in dispatch and in the backward of
+    combine; in the other two 3.3 do.
     """
 
     def __init__(
