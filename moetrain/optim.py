@@ -134,8 +134,9 @@ class AdamW(torch.optim.Optimizer):
     def step(  # pyright: ignore
         self, clip: torch.Tensor, skipped: torch.Tensor, lr: torch.Tensor | None = None
     ) -> None:
-        """Update with gradients times ``clip``, unless ``skipped`` (both 0-d, on the device).
+        """Update with gradients times ``clip``, or leave all as it is if ``skipped``.
 
+        Both are 0-d, on the device, and the same on every rank.
         ``lr``: the group's learning rate, 0-d fp64 on the device; None: it is taken from there.
         """
         if not self.state:
@@ -201,24 +202,6 @@ class AdamW(torch.optim.Optimizer):
 
     def _finish(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
         """Do what comes after the update of ``bucket``, and write ``out_N`` too if it is given."""
-
-    def update(
-        self, loss: torch.Tensor, norm: torch.Tensor, lr: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Clip to ``optim.max_grad_norm`` and update, unless the loss or the norm is not finite.
-
-        Args:
-            loss, norm: loss and gradient norm of the whole step (0-d, on the device), the same on
-                every rank.
-            lr: as :meth:`step` takes it.
-
-        Returns:
-            Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights
-            and moments unchanged.
-        """
-        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        self.step((self.config.max_grad_norm / norm).clamp(max=1.0), skipped, lr)
-        return skipped
 
     def parts(self, stages: Stages) -> dict[str, TensorSlice]:
         """Return this rank's slice of each ``"<parameter>.<moment>"``; none before a step."""

@@ -21,6 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ class Bench:
         data, each = self.body["data"], len(self.body["data"]) // len(jobs)
         bodies = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
         for kind, asked in (("forward_backward", bodies), ("optim_step", [STEP] * len(jobs))):
-            pairs = zip(jobs, asked, strict=True)
-            numbers = [self.service.submit(job, kind, body) for job, body in pairs]
+            with ThreadPoolExecutor(len(jobs)) as clients:
+                kinds = [kind] * len(jobs)
+                numbers = [*clients.map(self.service.submit, jobs, kinds, asked)]
             while self.service.turn():
                 pass
             for job, number in zip(jobs, numbers, strict=True):

@@ -11,7 +11,8 @@ compiles, captures and connects and is not counted.
 
 A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
 published ones are: of responses alone, over the whole step. Exit code 1 where a log-probability of
-generation differs from training's though the kernels of both are exact.
+generation differs from training's though the kernels of both are exact and their weights the same
+(``--rl.generator_dtype``).
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ def main() -> int:
     rows = [row for row in map(json.loads, lines) if "step_seconds" in row][1:]
     print(f"{hardware}, commit {commit()}: {args.layers} layers")
     print(report(rows, ranks, args), flush=True)
-    is_exact = trainer.config.kernels.attention == "exact"
+    config = trainer.config
+    has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
+    is_exact = has_same and config.kernels.attention == "exact"
     return 1 if is_exact and any(row.get("mismatch_share") for row in rows) else 0
 
 
@@ -146,7 +149,8 @@ def report(rows: Sequence[dict[str, Any]], ranks: int, args: argparse.Namespace)
     lines = [
         f"{len(rows)} steps of {whole:.2f} s: {responses / whole:,.0f} generated tokens/s/GPU, "
         f"{text / whole:,.0f} with prompts; length {mean['length']:.0f}, "
-        f"mismatch {mean.get('mismatch_share', float('nan')):.3g}, "
+        f"mismatch {mean.get('mismatch', float('nan')):.3g} nats a token, of "
+        f"{mean.get('mismatch_share', float('nan')):.3g}, "
         f"{mean['memory_gib']:.1f} GiB, ranks {ranks}"
     ]
     for name, value in mean.items():

@@ -294,6 +294,7 @@ def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     save_hf(model, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")  # killed
+    (tmp_path / "model-00009-of-00009.safetensors").write_text("another program's weights")
     model.source = None
     moetrain.save_hf(model, tmp_path)
     files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -44,11 +45,35 @@ class Watched(Generator):
         return completions
 
 
-def collector_of(run, lines=None, **values):
+class Patient(Watched):
+    """Generates a turn's next token when its client has heard of those before."""
+
+    def __init__(self):
+        super().__init__()
+        self.changed, self.num_said, self.num_heard = threading.Condition(), 0, 0
+        self.is_late = False
+
+    def step(self):
+        with self.changed:
+            is_heard = self.changed.wait_for(lambda: self.num_heard >= self.num_said, 5)
+        self.is_late |= not is_heard
+        for completion in (completions := super().step()):
+            is_over = completion.finish_reason is not None  # the next turn may be no stream
+            self.num_said = self.num_heard if is_over else self.num_said + completion.num_new
+        return completions
+
+    def hear(self, number):
+        with self.changed:
+            self.num_heard += number
+            self.changed.notify_all()
+
+
+def collector_of(run, lines=None, generator=None, **values):
     values = {"max_tokens": 60, "step_timeout": 20, **values}
     words = [f"rl.{name}={value}" for name, value in values.items()]
     settings = Config.load("debug", words, environ={}).rl
-    generator, environment = Watched(), AgentEnvironment(Prompts(TOKENIZER, True), run, lines)
+    generator = Watched() if generator is None else generator
+    environment = AgentEnvironment(Prompts(TOKENIZER, True), run, lines)
     ends = {"stop_ids": (TOKENIZER.eos_id,), "longest": 900}
     return Collector(generator, environment, settings, **ends)
 
@@ -145,15 +170,28 @@ def test_another_history_begins_a_segment():
             assert (sample.routes == scored.routes[: len(sample.routes)].numpy()).all()
 
 
-@pytest.mark.parametrize("asks_again", ["x", "y"])
-def test_a_resumed_agent_hears_what_it_heard(asks_again):
+def streamed(base_url, messages, hear=lambda number: None, **options):
+    """The message that a stream comes to; ``hear`` is told how many tokens each part has."""
+    text, asked = "", {"model": "m", "messages": messages, "stream": True, **options}
+    with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+        for part in client.chat.completions.create(**asked):
+            hear(len(part.choices[0].token_ids))
+            text += part.choices[0].delta.content
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(("asks_again", "stream"), [("x", False), ("y", False), ("x", True)])
+def test_a_resumed_agent_hears_what_it_heard(asks_again, stream):
     """If it asks the same; else the recorded row would be of another prompt."""
     asked = ["x"]
 
     def run(task, base_url):
         messages = [{"role": "user", "content": asked[0]}]
         for turn in range(3):
-            message = ask(base_url, messages, max_tokens=6).choices[0].message
+            if stream:
+                message = streamed(base_url, messages, max_tokens=6)
+            else:
+                message = ask(base_url, messages, max_tokens=6).choices[0].message
             messages += [message, {"role": "user", "content": str(turn)}]
         return 1.0
 
@@ -210,6 +248,72 @@ def test_streams_and_asynchronous_agents(sends_back):
     whole = [t for t in found if len(t.actions) == 2]
     assert whole
     assert all(len(t.starts) == (not sends_back) for t in whole)
+
+
+@pytest.mark.parametrize("form", ["chat", "response"])
+def test_a_streams_tokens_come_as_they_are_generated(form):
+    """The generator waits for the client before each token; else a turn would take seconds."""
+    generator, messages = Patient(), [{"role": "user", "content": "x"}]
+    said, parts = [], []
+
+    def run(task, base_url):
+        if form == "chat":
+            said.append(streamed(base_url, messages, generator.hear, max_tokens=12)["content"])
+            return 1.0
+        with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+            asked = {"input": messages, "max_output_tokens": 12, "stream": True}
+            for event in client.responses.create(model="m", **asked):
+                if event.type == "response.output_text.delta":
+                    parts.append(event.delta)
+                    generator.hear(1)
+        said.append("".join(parts))
+        return 1.0
+
+    def run_whole(task, base_url):
+        said.append(ask(base_url, messages, max_tokens=12).choices[0].message.content)
+        return 1.0
+
+    (found,) = collected(run, 1, 1, generator=generator)
+    (whole,) = collected(run_whole, 1, 1)
+    assert not generator.is_late
+    assert len(found.tokens) - found.actions[0][0] == 12
+    assert (vars(found), said[0]) == (vars(whole), said[1])
+
+
+def test_the_policy_is_described_by_every_name():
+    def run(task, base_url):
+        with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+            assert [model.id for model in client.models.list().data] == ["policy"]
+            names = [client.models.retrieve(name).id for name in ("policy", "gpt/x")]
+        ask(base_url, [{"role": "user", "content": "x"}], max_tokens=1)
+        return float(names == ["policy", "gpt/x"])
+
+    assert {(t.fault, t.reward) for t in collected(run, 1, 1)} == {(None, 1.0)}
+
+
+def test_who_leaves_a_stream_has_the_trajectory_of_who_stays():
+    generator, messages = Patient(), [{"role": "user", "content": "x"}]
+    after = [{"role": "user", "content": "y"}]
+
+    def leaves(task, base_url):
+        with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
+            asked = {"messages": messages, "max_tokens": 12, "stream": True}
+            with client.chat.completions.create(model="m", **asked) as stream:
+                next(stream)
+        time.sleep(0.2)
+        generator.hear(float("inf"))
+        ask(base_url, after, max_tokens=5)
+        return 1.0
+
+    def stays(task, base_url):
+        ask(base_url, messages, max_tokens=12)
+        ask(base_url, after, max_tokens=5)
+        return 1.0
+
+    (found,), (whole,) = collected(leaves, 1, 1, generator=generator), collected(stays, 1, 1)
+    assert not generator.is_late
+    assert [stop - start for start, stop in found.actions] == [12, 5]
+    assert vars(found) == vars(whole)
 
 
 def raises(task, base_url):

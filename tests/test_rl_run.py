@@ -427,15 +427,18 @@ def test_settings_of_the_other_command_are_one_line(command, words, message, cap
     assert capsys.readouterr().err.startswith(f"error: {message} has no use for")
 
 
-def test_the_toy_learns_from_its_reward(tmp_path):
+@pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
+def test_the_toy_learns_from_its_reward(tmp_path, dtype):
     words = ["--output_dir", str(tmp_path), "--train.steps", "30", "--train.eval_interval", "0"]
     words += ["--optim.lr", "2e-3", "--rl.supervised_steps", "18"]  # faster than it is meant to
     words += ["--rl.eval_tasks", "0", "--optim.schedule", "constant"]
+    words += ["--rl.generator_dtype", dtype]
     assert run([*words, "--train.device", "cpu", "--log.tensorboard", "false"]) == 0
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
     assert [row["step"] for row in rows] == list(range(19, 31))
     start, end = (sum(row["reward"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
     assert end > start + 0.1
+    assert all((row["mismatch"] > 1e-6) == (dtype != "auto") for row in rows)
 
 
 def judged_by_itself(folder, layouts):

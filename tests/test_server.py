@@ -94,7 +94,11 @@ def directly(folder):
 
 def test_completions_of_texts_and_token_ids(server, directly):
     _, client = server
-    assert client.models.list().data[0].id == "tiny"
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="no model 'a/b' is here; ask for 'tiny'"):
+        client.models.retrieve("a/b")
     reply = client.completions.create(model="tiny", prompt=["AB", "xyz"], n=2, logprobs=2, **COMMON)
     expected = [c for p in (b"AB", b"xyz") for c in directly(p, n=2, logprobs=2)]
     assert [c.index for c in reply.choices] == [0, 1, 2, 3]

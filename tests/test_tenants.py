@@ -1,6 +1,8 @@
 """Several jobs' requests in one pass, and their adapters in one product: each as if alone."""
 
 import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
 import pytest
@@ -9,7 +11,7 @@ from safetensors.torch import load_file
 from test_jobs import compiled, config_of, file_of, new, rate, text, text_of
 
 from moetrain.config import ConfigError
-from moetrain.jobs import shared
+from moetrain.jobs import shared, store
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.store import Job
 from moetrain.kernels.experts import products
@@ -217,6 +219,60 @@ def test_a_disk_that_is_full_after_a_shared_pass_costs_no_job(tmp_path, monkeypa
         for requests in zip(*map(program, range(3)), strict=True):
             results += serve_all(service, names, requests)
     assert results == alone[0]
+
+
+def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_once(
+    tmp_path, monkeypatch
+):
+    """A disk that is full for one of them costs none a step, and no client waits for ever."""
+    words, answer = [*WORDS, "jobs.max_tenants=4", "data.seq_len=512"], Job.answer
+    passes = [("forward_backward", body_of(seed)) for seed in range(4)]
+    with Service(config_of(tmp_path, *words)) as service:
+        names = [new(service, seed) for seed in range(4)]
+        serve_all(service, names, passes)
+        futures = [service.answer(x, service.submit(x, "optim_step", rate(1e-2))) for x in names]
+        assert service.turn()
+        assert all("result" in future.result(0) for future in futures)
+        without = service.answer(names[0], service.submit(names[0], "optim_step", rate(1e-2)))
+        serve_all(service, names[1:], passes[1:])
+        assert "refused" in without.result(0)
+        asked = [(name, service.submit(name, "optim_step", rate(1e-2))) for name in names[1:]]
+        futures = [service.answer(*each) for each in asked]
+
+        def full(job, number, given):
+            if job.id == names[2]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            answer(job, number, given)
+
+        monkeypatch.setattr(Job, "answer", full)
+        with pytest.raises(OSError, match="No space"):
+            service.turn()
+        monkeypatch.undo()
+        assert service.session._held.keys() <= {names[0]}
+    assert {future.result(0)["error"] for future in futures} == {service.STOPPED}
+    with Service(config_of(tmp_path, *words)) as service:
+        serve_all(service, names, passes)
+        assert {service.find(name).done for name in names} == {4, 5}
+
+
+def test_clients_of_a_job_do_not_wait_for_anothers_disk(tmp_path, monkeypatch):
+    with Service(config_of(tmp_path, *WORDS)) as service, ThreadPoolExecutor(1) as pool:
+        one, two = (new(service, seed) for seed in range(2))
+        goes_on, write = threading.Event(), store._write_durably
+
+        def slow(path, *what):
+            assert one not in str(path) or goes_on.wait(60)
+            write(path, *what)
+
+        monkeypatch.setattr(store, "_write_durably", slow)
+        waiting = pool.submit(service.submit, one, "forward", body_of(0))
+        service.submit(two, "forward", body_of(1))
+        while service.turn():
+            pass
+        assert not waiting.done()
+        goes_on.set()
+        assert waiting.result(60) == 0
+        assert service.turn()
 
 
 def test_a_job_that_only_shares_passes_is_saved_too(tmp_path):

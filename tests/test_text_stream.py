@@ -138,7 +138,7 @@ def test_pieces_are_those_of_the_whole_text(name, seed, load):
         ours, whole = TextStream(tokenizer, stop), WholeText(tokenizer, stop)
         cut = rng.randrange(1, len(tokens))
         given = [(ours.push(t), whole.push(t)) for t in tokens[: cut - 1]]
-        given.append((ours.push(tokens[cut - 1], True), whole.push(tokens[cut - 1], True)))
+        given.append((ours.push(tokens[cut - 1], is_last=True), whole.push(tokens[cut - 1], True)))
         assert [a for a, _ in given] == [b for _, b in given]
 
 

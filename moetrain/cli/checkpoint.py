@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial, reduce
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.upcycling import Upcycling
 from moetrain.models.hf.config import architecture_from_hf, exported_config
-from moetrain.models.hf.files import CONFIG, HFSource, listing, read_json, resolve
-from moetrain.models.hf.load import check_checkpoint, opened, part_of
+from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
+from moetrain.models.hf.load import check_checkpoint, opened
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
@@ -235,21 +234,17 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
         for name, parameter in model.named_parameters()
     }
     empty |= {name: TensorSlice.all_of(buffer) for name, buffer in model.named_buffers()}
-    with opened(source, arch) as find:
-        for parts in cut_to_files(empty):
-            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            filled = _filled(source, find, whole)
+    with opened(source, arch) as parts:
+        for group in cut_to_files(empty):
+            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in group.items()}
+            filled = _filled(parts, whole)
             yield {name: TensorSlice.all_of(tensor) for name, tensor in filled.items()}
 
 
-def _filled(
-    source: HFSource, find: Callable[[str], Any], whole: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return ``whole``, parameters by name, with the values that the files of ``source`` hold."""
-    for piece in chain.from_iterable(source.own.values()):
-        if piece.parameter in whole and not piece.is_copy:
-            part = part_of(find(piece.hf_name), piece)[...]
-            whole[piece.parameter][piece.place].copy_(part)
+def _filled(parts: Callable[..., Any], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``whole``, parameters by name, with the values that the ``parts`` of files hold."""
+    for name, place, part in parts(whole):
+        whole[name][place].copy_(part[...])
     return whole
 
 
@@ -270,18 +265,12 @@ def _upcycle(words: argparse.Namespace) -> int:
         model, before = Transformer(arch).to(width), Transformer(dense).to(width)
     ids = {key: value for key, value in source.config.items() if key.endswith("_token_id")}
     model.source = replace(source, config=config | ids, weight_map=None, extra=())
-    with opened(source, dense) as find:
-        weights = made.weights(model, before, partial(_filled, source, find))
+    with opened(source, dense) as parts:
+        weights = made.weights(model, before, partial(_filled, parts))
         Export(model, words.other).write(weights)
     print(f"{words.other}: {arch.family}, {arch.num_params():,} parameters, made of {folder}")
     return 0
 
 
-_COMMANDS = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "export-hf": _export_hf,
-    "import-hf": _import_hf,
-    "upcycle": _upcycle,
-    "diff": _diff,
-}
+_ALL = (_inspect, _verify, _export_hf, _import_hf, _upcycle, _diff)
+_COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}

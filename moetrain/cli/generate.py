@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None) -> None:
         for completion in generator.stream([request.Request("prompt", ids, params)]):
             *tokens, last = completion.tokens[-completion.num_new :]
             new = "".join(map(text.push, tokens))
-            new += text.push(last, completion.finish_reason is not None)
+            new += text.push(last, is_last=completion.finish_reason is not None)
             print(new, end="", flush=True)
     except request.RequestError as error:
         raise ConfigError("max_tokens", str(error)) from None

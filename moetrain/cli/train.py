@@ -5,6 +5,7 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 """
 
 import errno
+import gc
 import inspect
 import json
 import logging
@@ -27,12 +28,7 @@ from pydantic.fields import FieldInfo
 from moetrain.cli import launch
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
-from moetrain.config.environment import (
-    LaunchedPlace,
-    launched_place,
-    let_idle_threads_sleep,
-    no_garbage_collected,
-)
+from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed, recipe_names
@@ -78,9 +74,7 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 
 _PROGRAMS = {
     "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
-    "bench": _Program(
-        "bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")
-    ),
+    "bench": _Program("bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, ("rl.", "jobs.")),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",
@@ -99,7 +93,7 @@ _PROGRAMS = {
             *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
             *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-            "train.patience",
+            *("train.patience", "launch.hang_seconds"),
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),
@@ -108,7 +102,6 @@ _PROGRAMS = {
 }
 
 
-@no_garbage_collected()  # steps look after their own
 def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code.
 
@@ -125,6 +118,9 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     words = [word for word in words if word != "--dry_run"]
     is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
     place = None
+    # Imports make much that stays, and a sixth of one would go into looking through it; steps look
+    # after their own garbage.
+    gc.disable()
     try:
         place = launched_place()
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -148,6 +144,8 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         return _end(place, 1, text, may_follow=True)
     except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
+    finally:
+        gc.enable()
 
 
 run_rl = partial(main, command="rl")

@@ -41,7 +41,7 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import PROPOSED, ConfigError, Reader, Recipes, leaves
+from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package."""
@@ -102,6 +102,8 @@ _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
+_SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
+_NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -130,6 +132,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
+    _Need("parallel.dp_replicate", {"parallel.dp_shard": _Other(-1)}, {-1}, "set dp_shard"),
     _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
@@ -139,7 +142,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout rl.routing_replay", {Fact.EXPERTS: _HELD}),
+    _Need("lora.layout rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -158,7 +161,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
-    _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
@@ -185,10 +187,13 @@ _NEEDS: tuple[_Need, ...] = (
     # generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    # Which has other weights, unless training's are in codes too.
+    _Need("rl.generator_dtype", {"kernels.attention": _Other("exact"), "lora.base_dtype": _NARROW}),
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
-    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
+    _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
@@ -285,7 +290,7 @@ class Config(Section):
 
     def is_users(self, name: str) -> bool:
         """Return whether a user has set ``name``, and not only a recipe proposed it."""
-        return not self._origins.get(name, PROPOSED).startswith(PROPOSED)
+        return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""

@@ -5,12 +5,10 @@ None of this is a setting; variables that are (``MOETRAIN_*``) are read in
 (:mod:`moetrain.train.speed`).
 """
 
-import gc
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -172,18 +170,3 @@ def let_idle_threads_sleep() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-@contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """Look for no garbage while inside, where much is made that stays, such as imported modules.
-
-    Else a sixth of an import is spent on looking through what was imported before.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -142,6 +142,11 @@ class RlSection(Section):
     last rl.generators, which train nothing and generate while the others train."""
     generators: PositiveInt = 1
     """Ranks that generate with rl.placement apart, each with a copy of the weights."""
+    generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
+    """How generation stores its copy of routed experts' matrices. float8, mxfp4, nf4: in codes of 8
+    or 4 bits with scales, quantised anew at every update, which takes a half or a quarter of the
+    memory; its log-probabilities then differ from the trainer's, for which rl.importance and
+    rl.mask correct. auto: in the dtype it computes in."""
     resample: NonNegativeInt = 0
     """Rounds in which groups whose rewards are all equal, which teach nothing, are replaced by new
     prompts (dynamic sampling, arXiv 2503.14476)."""

@@ -59,8 +59,6 @@ def _is_recipe(source: object) -> bool:
     return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
-PROPOSED = "recipe "
-"""Beginning of the origins of settings that only a recipe proposes; all others are a user's."""
 _Layers = Mapping[str, Mapping[str, Any]]
 """Settings of each source, weakest first: their origin, in words for people, and by dotted name
 their values."""
@@ -78,6 +76,9 @@ _C = TypeVar("_C", bound=BaseModel)
 
 class Reader(Generic[_C]):
     """Reads settings for a config class, whose fields are sections of settings, or settings."""
+
+    PROPOSED = "recipe "
+    """Beginning of the origins of settings that only a recipe proposes; others are a user's."""
 
     def __init__(self, config: type[_C]) -> None:
         self._config = config
@@ -151,7 +152,7 @@ class Reader(Generic[_C]):
         try:
             tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
             values = self._known(dict(leaves(tree)))
-            return {f"{PROPOSED * _is_recipe(source)}{origin}": values}
+            return {f"{self.PROPOSED * _is_recipe(source)}{origin}": values}
         except ConfigError:
             raise
         except FileNotFoundError:
@@ -295,7 +296,7 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
 def _source_of_path(layers: _Layers) -> _Layers:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
     given = _given(layers)
-    users = _given({k: x for k, x in layers.items() if not k.startswith(PROPOSED)})
+    users = _given({k: x for k, x in layers.items() if not k.startswith(Reader.PROPOSED)})
     if users.get("data.mix") is not None and "data.source" not in users:
         return {"as data.mix is set": {"data.source": "records"}}
     path, reads_files = given.get("data.path"), given.get("data.source") in {*_OF_SUFFIX.values()}
@@ -333,7 +334,7 @@ def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge layers, weakest first; returns the values, and where each comes from."""
     values = _given(layers)
     origins = {name: origin for origin, values in layers.items() for name in values}
-    is_users = {name: not origin.startswith(PROPOSED) for name, origin in origins.items()}
+    is_users = {name: not origin.startswith(Reader.PROPOSED) for name, origin in origins.items()}
     for pair in _ALTERNATIVES:
         given = [name for name in pair if values.get(name) is not None]
         if len(given) == 2 and is_users[given[0]] == is_users[given[1]]:

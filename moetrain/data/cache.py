@@ -60,7 +60,7 @@ a large one as are read in a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
 _BLOCK_BYTES = 1 << 22
 """Bytes of text in a block of a stream, at least; twice as many at most."""
-_KEPT_BLOCKS = 4
+_KEPT_BLOCKS, _MOST_WORKERS = 4, 8
 _FREE_SHARE = 0.1
 
 _Place = tuple[int, int, int]
@@ -105,11 +105,11 @@ class TokenCache(NamedTuple):
         """Map the cache in ``folder``; ConfigError if it is damaged."""
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:
-            size = (folder / name).stat().st_size
-            if size != length * np.dtype(dtype).itemsize:
-                raise ValueError(f"{name} has {size} bytes")
             # An empty file cannot be mapped.
-            return np.memmap(folder / name, dtype, "r") if length else np.empty(0, dtype)
+            found = np.memmap(folder / name, dtype, "r") if length else np.empty(0, dtype)
+            if len(found) != length:
+                raise ValueError(f"{name} has {len(found)} numbers")
+            return found
 
         try:
             meta = json.loads((folder / "meta.json").read_bytes())
@@ -119,13 +119,10 @@ class TokenCache(NamedTuple):
             for name in _FILES:
                 if _checksum(folder / name) != meta["checksums"][name]:
                     raise ValueError(f"{name} is not what was written")
-            documents = mapped("documents.bin", "int64", num_documents + 1)
-            if documents[0] != 0 or documents[-1] != num_tokens:
-                raise ValueError("documents.bin does not end with the tokens")
             has_mask = (folder / "masked.bin").stat().st_size > 0
             return cls(
                 mapped("tokens.bin", meta["dtype"], num_tokens),
-                documents,
+                mapped("documents.bin", "int64", num_documents + 1),
                 mapped("targets.bin", "int64", num_documents),
                 mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
                 str(meta["content"]),
@@ -144,9 +141,15 @@ class Blocks:
     """
 
     def __init__(
-        self, source: Source, share: HashRange, tokenizer: Tokenizer, cache_dir: Path, workers: int
+        self,
+        source: Source,
+        share: HashRange,
+        tokenizer: Tokenizer,
+        cache_dir: Path,
+        workers: int | None,
     ) -> None:
-        """List the blocks of ``share`` of ``source``; ``workers`` processes make them."""
+        """List the blocks of ``share`` of ``source``; ``workers`` processes make them (None: a core
+        each, up to 8)."""
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
         shuffled = (parts[i] for i in order)
@@ -161,7 +164,8 @@ class Blocks:
         place = launched_place()
         self._local_rank = 0 if place is None else place.local_rank
         self._on_machine = (place and place.on_machine) or 1
-        self._workers = workers
+        cores = (os.cpu_count() or 1) // self._on_machine
+        self._workers = min(max(1, cores), _MOST_WORKERS) if workers is None else workers
 
     def first(self) -> tuple[TokenCache, int]:
         """Return the first block, and how many bytes its records have."""
@@ -304,9 +308,7 @@ def _build(
             raise ConfigError("data.cache_dir", problem) from None
         return
     if meta["num_documents"] and not is_block:
-        logger.info(
-            "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
-        )
+        logger.info("tokenised %(num_documents)d documents into %(num_tokens)d tokens", meta)
 
 
 def _write(
@@ -365,20 +367,16 @@ def _encoded(
     for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
-            ids_T, masked_T = encoded.ids, None
+            has_bos, masked_T = is_start and not document.is_rendered, None
+            bos_T = np.array(tokenizer.bos_ids if has_bos else (), np.uint32)
+            ids_T = np.concatenate([bos_T, encoded.ids])
+            lacks_eos = document.is_end and ids_T[-1:].tolist() != [tokenizer.eos_id]
+            ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-            if is_start and tokenizer.bos_ids and not document.is_rendered:
-                bos_T = np.array(tokenizer.bos_ids, np.uint32)
-                ids_T = np.concatenate([bos_T, ids_T])
-                if masked_T is not None:
-                    masked_T = np.concatenate([np.ones(len(bos_T), np.uint8), masked_T])
-            has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
-            if document.is_end and not has_eos:
-                ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
-                # It has the loss of the text or of the assistant's turn that it ends, if any.
-                if masked_T is not None:
-                    masked_T = np.append(masked_T, masked_T.min(initial=1))
+                # EOS has the loss of the text or of the assistant's turn that it ends, if any.
+                around = len(bos_T), int(lacks_eos)
+                masked_T = np.pad(masked_T, around, constant_values=(1, masked_T.min(initial=1)))
             is_start = document.is_end
             yield document, ids_T, masked_T
 

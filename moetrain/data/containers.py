@@ -153,8 +153,6 @@ class Files:
         """Turn what can go wrong in reading ``file`` into ConfigError."""
         try:
             yield
-        except ConfigError:
-            raise
         except ImportError as error:
             raise ConfigError(self.field, _needs(str(file), error)) from None
         except OSError as error:
@@ -308,7 +306,7 @@ def list_files(
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
         problem = f"holds no {ends} files; name a file, or a folder with some"
         raise ConfigError(field, f"{path!r} {problem}")
-    return sorted(found, key=lambda file: document_name(file, root))
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
@@ -335,9 +333,3 @@ def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
         return
     what = "it is" if str(file) == path else f"it holds {file.name!r},"
     raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
-
-
-def document_name(path: Path, root: Path) -> str:
-    """Return a file's name, which does not depend on where ``root`` lies."""
-    is_inside = path != root and path.is_relative_to(root)
-    return path.relative_to(root).as_posix() if is_inside else path.name

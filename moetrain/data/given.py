@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.data.loader import Data
-from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, fill_row
+from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples
 from moetrain.data.tokenizer import load_tokenizer
 
 
@@ -163,7 +163,7 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
     del extra["input_ids"]
     targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
     # One document, whose attention needs no mask.
-    return fill_row(size, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
+    return Row.filled(size, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
 
 
 def _numbers(given: Any, what: str, length: int) -> np.ndarray | None:

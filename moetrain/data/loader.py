@@ -13,7 +13,6 @@ Shapes: B rows, S tokens of a row.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, DataSection, logger
-from moetrain.config.environment import launched_place, user_cache_dir
+from moetrain.config.environment import user_cache_dir
 from moetrain.config.sections import MixEntry
 from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import (
@@ -41,7 +40,7 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import PAIRED, HashRange, Source
+from moetrain.data.sources import HashRange, RecordReader, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -88,8 +87,6 @@ def build_data(config: Config, vocab_size: int) -> Data:
     if config.train.sample_prompt is not None and config.train.sample_tokens:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)
-        except ConfigError:
-            raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
     template, sides, seed = None, {}, config.train.seed
@@ -194,7 +191,6 @@ _STREAMED_BYTES = 1 << 26
 """Size of files from which on data.streaming auto streams them."""
 _HELD_OUT_BYTES = 1 << 22
 """Bytes of held-out text that a stream evaluates at most, of as many blocks as have them."""
-_MOST_WORKERS = 8
 
 
 def _streamed(
@@ -210,21 +206,13 @@ def _streamed(
     if other is None and data.eval_fraction:
         border = data.eval_fraction
         rest, share, held_out = source, HashRange(low=border), HashRange(high=border)
-    workers = data.workers
-    if workers is None:
-        place = launched_place()
-        on_machine = (place and place.on_machine) or 1
-        workers = min(max(1, (os.cpu_count() or 1) // on_machine), _MOST_WORKERS)
-    blocks = Blocks(source, share, tokenizer, cache_dir, workers)
+    blocks = Blocks(source, share, tokenizer, cache_dir, data.workers)
     first, _ = blocks.first()
     _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = Streamed(blocks, partial(_rows, data=fixed), seed)
-    logger.info(
-        "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
-        source.path,
-        f"{len(train):,}",
-    )
+    size = f"a pass has about {len(train):,} rows (data.streaming no: all at once)"
+    logger.info("%s is tokenised while training, %s", source.path, size)
     has_chats = first.masked is not None
     if rest is None:
         return train, None, has_chats
@@ -239,13 +227,11 @@ def _streamed(
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:
-    if data.packing == "auto":
-        return cache.masked is not None
-    return data.packing != "stream"
+    return data.packing != "stream" and (data.packing != "auto" or cache.masked is not None)
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
-    if data.packing in PAIRED:
+    if data.packing in RecordReader.PAIRED:
         has_third = data.packing == "triples"
         return PairDataset(cache, data.seq_len, has_third, first, stop)
     packed = WholeDataset if _is_whole(cache, data) else StreamDataset
@@ -272,22 +258,16 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
-    if data.packing in PAIRED:
+    if data.packing in RecordReader.PAIRED:
         total, what = total // 2, "pairs"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
-        train = _rows(cache, data, 0, border)
-        held_out = _rows(cache, data, border)
-        if len(train) and len(held_out):
-            logger.info(
-                "data.eval_fraction %s of the documents leaves a side without a row: held out are "
-                "the last %d of all %d %s instead",
-                data.eval_fraction,
-                total - border,
-                total,
-                what,
-            )
-            return train, held_out
+        sides = _rows(cache, data, 0, border), _rows(cache, data, border)
+        if all(map(len, sides)):
+            problem = f"{data.eval_fraction} of the documents leaves a side without a row"
+            moved = f"held out are the last {total - border} of all {total} {what} instead"
+            logger.info("data.eval_fraction %s: %s", problem, moved)
+            return sides
     if is_stream:
         raise ConfigError(
             "data.seq_len",

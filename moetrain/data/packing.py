@@ -12,7 +12,7 @@ Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -36,6 +36,20 @@ class Row(NamedTuple):
     """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
     extra: Mapping[str, np.ndarray] = {}
     """What else an objective knows of the targets, by name: [S, ...] each."""
+
+    @classmethod
+    def filled(cls, size: int, segments: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
+        """Lay the tokens and targets of ``segments`` into a row; pads follow in the last one."""
+        tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
+        positions_S, lengths, at = np.empty(size, np.int64), [], 0
+        for tokens_T, targets_T in segments:
+            end = at + len(tokens_T)
+            tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
+            positions_S[at:] = np.arange(size - at)  # the last one's go on over the pads
+            lengths.append(end - at)
+            at = end
+        lengths[-1] += size - at
+        return cls(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
 
 
 class Dataset(Protocol):
@@ -186,20 +200,6 @@ def _permutation(size: int, *seeds: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(seeds)).permutation(size)
 
 
-def fill_row(size: int, segments: Iterable[tuple[np.ndarray, np.ndarray]]) -> Row:
-    """Lay the tokens and targets of ``segments`` into a row; pads follow in the last one."""
-    tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-    positions_S, lengths, at = np.empty(size, np.int64), [], 0
-    for tokens_T, targets_T in segments:
-        end = at + len(tokens_T)
-        tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
-        positions_S[at:] = np.arange(size - at)  # the last one's go on over the pads
-        lengths.append(end - at)
-        at = end
-    lengths[-1] += size - at
-    return Row(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
-
-
 def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
     """Return tokens of the cache, with IGNORE_INDEX for those without loss."""
     targets_T = cache.tokens[where].astype(np.int64)
@@ -334,7 +334,7 @@ class WholeDataset:
             targets_T = np.full(length, IGNORE_INDEX)
             targets_T[:known] = _targets(self._cache, slice(start + 1, start + 1 + known))
             segments.append((self._cache.tokens[start : start + length], targets_T))
-        return fill_row(self._seq_len, segments)
+        return Row.filled(self._seq_len, segments)
 
     def describe(self) -> str:
         """Say in one line how full the rows are, and what did not fit."""
@@ -406,7 +406,7 @@ class PairDataset:
             (tokens[places_T], np.append(_targets(self._cache, places_T[1:]), IGNORE_INDEX))
             for places_T in segments
         ]
-        return fill_row(self._seq_len, found)._replace(
+        return Row.filled(self._seq_len, found)._replace(
             extra={"reference": self.reference_PS[index]}
         )
 

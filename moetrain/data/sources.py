@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import FilePart, Files, Raw, document_name, find_records, list_files
+from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -41,10 +41,6 @@ _FIRST = 64
 """Records that are looked at to say what forms a source has."""
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-PAIRED = ("pairs", "triples")
-"""Further values of data.packing, which train.objective sets: rows of preference pairs, and those
-with a third segment, which kto needs."""
 
 
 class Document(NamedTuple):
@@ -119,7 +115,10 @@ class Source(Files):
         return replace(self, files=[file for file in self.files if share.holds(self._key(file))])
 
     def _key(self, file: Path) -> bytes:
-        return os.fsencode(document_name(file, Path(self.path)))
+        """Return the name of ``file``, which does not depend on where the corpus lies."""
+        root = Path(self.path)
+        is_inside = file != root and file.is_relative_to(root)
+        return os.fsencode(file.relative_to(root).as_posix() if is_inside else file.name)
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""
@@ -207,6 +206,10 @@ _ROLES: dict[str, str] = {
 class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
+    PAIRED: ClassVar = ("pairs", "triples")
+    """Further values of data.packing, which train.objective sets: rows of preference pairs, and
+    those with a third segment, which kto needs."""
+
     template: ChatTemplate
     form: str = "auto"
     text_field: str = "text"
@@ -219,7 +222,7 @@ class RecordReader:
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template)
-        if data.packing not in PAIRED:
+        if data.packing not in cls.PAIRED:
             return cls(template, data.format, data.text_field, data.train_on)
         if data.format not in ("auto", "preference"):
             problem = f"{data.format!r}, and train.objective learns from pairs alone"

@@ -174,10 +174,8 @@ class _HFTokenizer(Tokenizer):
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise _wrong(f"{file} has no tokens")
         self._file = file
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:
@@ -200,13 +198,9 @@ class _HFTokenizer(Tokenizer):
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
-                logger.warning(
-                    "data.tokenizer: PAD is %s (%r, id %s). Loss is masked by position, not by id, "
-                    "so real ones keep their loss",
-                    " and ".join(roles),
-                    pad,
-                    vocabulary.get(pad),
-                )
+                said = f"PAD is {' and '.join(roles)} ({pad!r}, id {vocabulary.get(pad)})"
+                why = "Loss is masked by position, not by id, so real ones keep their loss"
+                logger.warning("data.tokenizer: %s. %s", said, why)
 
     def _id_of(self, key: str) -> int:
         found = self.special_ids[key]
@@ -306,8 +300,6 @@ def _byte_offsets(text: str) -> np.ndarray:
 
 def _read(path: Path, folder: Path | None = None) -> bytes:
     """Read ``path``, which must not link to outside of ``folder`` (None: its own folder)."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise _wrong(f"{path} is not a file")
     try:
         return follow(path, folder or path.parent, "data.tokenizer").read_bytes()
     except OSError as error:

@@ -30,8 +30,6 @@ JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
 """Session (a random number), kind and number of a job; the SDK makes ids of training runs so."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Pattern of a save's name, which names a folder and leads nowhere else."""
-SAVES = ("weights", "sampler_weights", "external_weights")
-"""Kinds of saves, as paths have them."""
 _SOURCE = re.compile(rf"tinker://({JOB_ID.pattern})/(weights|sampler_weights)/({_NAME})")
 _FP32_LARGEST = float(np.finfo(np.float32).max)
 MOST_TEXTS = 65_536
@@ -380,5 +378,3 @@ KINDS: Mapping[str, type[_JobBody]] = {
     "load_weights": Load,
     "unserved": _Unserved,
 }
-CHANGES = ("forward_backward", "optim_step", "load_weights")
-"""Kinds that change the job's state, and so are served again where that was lost."""

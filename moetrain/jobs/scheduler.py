@@ -4,17 +4,18 @@
     while service.turn(): ...                                     one thread: a request at a time
 
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
-or all that wait at a sampler, which are generated together. A request is on the disk before its
-sender is told so, and its answer before the next one runs: after a crash the next process goes on
-from the newest checkpoint of each job and computes again what that has not seen. An error within a
-request, or a damaged file, costs its own job alone. A write that fails ends the service.
+or all that wait at a sampler, which are generated together, or small ones of several jobs. A
+request is on the disk before its sender is told so, and its answer before the job's next one runs:
+after a crash the next process goes on from the newest checkpoint of each job and computes again
+what that has not seen. An error within a request, or a damaged file, costs its own job alone. A
+write that fails ends the service.
 """
 
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
@@ -23,13 +24,19 @@ from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import CHANGES, JOB_ID, SAVES, Pass, Refused
-from moetrain.jobs.session import SAMPLERS, JobSession
-from moetrain.jobs.store import SAVE, DamagedJob, Job, check_base, checkpoint_of, read_save
+from moetrain.jobs.api import JOB_ID, Pass, Refused
+from moetrain.jobs.session import JobSession
+from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
 _REMOVED = ".removed"
+_SAVES = ("weights", "sampler_weights", "external_weights")
+"""Kinds of saves, as paths have them."""
+_CHANGES = ("forward_backward", "optim_step", "load_weights")
+"""Kinds of requests that change the job's state, and so are served again where that was lost."""
+_WRITERS = 8
+"""Answers written at once: a disk forces several files out in the time that one takes."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -58,11 +65,12 @@ class Service(AbstractContextManager["Service"]):
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
+            self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
         self._removals: list[tuple[Job, Future[None]]] = []
-        self._remains: list[Path] = []
+        self._remains: list[SaveFolder] = []
         """Folders of saves that were removed."""
 
     def __exit__(self, *error: object) -> None:
@@ -128,7 +136,7 @@ class Service(AbstractContextManager["Service"]):
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
                 if source is not None:  # its step too: a save may give way to another of its name
-                    source = str(checkpoint_of(root / source).relative_to(root))
+                    source = str(SaveFolder(root / source).checkpoint().relative_to(root))
                 job = Job(root / name, seed, source=source)
                 if job.is_sampler:
                     self._make_room(job.session)
@@ -171,8 +179,9 @@ class Service(AbstractContextManager["Service"]):
     def saves(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
         folder = self.find(name).folder
-        paths = [path for kind in SAVES for path in folder.glob(f"{kind}/*")]
-        found = {f"{x.parent.name}/{x.name}": save for x in paths if (save := read_save(x))}
+        paths = [path for kind in _SAVES for path in folder.glob(f"{kind}/*")]
+        read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
+        found = {name: save for name, save in read.items() if save is not None}
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     def folder_of(self, name: str, save: str) -> Path:
@@ -184,8 +193,8 @@ class Service(AbstractContextManager["Service"]):
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            folder = self.folder_of(name, save)
-            (folder / SAVE).unlink()  # and the rest between turns: one may write another there
+            folder = SaveFolder(self.folder_of(name, save))
+            folder.forget()  # and the rest goes between turns: one may write another there
             self._remains.append(folder)
             self._lock.notify()
         if self.find(name).status == "finished" and not self.saves(name):
@@ -211,14 +220,13 @@ class Service(AbstractContextManager["Service"]):
         request = self.session.limits.parse(kind, body)
         text = request.model_dump_json()
         is_small = isinstance(request, Pass) and request.fits(*self.session.engine.part)
-        with self._lock:
-            job = self.find(name)
+        how = {"most": self.config.jobs.max_queued, "is_small": is_small or kind == "optim_step"}
+        with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
-            taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
-            if is_small and taken >= job.done:
-                job.small[taken] = kind
+            taken = job.add(kind, text, number, **how)
+        with self._lock:
             self._lock.notify()
-            return taken
+        return taken
 
     def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
         """Return a future of a request's ``result`` or ``error``.
@@ -275,14 +283,20 @@ class Service(AbstractContextManager["Service"]):
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
                 job.small.pop(job.done, None)
-        jobs = [job for job in jobs if self._bring(job)]
-        if len(jobs) > 1:
-            self._serve_together(jobs)
-        elif jobs:
-            try:
-                self._serve(jobs[0])
-            except DamagedJob as error:
-                self._set_aside(jobs[0], str(error))
+        if len(jobs) > 1 and kinds[0] != "optim_step":
+            jobs = [job for job in jobs if self._bring(job)]
+            if len(jobs) > 1:
+                self._answer(self._serve_together(jobs))
+                return True
+        served: dict[Job, list[dict[str, Any]]] = {}
+        try:
+            for job in jobs:
+                if self._bring(job):
+                    served[job] = self._serve(job)
+        except (RunFailed, OSError):
+            self._forget(served)
+            raise
+        self._answer(served)
         return bool(waiting)
 
     def _bring(self, job: Job) -> bool:
@@ -295,7 +309,7 @@ class Service(AbstractContextManager["Service"]):
                     return False
                 number = self.session.now.seen
                 answer = job.answer_of(number)
-                if "result" in answer and answer["kind"] in CHANGES:
+                if "result" in answer and answer["kind"] in _CHANGES:
                     self.session.serve(number)
                 else:
                     has_failed = "error" in answer and not answer["refused"]
@@ -310,23 +324,21 @@ class Service(AbstractContextManager["Service"]):
             return False
         return True
 
-    def _serve_together(self, jobs: list[Job]) -> None:
+    def _serve_together(self, jobs: list[Job]) -> dict[Job, list[dict[str, Any]]]:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
-        numbers = {job.id: job.done for job in jobs}
         try:
-            results = self.session.serve_together(numbers)
+            results = self.session.serve_together({job.id: job.done for job in jobs})
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whose it is, their own turns show
             logger.warning("%d jobs shared a pass that failed: %s", len(jobs), _line_of(error))
-            for name in numbers:
-                self.session.forget(name)
+            self._forget(jobs)
             self.session.probe()
-            return
-        for job, result in zip(jobs, results, strict=True):
-            self._answer(job, [{"result": result}], numbers)
+            return {}
+        return {job: [{"result": result}] for job, result in zip(jobs, results, strict=True)}
 
-    def _serve(self, job: Job) -> None:
+    def _serve(self, job: Job) -> list[dict[str, Any]]:
+        """Return answers to the next requests of ``job``; none: it was given up or set aside."""
         number, session = job.done, self.session
         session.is_given_up = partial(self._is_given_up, job)
         try:
@@ -342,9 +354,12 @@ class Service(AbstractContextManager["Service"]):
                         raise
             if results is None:  # they were given up
                 session.forget(job.id)
-                return
-            answers: list[dict[str, Any]] = [{"result": result} for result in results]
-        except (RunFailed, OSError, DamagedJob):
+                return []
+            return [{"result": result} for result in results]
+        except DamagedJob as error:
+            self._set_aside(job, str(error))
+            return []
+        except (RunFailed, OSError):
             raise
         except Refused as error:
             answers = [{"error": str(error), "refused": True}]
@@ -354,26 +369,37 @@ class Service(AbstractContextManager["Service"]):
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
-        if "error" in answers[0]:
-            session.probe()
-        self._answer(job, answers)
+        session.probe()
+        return answers
 
-    def _answer(self, job: Job, answers: list[dict[str, Any]], served: Iterable[str] = ()) -> None:
-        session, waiting = self.session, []
+    def _forget(self, jobs: Iterable[Job]) -> None:
+        """Forget states: a checkpoint at the end must not have seen what has no answer."""
+        for job in jobs:
+            self.session.forget(job.id)
+
+    def _answer(self, served: Mapping[Job, list[dict[str, Any]]]) -> None:
+        """Write the answers, of all jobs at the same time, and then give them to who waits."""
+
+        def write(job: Job) -> None:
+            for number, answer in enumerate(served[job], job.done):
+                job.answer(number, answer)
+
+        told = []
         with self._lock:
-            for i, answer in enumerate(answers, job.done):
-                try:
-                    job.answer(i, answer)
-                except OSError:  # a checkpoint at the end must not have seen what has no answer
-                    for name in {job.id, *served}:
-                        session.forget(name)
-                    raise
-                waiting.append((job.waiting.pop(i, None), answer))
-            if job.is_sampler:
-                job.prune(job.done)
-        if not job.is_sampler:
-            self._save_if_due(job)
-        for future, answer in waiting:
+            firsts = [job.done for job in served]
+            try:
+                list(self._writers.map(write, served))
+            except OSError:
+                self._forget(served)
+                raise
+            for first, (job, answers) in zip(firsts, served.items(), strict=True):
+                told += [(job.waiting.pop(i, None), x) for i, x in enumerate(answers, first)]
+                if job.is_sampler:
+                    job.prune(job.done)
+        for job in served:
+            if not job.is_sampler:
+                self._save_if_due(job)
+        for future, answer in told:
             if future is not None:
                 future.set_result(answer)
 
@@ -402,16 +428,17 @@ class Service(AbstractContextManager["Service"]):
 
     def _remove(self) -> None:
         while self._remains:
-            if read_save(folder := self._remains.pop()) is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            self._remains.pop().clear()
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
-            job.folder.rename(gone)
+            with job.adding:
+                job.folder.rename(gone)
             shutil.rmtree(gone)
-            if job.is_sampler and f"/{SAMPLERS}/" in (job.source or ""):  # which is its alone
-                shutil.rmtree((gone.parent / str(job.source)).parent, ignore_errors=True)
+            source = job.source or ""
+            if job.is_sampler and f"/{JobSession.SAMPLERS}/" in source:  # which is its alone
+                shutil.rmtree((gone.parent / source).parent, ignore_errors=True)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)

@@ -46,7 +46,7 @@ from moetrain.jobs.api import (
     source_of,
 )
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job, checkpoint_of, make_room, write_save
+from moetrain.jobs.store import Job, SaveFolder
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
@@ -60,8 +60,6 @@ from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.state import Snapshots
 
-SAMPLERS = "samplers"
-"""Folder of a run with weights that belong to one sampler each."""
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
@@ -95,6 +93,8 @@ class JobSession:
         now: the job whose state is loaded, and how far it has come.
     """
 
+    SAMPLERS = "samplers"
+    """Folder of a run with weights that belong to one sampler each."""
     is_told = False
     """Whether every rank runs the method that is running now."""
 
@@ -441,10 +441,10 @@ class JobSession:
         if request.path is not None:
             return self._keep(request, "sampler_weights", write)
         number = str(request.sampling_session_seq_id)
-        self._keep(request.model_copy(update={"path": number}), SAMPLERS, write)
+        self._keep(request.model_copy(update={"path": number}), self.SAMPLERS, write)
         name = f"{str(self.now.id).partition(':')[0]}:sample:{number}"
         seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
-        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{SAMPLERS}/{number}"}
+        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{self.SAMPLERS}/{number}"}
         return {"sampling_session_id": name, "sampler": new}
 
     def _save_weights_external(self, request: Save) -> dict[str, Any]:
@@ -452,20 +452,20 @@ class JobSession:
 
     def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
-        folder, seen = self.now.folder / kind / str(request.path), self.now.seen
-        most = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
-        is_main, room = self.world.is_main, (folder, seen, request.overwrite, most)
-        problem = self.run_here(lambda _: make_room(*room) if is_main else "")  # may be damaged
+        folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
+        most = 2**31 if kind == self.SAMPLERS else self.config.jobs.max_saves
+        is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
+        problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):
             raise Refused(problem)
-        write(folder)
+        write(folder.path)
         if is_main:
-            write_save(folder, seen, request.ttl_seconds)
+            folder.write(seen, request.ttl_seconds)
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
     def _load_weights(self, request: Load) -> dict[str, Any]:
         engine, path = self.engine, self.now.folder.parent / source_of(request.path)
-        found = self.run_here(lambda _: open_checkpoint(checkpoint_of(path)))
+        found = self.run_here(lambda _: open_checkpoint(SaveFolder(path).checkpoint()))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:

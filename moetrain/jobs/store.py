@@ -20,13 +20,14 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
 from moetrain.config import ConfigError
@@ -38,7 +39,7 @@ from moetrain.train.run_folder import RunFolder
 _KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
 _Status = Literal["open", "finished", "failed"]
-_JOB, SAVE = "job.json", "save.json"
+_JOB, _SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
 _NAME = re.compile(r"([0-9]{8,})\.json")
@@ -102,52 +103,62 @@ def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[st
     return value
 
 
-def write_save(folder: Path, seen: int, ttl: int | None) -> None:
-    """Make what is in ``folder`` a save of a job that has seen so many requests."""
-    now = time.time()
-    expires = None if ttl is None else now + ttl
-    _write_durably(folder / SAVE, {"seen": seen, "time": now, "expires": expires})
+class SaveFolder(NamedTuple):
+    """The folder of a save of a job."""
 
+    path: Path
 
-def read_save(folder: Path) -> dict[str, Any] | None:
-    """Read what :func:`write_save` wrote; None: there is no such save, or not any longer."""
-    try:
-        known = _load(folder, SAVE, seen=int, time=float, expires=(float, NoneType))
-    except DamagedJob:
-        if (folder / SAVE).exists():
-            raise
-        return None  # or it was removed just now
-    return None if (known["expires"] or math.inf) < time.time() else known
+    def write(self, seen: int, ttl: int | None) -> None:
+        """Make what is in the folder a save of a job that has seen so many requests."""
+        now = time.time()
+        expires = None if ttl is None else now + ttl
+        _write_durably(self.path / _SAVE, {"seen": seen, "time": now, "expires": expires})
 
+    def read(self) -> dict[str, Any] | None:
+        """Read what :meth:`write` wrote; None: there is no such save, or not any longer."""
+        try:
+            known = _load(self.path, _SAVE, seen=int, time=float, expires=(float, NoneType))
+        except DamagedJob:
+            if (self.path / _SAVE).exists():
+                raise
+            return None  # or it was removed just now
+        return None if (known["expires"] or math.inf) < time.time() else known
 
-def checkpoint_of(folder: Path) -> Path:
-    """Return the checkpoint of a save; Refused: there is no such save, or not any longer."""
-    try:
-        found = list_checkpoints(folder) if read_save(folder) is not None else []
-    except DamagedJob as error:  # another job's, which costs this one nothing
-        raise Refused(str(error)) from None
-    if not found:
-        raise Refused(f"there is no save {'/'.join(folder.parts[-3:])}", 404)
-    return found[-1]
+    def forget(self) -> None:
+        """Make it no save; what is in the folder stays."""
+        (self.path / _SAVE).unlink()
 
+    def clear(self) -> None:
+        """Remove the folder unless it is a save."""
+        if self.read() is None:
+            shutil.rmtree(self.path, ignore_errors=True)
 
-def make_room(folder: Path, seen: int, overwrite: bool, most: int) -> str:
-    """Clear ``folder`` for a save of a job that has seen so many requests; returns why not.
+    def checkpoint(self) -> Path:
+        """Return the save's checkpoint; Refused: there is no such save, or not any longer."""
+        try:
+            found = list_checkpoints(self.path) if self.read() is not None else []
+        except DamagedJob as error:  # another job's, which costs this one nothing
+            raise Refused(str(error)) from None
+        if not found:
+            raise Refused(f"there is no save {'/'.join(self.path.parts[-3:])}", 404)
+        return found[-1]
 
-    Saves beside it whose time is over are removed, and ``most`` may be left.
-    """
-    others = [path for path in folder.parent.glob("[!.]*") if path != folder]
-    for path in others:
-        if read_save(path) is None:
-            shutil.rmtree(path, ignore_errors=True)  # what is left counts
-    known, left = read_save(folder), sum(path.exists() for path in others)
-    # One of this very request: it was saved, and its answer was not.
-    if known is not None and known["seen"] != seen and not overwrite:
-        return f"there is a save {folder.name!r} already; choose another name, or overwrite it"
-    if left >= most:
-        return f"this job has {left} saves, as many as jobs.max_saves"
-    shutil.rmtree(folder, ignore_errors=True)
-    return ""
+    def make_room(self, seen: int, overwrite: bool, most: int) -> str:
+        """Clear the folder for a save of a job that has seen so many requests; returns why not.
+
+        Saves beside it whose time is over are removed, and ``most`` may be left.
+        """
+        others = [path for path in self.path.parent.glob("[!.]*") if path != self.path]
+        for path in others:
+            SaveFolder(path).clear()  # what is left counts
+        known, left, name = self.read(), sum(path.exists() for path in others), self.path.name
+        # One of this very request: it was saved, and its answer was not.
+        if known is not None and known["seen"] != seen and not overwrite:
+            return f"there is a save {name!r} already; choose another name, or overwrite it"
+        if left >= most:
+            return f"this job has {left} saves, as many as jobs.max_saves"
+        shutil.rmtree(self.path, ignore_errors=True)
+        return ""
 
 
 def _file(kind: str, number: int) -> str:
@@ -173,7 +184,9 @@ class Job:
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
     small: dict[int, str] = field(default_factory=dict)
-    """Kinds of the requests that may share a pass with other jobs'."""
+    """Kinds of the requests that may share a turn with other jobs'."""
+    adding: threading.Lock = field(default_factory=threading.Lock)
+    """Who has it writes the next request, or moves the folder."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -285,10 +298,13 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
+    def add(
+        self, kind: str, body: str, number: int | None, *, most: int, is_small: bool = False
+    ) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        ``number``: what its client calls it, which is a sampler's key; None: the next.
+        ``number``: what its client calls it, which is a sampler's key; None: the next. With
+        ``is_small`` its turn may be that of other jobs' too.
 
         Raises Refused: another request has ``number``, or ones before it have not come; as many as
         ``most`` wait already.
@@ -310,6 +326,8 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
+        if is_small:
+            self.small[self.accepted] = kind
         self.accepted += 1
         return self.accepted - 1
 
@@ -352,9 +370,11 @@ class Job:
 
     def prune(self, seen: int) -> None:
         """Remove files that are not needed once every checkpoint has seen so many requests."""
-        self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
         oldest = self.done - self._kept
-        self._numbers_of = {key: n for key, n in self._numbers_of.items() if n >= oldest}
+        for number in [n for n in [*self._entries] if n < seen]:  # others may come meanwhile
+            del self._entries[number]
+        for key in [key for key, n in [*self._numbers_of.items()] if n < oldest]:
+            del self._numbers_of[key]
         for kind, end in ((_REQUESTS, self.done), (_ANSWERS, oldest)):
             for number in self._numbers(kind):
                 if number < min(seen, end):

@@ -40,6 +40,7 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.kernels.quant.groups import CodedMatrices, load_codes, load_scales
 
 _MAX_ROWS = 128
 """Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""
@@ -53,6 +54,8 @@ _TILE = 128
 _MAX_ROWS_PER_EXPERT = 64
 """The same limit for experts, on average."""
 _MOST_WEIGHTS = 3
+_DEPTH = 128
+"""The inner width that the experts' kernels read at a time."""
 _FEW = 16
 """Rows of the smallest tile; up to them the library's products take more time."""
 _FEW_COLUMNS = 256
@@ -73,10 +76,14 @@ def is_few(x_TD: torch.Tensor) -> bool:
     return _runs(x_TD) and 1 <= x_TD.shape[0] <= _FEW and x_TD.is_contiguous()
 
 
-def runs_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
+def runs_experts(
+    x_TD: torch.Tensor, w_down_EDF: torch.Tensor | CodedMatrices, typical_rows: int
+) -> bool:
     """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
     experts, dim, width = w_down_EDF.shape
-    fits = dim % 32 == width % 32 == 0 and _runs(x_TD)
+    # Tiles of codes are whole.
+    multiple = 32 if isinstance(w_down_EDF, torch.Tensor) else _DEPTH
+    fits = dim % multiple == width % multiple == 0 and _runs(x_TD)
     return fits and typical_rows <= _MAX_ROWS_PER_EXPERT * experts
 
 
@@ -242,12 +249,15 @@ def _dot(x, w, total, WIDEN: tl.constexpr):
 def expert_mlp(
     x_RD: torch.Tensor,
     offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
+    w_down_EDF: torch.Tensor | CodedMatrices,
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
-    """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes."""
+    """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes.
+
+    Matrices in codes are widened as they are multiplied, so that only their codes are read.
+    """
     R, D = x_RD.shape
     E, _, F = w_down_EDF.shape
     h_RF = x_RD.new_empty(R, F)
@@ -256,18 +266,34 @@ def expert_mlp(
     columns = 128 if D % 128 == 0 else 32
     if R:
         _gate_up_kernel[(F // 32, E)](
-            TensorDescriptor.from_tensor(x_RD, [rows, 128]),
-            TensorDescriptor.from_tensor(w_gate_up_E2FD.flatten(0, 1), [32, 128]),
+            TensorDescriptor.from_tensor(x_RD, [rows, _DEPTH]),
+            *_read_by(w_gate_up_E2FD, [32, _DEPTH]),
             offsets_E, weights_R, h_RF, D,
-            F=F, BR=rows, BF=32, BD=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
+            F=F, BR=rows, BF=32, BD=_DEPTH, **_stored_as(w_gate_up_E2FD), WIDEN=INTERPRETED,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
         _down_kernel[(D // columns, E)](
-            TensorDescriptor.from_tensor(h_RF, [rows, 128]),
-            TensorDescriptor.from_tensor(w_down_EDF.flatten(0, 1), [columns, 128]),
+            TensorDescriptor.from_tensor(h_RF, [rows, _DEPTH]),
+            *_read_by(w_down_EDF, [columns, _DEPTH]),
             offsets_E, y_RD, D,
-            F=F, BR=rows, BN=columns, BF=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
+            F=F, BR=rows, BN=columns, BF=_DEPTH, **_stored_as(w_down_EDF), WIDEN=INTERPRETED,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     return y_RD
+
+
+def _read_by(w: torch.Tensor | CodedMatrices, tile: list[int]) -> tuple[Any, ...]:
+    """Give what :func:`_tile` reads ``w`` by: a descriptor, or codes and what belongs to them."""
+    if isinstance(w, torch.Tensor):
+        return TensorDescriptor.from_tensor(w.flatten(0, 1), tile), None, None, None, 0
+    codes, scales, shared = w.form.split(w.bytes_EB)
+    return codes, scales, shared, w.form.table(codes.device), codes.stride(0)
+
+
+def _stored_as(w: torch.Tensor | CodedMatrices) -> dict[str, Any]:
+    if isinstance(w, torch.Tensor):
+        return {"BITS": 16, "SIZE": 1, "SHARING": 1}
+    return {"BITS": w.form.bits, "SIZE": w.form.size, "SHARING": w.form.sharing}
 
 
 @triton.jit
@@ -278,41 +304,72 @@ def _rows_of(offsets_ptr):
 
 
 @triton.jit
+def _tile(
+    w, scales, shared, table, stride, e, row, d, N, D, BN: tl.constexpr, BD: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, SHARING: tl.constexpr,
+):  # fmt: skip
+    """Columns ``d`` on of rows ``row`` on of an expert's matrix [N, D], whose bytes ``stride``
+    counts; those in codes are fp32."""
+    if BITS == 16:
+        tile = w.load([e * N + row, d])
+    else:
+        BYTES: tl.constexpr = SIZE * BITS // 8
+        first = e.to(tl.int64) * stride
+        line = row + tl.arange(0, BN)
+        group = ((line * D + d) // SIZE)[:, None] + tl.arange(0, BD // SIZE)[None, :]
+        place = group[:, :, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
+        if SHARING > 1:
+            shared += e.to(tl.int64) * (stride // 4)
+        wide = load_scales(scales + first, shared, table, group, True, SHARING)
+        x = load_codes(w + first + place, True, table, BITS, SHARING) * wide[:, :, None]
+        tile = tl.reshape(x, (BN, BD))
+    return tile
+
+
+@triton.jit
 def _gate_up_kernel(
-    x_desc, w_desc, offsets_ptr, weights_ptr, h_ptr, D,
-    F: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
+    x_desc, w, scales, shared, table, stride, offsets_ptr, weights_ptr, h_ptr, D,
+    F: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, SHARING: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     e, start, end = _rows_of(offsets_ptr)
     f = tl.program_id(0) * BF
-    at = e * (2 * F) + f
     dtype = h_ptr.dtype.element_ty
     for first in range(start, end, BR):
         gate, up = tl.zeros((BR, BF), tl.float32), tl.zeros((BR, BF), tl.float32)
         for d in range(0, D, BD):
             x = x_desc.load([first, d])
-            gate = _dot(x, w_desc.load([at, d]), gate, WIDEN)
-            up = _dot(x, w_desc.load([at + F, d]), up, WIDEN)
+            own = _tile(w, scales, shared, table, stride, e, f, d, 2 * F, D, BF, BD,
+                        BITS, SIZE, SHARING)  # fmt: skip
+            gate = _dot(x, own.to(x.dtype), gate, WIDEN)
+            own = _tile(w, scales, shared, table, stride, e, f + F, d, 2 * F, D, BF, BD,
+                        BITS, SIZE, SHARING)  # fmt: skip
+            up = _dot(x, own.to(x.dtype), up, WIDEN)
         row = first + tl.arange(0, BR)
         mask = row < end
-        w = tl.load(weights_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
+        weight = tl.load(weights_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
         # Rounded as the product itself is where SwiGLU reads it.
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        h = gate * tl.sigmoid(gate) * up * w
+        h = gate * tl.sigmoid(gate) * up * weight
         h_at = row.to(tl.int64)[:, None] * F + (f + tl.arange(0, BF))[None, :]
         tl.store(h_ptr + h_at, h.to(dtype), mask=mask[:, None])
 
 
 @triton.jit
 def _down_kernel(
-    h_desc, w_desc, offsets_ptr, y_ptr, D,
-    F: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, WIDEN: tl.constexpr,
+    h_desc, w, scales, shared, table, stride, offsets_ptr, y_ptr, D,
+    F: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, SHARING: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     e, start, end = _rows_of(offsets_ptr)
     n = tl.program_id(0) * BN
     for first in range(start, end, BR):
         total = tl.zeros((BR, BN), tl.float32)
         for f in range(0, F, BF):
-            total = _dot(h_desc.load([first, f]), w_desc.load([e * D + n, f]), total, WIDEN)
+            h = h_desc.load([first, f])
+            own = _tile(w, scales, shared, table, stride, e, n, f, D, F, BN, BF,
+                        BITS, SIZE, SHARING)  # fmt: skip
+            total = _dot(h, own.to(h.dtype), total, WIDEN)
         row = first + tl.arange(0, BR)
         at = row.to(tl.int64)[:, None] * D + (n + tl.arange(0, BN))[None, :]
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None])

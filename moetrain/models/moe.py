@@ -29,6 +29,7 @@ from moetrain.kernels.experts.routed import Routed, balanced_ids, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.kernels.norm.elementwise import sigmoid
+from moetrain.kernels.quant.groups import CodedMatrices, Form
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
@@ -287,6 +288,8 @@ class Experts(Adaptable):
 
     weights = ("w_gate_up", "w_down")
     activation: ClassVar[str] = "silu"
+    form: Form | None = None
+    """How the matrices are stored, uint8 [E, bytes] each; None: as they are."""
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
@@ -302,6 +305,28 @@ class Experts(Adaptable):
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
         self.counters: torch.Tensor | None = None
 
+    def store_as(self, form: Form) -> None:
+        """Store the matrices in ``form``, without values and without gradients from now on."""
+        self.form, self._shapes = form, {}
+        for name in self.weights:
+            whole = self.get_parameter(name)
+            self._shapes[name] = whole.shape[1:]
+            size = form.num_bytes(whole.shape[1:].numel())
+            bytes_EB = whole.new_empty((len(whole), size), dtype=torch.uint8)
+            self.register_parameter(name, nn.Parameter(bytes_EB, requires_grad=False))
+
+    def stored(self, name: str, dtype: torch.dtype) -> torch.Tensor | CodedMatrices:
+        """Return the matrices called ``name``, to be multiplied in ``dtype``."""
+        weight = getattr(self, name)
+        if self.form is None:
+            return weight.to(dtype)
+        return CodedMatrices(self.form, weight, self._shapes[name], dtype)
+
+    def matrices(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return those matrices [E, out, in]."""
+        stored = self.stored(name, dtype)
+        return stored.widen() if isinstance(stored, CodedMatrices) else stored
+
     def forward(
         self,
         x_SD: torch.Tensor,
@@ -310,20 +335,23 @@ class Experts(Adaptable):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        first, second = (getattr(self, name).to(x_SD.dtype) for name in self.weights)
-        weights, backend = (first, second), self.backend
+        backend = self.backend
         if self.precision != "bf16":
+            weights = (self.matrices(name, x_SD.dtype) for name in self.weights)
             return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
         up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if up is None or down is None:
-            given = (x_SD, weights_SK, indices, *weights, backend)
+            stored = (self.stored(name, x_SD.dtype) for name in self.weights)
+            given = (x_SD, weights_SK, indices, *stored, backend)
             return expert_mlp(*given, typical_rows=typical_rows, activation=self.activation)
+        weights = (self.matrices(name, x_SD.dtype) for name in self.weights)
         given = (x_SD, weights_SK, indices, *weights, up.a, up.b, down.a, down.b, up.scale)
         return adapted_expert_mlp(*given, backend, activation=self.activation)
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
         """Return the sum of each token's experts, which are all here; None: not so few tokens."""
-        if not is_few(x_TD) or type(self) is not Experts or self.precision != "bf16":
+        is_plain = type(self) is Experts and self.precision == "bf16" and self.form is None
+        if not (is_few(x_TD) and is_plain):
             return None
         weights = self.w_gate_up, self.w_down
         has_adapters = any(self.adapter(name, x_TD.dtype) is not None for name in self.weights)

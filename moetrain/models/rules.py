@@ -60,6 +60,8 @@ class Rule:
     form: Form | None = None
     """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
     stored as it is."""
+    generated: Form | None = None
+    """How codes and scales of the copy that generation has are stored; None: as it is used."""
     stacked: int = 1
     """How many matrices of a product lie one above the other in its rows."""
     is_orthogonal: bool = False
@@ -68,11 +70,6 @@ class Rule:
     def __post_init__(self) -> None:
         if self.trainable and self.storage not in (torch.float32, torch.bfloat16):
             raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
-
-    @property
-    def stored_bytes(self) -> float:
-        """Bytes that one number takes in a rank's shard."""
-        return self.form.bytes_per_number if self.form else self.storage.itemsize
 
     @property
     def is_matrix(self) -> bool:
@@ -182,6 +179,8 @@ class ShardingPlan(NamedTuple):
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
                 rule = replace(rule, form=FORMS.get(config.lora.base_dtype))
+            if is_hidden and rule.style == "expert":
+                rule = replace(rule, generated=FORMS.get(config.rl.generator_dtype))
             # Norms, biases and adapters are small.
             is_large = rule.init == "normal" and rule.gather is None
             if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:

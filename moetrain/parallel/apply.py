@@ -6,12 +6,10 @@ values -> recomputation -> compile
 The model stays single-device math. It is changed in four ways, all of them here: parameters are
 DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
 the hooks that their style in the plan asks for; routed parts get another ``dispatcher``; the model
-gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's state; frozen ones have
-a fingerprint.
+gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's files.
 """
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError, Fact, logger
+from moetrain.config import Config, Fact, logger
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
@@ -37,8 +35,8 @@ from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import CodedShard, HostShard, Link
-from moetrain.parallel.mesh import Layout, Sliceable
-from moetrain.parallel.pipeline.stages import Stages, check_like
+from moetrain.parallel.mesh import Layout
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
 
@@ -52,7 +50,8 @@ def place_model(
     """Build this rank's stages with values; ConfigError: model.path or lora.path does not load."""
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
-    fsdp = _parallelize(model, config, world, stages, dtype)
+    model.compute_dtype = dtype
+    fsdp = _parallelize(model, config, world, stages)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         buffers = dict(model.named_buffers())
@@ -68,26 +67,21 @@ def place_model(
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
             fsdp.write(name, (), half)
-    model.compute_dtype = dtype
     model.set_recomputation(config.activation)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
 
 
-def _parallelize(
-    model: Transformer, config: Config, world: World, stages: Stages, dtype: torch.dtype
-) -> FSDP:
+def _parallelize(model: Transformer, config: Config, world: World, stages: Stages) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
-    meshes, device, parallel = world.meshes, world.device, config.parallel
-    styles = model.arch.plan().styles
-    units = stages.cut(model)
+    meshes, device = world.meshes, world.device
+    reshard = resharded_blocks(config, world.size, len(stages.blocks))
+    frees, is_alone = frees_memory(config, world.size), world.size == 1
+    fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
+    _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    for name in styles.keys() - here:
-        del styles[name]
-    reshard = resharded_blocks(config, world.size, len(units))
-    fsdp = FSDP(parallel, device, frees_memory(config, world.size), reshard)
-    _shard_model(model, config, world, stages, units, fsdp, dtype)
+    styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
     fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
@@ -104,6 +98,7 @@ def _parallelize(
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
         experts, machines = meshes.expert_parameters.get_group("ep"), meshes.expert_machines
+        dtype = compute_dtype(config, device)
         dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype, machines)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
@@ -127,10 +122,11 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
+        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
-    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
+    return num_blocks * bool(wanted or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------
@@ -204,24 +200,16 @@ def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
 
 
 def _shard_model(
-    model: Transformer,
-    config: Config,
-    world: World,
-    stages: Stages,
-    units: Sequence[Sequence[nn.Module]],
-    fsdp: FSDP,
-    dtype: torch.dtype,
+    model: Transformer, config: Config, world: World, stages: Stages, fsdp: FSDP
 ) -> None:
-    """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
+    """Replace every parameter of this rank's stages of ``model`` (on meta) by a DTensor over
+    uninitialised storage.
 
     Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
     parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
     same ranks gather it in the same dtype from the same storage.
-
-    Args:
-        units: modules whose parameters are gathered together, in forward order; they hold all.
-        dtype: what parameters are gathered in where their rule does not say.
     """
+    units = stages.cut(model)
     names = {id(p): name for name, p in model.named_parameters()}
     members: dict[str, Member] = {}
     found: list[list[list[Member]]] = []  # each unit's buckets, as lists of their members
@@ -251,12 +239,9 @@ def _shard_model(
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
-    gradient_dtype, blocks = getattr(torch, config.optim.gradient_dtype), set(model.layers)
+    blocks = set(model.layers)
     for modules, unit in zip(units, found, strict=True):
-        buckets = [
-            _make_bucket(g, fsdp, dtype, gradient_dtype, link if id(g) in on_host else None)
-            for g in unit
-        ]
+        buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]
         fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
     fsdp.members = {name: members[name] for name in names.values()}
     if stages.tied_rank is not None:
@@ -290,17 +275,12 @@ def _places(members: Sequence[Member]) -> list[int]:
     return [*starts, starts[-1] + members[-1].layout.padded_numel]
 
 
-def _make_bucket(
-    members: list[Member],
-    fsdp: FSDP,
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    link: Link | None,
-) -> Bucket:
+def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link | None) -> Bucket:
     """Make a bucket, with its master on the host if a ``link`` there is given."""
     *starts, size = _places(members)
     rule, host, coded = members[0].rule, None, None
-    gathered = rule.gather or dtype
+    gathered = rule.gather or compute_dtype(config, fsdp.device)
+    gradient_dtype = getattr(torch, config.optim.gradient_dtype)
     if link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
@@ -337,68 +317,12 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
     for name, member in fsdp.members.items():
         if not (all or name.endswith(ADAPTER)):
             continue
-        layout, values = member.layout, member.local
+        layout, rule = member.layout, member.rule
         rows, *columns = layout.box
-        if member.coded is not None:
-            values = torch.empty(values.shape, dtype=member.rule.storage, device=values.device)
-        elif values.device.type != fsdp.device.type:  # whose random numbers are others
-            values = torch.empty_like(values, device=fsdp.device)
-        member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
-        if values is not member.local:
-            member.write(layout.box, values)
-
-
-@torch.no_grad()
-def load_whole_state(
-    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
-) -> None:
-    """Copy this rank's part of every trained parameter and buffer out of ``state``.
-
-    Raises ConfigError: the state has other names, or another shape or dtype.
-    """
-    odd = set(state) ^ set(stages.saved)
-    if odd and all(name.endswith("router.bias") for name in odd):
-        raise ConfigError(
-            "moe.bias_update_rate",
-            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
-            "set it as it was, or start again with checkpoint.resume never",
-        )
-    if odd:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
-        )
-    for name, entry in stages.saved.items():
-        dtype = torch.float32 if entry.rule is None else entry.rule.storage
-        check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
-    for name, member in fsdp.members.items():
-        if member.rule.trainable:
-            member.local.copy_(state[name][member.layout.box])
-    for name, buffer in model.named_buffers():
-        buffer.copy_(state[name][()])
-
-
-@torch.no_grad()
-def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Tell the values of what is not trained apart, which no checkpoint of a run holds. Collective.
-
-    The text is the same on any layout and in any dtype that holds the values, and empty where all
-    is trained. It is no hash that withstands an adversary.
-
-    ``sum_all``: sums over every rank of the run.
-    """
-    frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
-    if not frozen:
-        return ""
-    sums = torch.zeros(len(frozen), dtype=torch.int64, device=fsdp.device)
-    for i, (name, entry) in enumerate(frozen.items()):
-        if name in fsdp.members and entry.holders[0] == stages.rank:
-            member = fsdp.members[name]
-            if member.layout.mesh.get_local_rank(0) == 0:  # copies count once
-                sums[i] = checksum(member)
-    rows = zip(frozen.items(), sum_all(sums).tolist(), strict=True)
-    lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        # Not in place: the host has other random numbers, and codes are no values.
+        values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
+        rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        member.write(layout.box, values)
 
 
 def checksum(member: Member) -> torch.Tensor:

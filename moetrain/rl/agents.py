@@ -10,7 +10,7 @@ from the last answer add to its tokens the text that the chat template puts behi
 of an agent that rewrites its history or of several in one, begin a new segment.
 
 ``temperature``, ``top_p`` and ``seed`` of a request have no effect, since the run samples. A stream
-has a turn in one piece.
+brings a turn token by token; whose client goes away is generated to its end, and trained.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import copy
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import model_validator
@@ -37,7 +37,9 @@ from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 from moetrain.rollout.access import Access
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Responses
-from moetrain.rollout.server import CompletionServer
+from moetrain.rollout.request import Completion, TextStream
+from moetrain.rollout.server import Answer, CompletionServer
+from moetrain.rollout.serving import Update
 
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
@@ -52,8 +54,6 @@ class _AgentChat(Chat):
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
             raise ValueError("an episode has one choice, n 1, and logprobs false")
-        if self.most_tokens is not None and self.most_tokens < 1:
-            raise ValueError(f"max_tokens: {self.most_tokens} is less than 1")
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self
@@ -63,10 +63,41 @@ class _AgentResponses(_AgentChat, Responses):
     """The same in the form of responses."""
 
 
-class _Request(NamedTuple):
-    body: _AgentChat
-    prompt: tuple[int, ...]
-    reply: "asyncio.Future[dict[str, Any]]"
+class _AgentAnswer(Answer):
+    """A request of an agent, which the policy's next turn answers."""
+
+    def __init__(self, episode: "_AgentEpisode", body: _AgentChat) -> None:
+        """Raises ValueError: the chat template refuses the messages."""
+        tokenizer = episode.environment.prompts.tokenizer
+        (self.prompt,) = body.prompts(tokenizer)
+        texts = [TextStream(tokenizer, body.stop)]
+        super().__init__(episode.environment, body, body.model, texts, len(self.prompt))
+        self.episode, self.body = episode, body
+        self.turn = Completion(episode.name, 0)
+        self.news: asyncio.Queue[Update | Exception] = asyncio.Queue()
+
+    def hear(self, tokens: Sequence[int], reason: str | None = None) -> None:
+        """Take more tokens of the turn; ``reason``: why it ends with them."""
+        self.turn.tokens += tokens
+        for i, token in enumerate(tokens, 1):
+            end = reason if i == len(tokens) else None
+            self.news.put_nowait(Update(self.turn, token, 0.0, {}, end))
+
+    async def updates(self) -> AsyncGenerator[tuple[int, Update], None]:
+        episode = self.episode
+        if episode.name not in episode.environment.episodes:
+            raise HTTPException(404, _OVER)
+        episode.waiting.add(self)
+        episode.events.put_nowait(self)
+        try:
+            update = None
+            while update is None or update.finish_reason is None:
+                update = await self.news.get()
+                if isinstance(update, Exception):
+                    raise update
+                yield 0, update
+        finally:
+            episode.waiting.discard(self)
 
 
 class AgentEnvironment(JsonServer, Environment):
@@ -95,7 +126,8 @@ class AgentEnvironment(JsonServer, Environment):
             Route(f"/{{name}}/v1/{path}", partial(self.answer, kind), methods=["POST"])
             for path, kind in kinds.items()
         ]
-        super().__init__(routes, 4, "a request")
+        models = (Route(f"/{{name}}/v1/models{end}", self.models) for end in ("", "/{model:path}"))
+        super().__init__([*routes, *models], 4, "a request")
 
     def episode(self, task: int) -> Episode:
         with self._starting:
@@ -107,19 +139,17 @@ class AgentEnvironment(JsonServer, Environment):
                 threading.Thread(target=serve, daemon=True).start()
         return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
 
+    async def models(self, request: Request) -> Response:
+        """List the policy, or describe it by any name, since it answers to all."""
+        wanted = request.path_params.get("model")
+        return self.reply(CompletionServer.described(wanted or "policy", wanted))
+
     async def answer(self, kind: type[_AgentChat], request: Request) -> Response:
         episode = self.episodes.get(request.path_params["name"])
         if episode is None:
             raise HTTPException(404, _OVER)
-
-        def prompted(asked: _AgentChat) -> Any:
-            return asked, *asked.prompts(self.prompts.tokenizer)
-
-        body, prompt = await self.read(request, partial(self.parsed, kind, prompted))
-        reply = await self.unless_gone(request, episode.ask(body, prompt))
-        if not body.stream:
-            return self.reply(body.whole(reply))
-        return Response(body.writer()(reply), media_type="text/event-stream")
+        asked = await self.read(request, partial(self.parsed, kind, partial(_AgentAnswer, episode)))
+        return await asked.sent(request)
 
 
 class _AgentEpisode(Episode):
@@ -129,8 +159,9 @@ class _AgentEpisode(Episode):
         self.environment, self.task, self.name = environment, task, uuid4().hex
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         """Requests, and at last what the agent returns or raises."""
-        self.waiting: set[asyncio.Future[dict[str, Any]]] = set()
-        self.asked: _Request | None = None
+        self.waiting: set[_AgentAnswer] = set()
+        """Requests whose client has not gone."""
+        self.asked: _AgentAnswer | None = None
         self.history: list[Any] = []
         """The last request's messages, and its answer."""
 
@@ -168,37 +199,26 @@ class _AgentEpisode(Episode):
             result = RuntimeError(f"the agent ended with {type(error).__name__}: {error}")
         self.environment.loop.call_soon_threadsafe(self.events.put_nowait, result)
 
-    async def ask(self, body: _AgentChat, prompt: tuple[int, ...]) -> dict[str, Any]:
-        """Return the policy's answer as a reply, or as the one part of a stream."""
-        if self.name not in self.environment.episodes:
-            raise HTTPException(404, _OVER)
-        reply = self.environment.loop.create_future()
-        self.waiting.add(reply)
-        reply.add_done_callback(self.waiting.discard)
-        self.events.put_nowait(_Request(body, prompt, reply))
-        return await reply
-
     def _close(self) -> None:
         self.environment.episodes.pop(self.name, None)
-        for reply in self.waiting:
-            if not reply.done():
-                reply.set_exception(HTTPException(404, _OVER))
+        for asked in self.waiting:
+            asked.news.put_nowait(HTTPException(404, _OVER))
 
     async def _step(self, action: Sequence[int]) -> Turn:
-        assert self.asked is not None
-        choice = await asyncio.to_thread(self._choice, self.asked.body, action)
-        body, tokens = self.asked.body, (len(self.asked.prompt), len(action))
-        self.history = [*body.messages, choice["delta" if body.stream else "message"]]
-        if not self.asked.reply.done():  # its client may have hung up
-            self.asked.reply.set_result(body.reply(body.model, [choice], tokens))
+        asked = self.asked
+        assert asked is not None
+        said, reason = await asyncio.to_thread(self._said, asked.body, action)
+        self.history = [*asked.body.messages, said["delta" if asked.body.stream else "message"]]
+        asked.hear(action[len(asked.turn.tokens) :], reason)
         return await self._turn(action[-1])
 
-    def _choice(self, body: _AgentChat, action: Sequence[int]) -> dict[str, Any]:
-        text = self.environment.prompts.tokenizer.decode(action)
-        stops = [text.index(stop) for stop in body.stop if stop in text]
-        is_ended = bool(stops) or self._is_end(action[-1])
-        said = body.said(text[: min(stops, default=None)], "stop" if is_ended else "length")
-        return {"index": 0, "token_ids": list(action), **said}
+    def _said(self, body: _AgentChat, action: Sequence[int]) -> tuple[dict[str, Any], str]:
+        tokenizer = self.environment.prompts.tokenizer
+        is_ended = self._is_end(action[-1])
+        is_ended |= any(stop in tokenizer.decode(action) for stop in body.stop)
+        reason = "stop" if is_ended else "length"
+        text = TextStream(tokenizer, body.stop).push(*action, is_last=True)
+        return body.said(text, reason), reason
 
     def _is_end(self, token: int | None) -> bool:
         tokenizer = self.environment.prompts.tokenizer
@@ -207,18 +227,20 @@ class _AgentEpisode(Episode):
     async def _turn(self, last: int | None = None) -> Turn:
         """Wait for the next request whose client waits too, or for the agent's result."""
         event = await self.events.get()
-        while isinstance(event, _Request) and event.reply.done():
+        while isinstance(event, _AgentAnswer) and event not in self.waiting:
             event = await self.events.get()
         if isinstance(event, Exception):
             raise event
-        if not isinstance(event, _Request):
+        if not isinstance(event, _AgentAnswer):
             return Turn(reward=event, done=True)
         added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added
-        return Turn(tokens, 0.0, False, added is None, body.most_tokens, tuple(body.stop))
+        heard = partial(self.environment.loop.call_soon_threadsafe, event.hear)
+        limits = body.limit[1], tuple(body.stop), heard if body.stream else None
+        return Turn(tokens, 0.0, False, added is None, *limits)
 
-    def _added(self, asked: _Request, last: int | None) -> tuple[int, ...] | None:
+    def _added(self, asked: _AgentAnswer, last: int | None) -> tuple[int, ...] | None:
         """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there.
 
         ``last``: of these tokens. If it ends a turn, the template's mark does not come again; else

@@ -88,6 +88,10 @@ class _Calls:
         answer, begun = self._plain[key] = Future(), Future()
         self._waiting.put((answer, begun, partial(function, *args)))
 
+    def tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call ``function`` on the event loop, which logs what it raises; nobody waits for it."""
+        self._loop.call_soon_threadsafe(function, *args)
+
     def finished(self, patience: float = 0.0) -> list[tuple[Any, Any]]:
         """Return the answers that have come, or :class:`_Failed`, in the order of the calls.
 
@@ -363,7 +367,7 @@ class Collector:
             return episode, answer
         ends, starts = [0, *(b for _, b in trajectory.actions)], [a for a, _ in trajectory.actions]
         if trajectory.answers > len(actions):
-            starts.append(self._turn_start(trajectory))
+            starts.append(trajectory.turn_start)
         heard = [tuple(trajectory.tokens[a:b]) for a, b in zip(ends, starts, strict=False)]
         told = _told_again(episode, answer, actions, heard if actions else [])
         return asyncio.run(told) if actions else told
@@ -384,6 +388,7 @@ class Collector:
             if trajectory.answers > len(trajectory.actions):  # resumed in the policy's turn
                 if isinstance(answer, Turn) and _are_limits(answer.max_tokens, answer.stop):
                     part.turn = answer
+                self._tell(part, trajectory.tokens[trajectory.turn_start :])
                 return self._speak(name, part)
         answer = _turn_of(answer, trajectory, self.generator.model.arch.vocab_size)
         if isinstance(answer, _Failed):
@@ -437,7 +442,7 @@ class Collector:
         trajectory, most = part.trajectory, part.turn.max_tokens
         room = self._room(trajectory, trajectory.start)
         if most is not None:  # less what a turn that was interrupted has
-            room = min(room, most - (len(trajectory.tokens) - self._turn_start(trajectory)))
+            room = min(room, most - (len(trajectory.tokens) - trajectory.turn_start))
         params = SamplingParams(
             max_tokens=room,
             stop=part.turn.stop,
@@ -455,7 +460,7 @@ class Collector:
         part = self._active[completion.request_id]
         part.completion = completion
         if completion.finish_reason is None:
-            return
+            return self._tell(part, completion.tokens[-completion.num_new :])
         self._take_in(part)
         part.is_speaking = False
         trajectory = part.trajectory
@@ -463,21 +468,16 @@ class Collector:
         trajectory.keep_routes(None if completion.routes is None else completion.routes.numpy())
         is_full = self._room(trajectory, trajectory.start) <= 0
         trajectory.is_overlong = completion.finish_reason == "length" and is_full
-        start = self._turn_start(trajectory)
+        start = trajectory.turn_start
         trajectory.actions.append((start, len(trajectory.tokens)))
         episode, action = part.episode, trajectory.tokens[start:]
         assert episode is not None
         # An episode without step fails alone, in the call.
         self._calls.start(completion.request_id, lambda: episode.step(action))
 
-    @staticmethod
-    def _turn_start(trajectory: Trajectory) -> int:
-        """Return where the policy's last turn starts: behind the environment's last tokens.
-
-        They may be before the turn before.
-        """
-        start = len(trajectory.tokens) - trajectory.is_action[::-1].index(False)
-        return max([start, *(stop for _, stop in trajectory.actions)])
+    def _tell(self, part: _Active, tokens: Sequence[int]) -> None:
+        if part.turn.heard is not None:
+            self._calls.tell(part.turn.heard, tokens)
 
     def _take_in(self, part: _Active) -> None:
         completion, part.completion = part.completion, None

@@ -144,16 +144,18 @@ class Learner:
         Also returns how far the two are apart on tokens that these very weights have chosen, and,
         of those that are scored, on tokens of each older version. Where all tokens of every rank's
         first batch have the same bits in training and in generation, and no batch has a token of
-        earlier weights, the others have them too, and are not scored.
+        earlier weights, the others have them too, and are not scored; unless generation's weights
+        are stored in other codes (``rl.generator_dtype``).
         """
         settings = self.config.rl
-        first = self._logprobs(batches[:1])
+        first = score(self.engine, batches[:1], settings.temperature)
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
-        differs = self.world.sum_rows(seen[0, 1] + old) > 0
+        coded = settings.generator_dtype not in ("auto", self.config.lora.base_dtype)
+        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or coded
         corrects = settings.importance_of != "none" or settings.mask != "none"
         if differs and (settings.ratio == "proximal" or corrects):
-            rest = self._logprobs(batches[1:])
+            rest = score(self.engine, batches[1:], settings.temperature)
             seen += self._compare(batches[1:], rest, version)
             batches = corrected(batches, first + rest, settings)
         by_age = self.world.sum_rows(seen).tolist()
@@ -164,10 +166,6 @@ class Learner:
         if len(by_age) > 1:
             row |= {f"mismatch/age_{age}": k3 / n for age, (k3, _, n) in enumerate(by_age) if n}
         return batches, row
-
-    def _logprobs(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
-        """Score ``batches`` with the engine's weights as they are; [B, S] each. Collective."""
-        return score(self.engine, batches, self.config.rl.temperature)
 
     def _compare(
         self, batches: Sequence[RolloutBatch], scored: Sequence[torch.Tensor], version: int
@@ -206,7 +204,7 @@ class Learner:
         self.engine.before_change()
         _copy(self.reference, values)
         try:
-            return self._logprobs(batches)
+            return score(self.engine, batches, self.config.rl.temperature)
         finally:
             _copy(now, values)
 

@@ -154,6 +154,15 @@ class Trajectory:
         """Where the last segment begins."""
         return self.starts[-1] if self.starts else 0
 
+    @property
+    def turn_start(self) -> int:
+        """Where the policy's last turn starts: behind the environment's last tokens.
+
+        They may be before the turn before.
+        """
+        start = len(self.tokens) - self.is_action[::-1].index(False)
+        return max([start, *(stop for _, stop in self.actions)])
+
     def keep_routes(self, routes: np.ndarray | None) -> None:
         """Take the experts of the last segment's tokens."""
         if self.routes is not None and routes is not None and self.starts:

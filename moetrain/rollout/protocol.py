@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
@@ -49,7 +49,7 @@ class _Format(JsonBody):
     """``schema``, and others that only describe it."""
 
 
-class Asked(JsonBody):
+class _Asked(JsonBody):
     """The fields that completions and chats share. SamplingParams says what numbers may be."""
 
     kind: ClassVar[str]
@@ -60,7 +60,7 @@ class Asked(JsonBody):
     model: str = ""
     """Ignored: the server has one model."""
     user: str = ""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -94,11 +94,11 @@ class Asked(JsonBody):
         return [(kind, text) for kind, text in given if text is not None]
 
     @property
-    def most_tokens(self) -> int | None:
-        """Tokens of a completion at most, by whichever name; None: the default."""
-        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        given = (getattr(self, name, None) for name in names)
-        return next((number for number in given if number is not None), None)
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of a completion, and its value; None: the default."""
+        names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+        given = ((name, getattr(self, name, None)) for name in names)
+        return next((pair for pair in given if pair[1] is not None), ("max_tokens", None))
 
     @cached_property
     def head(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Asked(JsonBody):
         return lambda part: f"data: {json.dumps(part, allow_nan=False)}\n\n{end['usage' in part]}"
 
 
-class Completions(Asked):
+class Completions(_Asked):
     kind: ClassVar = "text_completion"
 
     prompt: Any
@@ -174,7 +174,7 @@ class Completions(Asked):
         }
 
 
-class Chat(Asked):
+class Chat(_Asked):
     """A request to answer the last turn of a chat."""
 
     kind: ClassVar = "chat.completion"
@@ -191,7 +191,7 @@ class Chat(Asked):
     store: bool = False
     metadata: Any = None
     """These three change nothing."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
@@ -279,7 +279,7 @@ class Responses(Chat):
     kind_of_parts: ClassVar = ""
     counts: ClassVar = ("input_tokens", "output_tokens")
 
-    max_output_tokens: int | None = None
+    max_output_tokens: PositiveInt | None = None
     text: dict[Literal["format"], dict[str, Any]] = Field({})
 
     @model_validator(mode="before")

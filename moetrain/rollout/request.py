@@ -219,7 +219,7 @@ class TextStream:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
     ) -> None:
         """``stop_ids``: tokens that are no text where they are last."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._stop = stop
         self._stop_ids = stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
@@ -230,12 +230,10 @@ class TextStream:
         self._false = 0
         """Characters at the window's start that differ from the whole text."""
 
-    def push(self, token: int, is_last: bool = False) -> str:
-        """Return the text that ``token`` adds; ``is_last``: with all that was held back."""
-        if is_last and token in self._stop_ids:
-            return self.end()
-        self._tokens.append(token)
-        text = whole = self._tokenizer.decode(self._tokens)
+    def push(self, *tokens: int, is_last: bool = False) -> str:
+        """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
+        self._tokens += tokens[:-1] if is_last and tokens[-1] in self._stop_ids else tokens
+        text = whole = self.tokenizer.decode(self._tokens)
         starts = [text.find(stop, self._false) for stop in self._stop]
         found = [start for start in starts if start >= 0]
         if found:
@@ -249,7 +247,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        return self._new(self._tokenizer.decode(self._tokens))
+        return self._new(self.tokenizer.decode(self._tokens))
 
     def _new(self, text: str) -> str:
         new, self._given = text[self._given :], max(self._given, len(text))
@@ -262,9 +260,9 @@ class TextStream:
         must have a text, so that later tokens are not first, and must end a run of byte tokens.
         """
         last = self._tokens[-self._kept :]
-        if last[0] in self._tokenizer.byte_ids or not self._tokenizer.decode(last[:1]):
+        if last[0] in self.tokenizer.byte_ids or not self.tokenizer.decode(last[:1]):
             return
-        short = self._tokenizer.decode(last)
+        short = self.tokenizer.decode(last)
         pairs = zip(reversed(short), reversed(text), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same > len(text) - self._given:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
 from moetrain.config import logger
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
@@ -41,8 +43,8 @@ _MOST_LOGPROBS = 1 << 20
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
-_Item = tuple[int, str, Update]
-"""One token of one choice: the choice's number, the text that the token adds, and the update."""
+_Item = tuple[int, Update]
+"""One token of one choice: the choice's number, and the update."""
 
 
 class CompletionServer(JsonServer):
@@ -65,7 +67,7 @@ class CompletionServer(JsonServer):
         self.name = name
         self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
-        routes = [Route("/v1/models", self.models)]
+        routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.models)]
         for path, kind in self.BODIES.items():
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
         super().__init__(routes, max_request_mib, "max_request_mib", lifespan=self.lifespan)
@@ -82,18 +84,21 @@ class CompletionServer(JsonServer):
         yield
         await self.serving.close()
 
+    @staticmethod
+    def described(name: str, wanted: str | None) -> dict[str, Any]:
+        """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain"}
+        return {"object": "list", "data": [entry]} if wanted is None else entry
+
     async def models(self, request: HTTPRequest) -> Response:
-        entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
-        return self.reply({"object": "list", "data": [entry]})
+        wanted = request.path_params.get("model")
+        if wanted not in (None, self.name):
+            raise HTTPException(404, f"no model {shortened(wanted)} is here; ask for {self.name!r}")
+        return self.reply(self.described(self.name, wanted))
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
-        answer = await self.read(request, partial(self.parsed, kind, partial(_Answer, self)))
-        updates = answer.updates()
-        if not answer.asked.stream:
-            return await self.unless_gone(request, answer.whole(updates))
-        # The first update, or the error, comes before the status is sent.
-        first = await self.unless_gone(request, anext(updates))
-        return _Events(answer.events(first, updates), updates)
+        answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
+        return await answer.sent(request)
 
 
 class _Events(StreamingResponse):
@@ -112,17 +117,105 @@ class _Events(StreamingResponse):
             await self.updates.aclose()
 
 
-class _Answer:
-    """One HTTP request: its prompts, served in parallel, and its reply."""
+class Answer(ABC):
+    """The reply to one request, whole or as a stream, made of tokens as they come."""
+
+    drafts = False
+    """Whether the reply says how many drafts were right."""
+
+    def __init__(
+        self,
+        server: JsonServer,
+        asked: Completions | Chat,
+        name: str,
+        texts: Sequence[TextStream],
+        num_read: int,
+    ) -> None:
+        """``name``: the model's; ``texts``: one for each choice; ``num_read``: prompts' tokens."""
+        self.http, self.asked, self.texts = server, asked, texts
+        self._name, self._num_read = name, num_read
+
+    @abstractmethod
+    def updates(self) -> AsyncGenerator[_Item, None]:
+        """Yield each token of each choice as it comes; HTTPException: there is no reply."""
+
+    async def sent(self, request: HTTPRequest) -> Response:
+        """Return the response to ``request``: a stream begins with the first token."""
+        updates = self.updates()
+        if not self.asked.stream:
+            return await self.http.unless_gone(request, self.whole(updates))
+        # The first update, or the error, comes before the status is sent.
+        first = await self.http.unless_gone(request, anext(updates))
+        return _Events(self.events(first, updates), updates)
+
+    async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
+        return await asyncio.to_thread(self._whole, [item async for item in updates])
+
+    def _whole(self, items: Sequence[_Item]) -> Response:
+        updates: list[list[Update]] = [[] for _ in self.texts]
+        for number, update in items:
+            updates[number].append(update)
+        choices = []
+        for i, of in enumerate(updates):
+            text = self.texts[i].push(*(update.token for update in of), is_last=True)
+            choices.append(self._choice(i, text, of))
+        reply = self._reply(choices, [of[-1] for of in updates])
+        return self.http.reply(self.asked.whole(reply))
+
+    async def events(
+        self, first: _Item, updates: AsyncGenerator[_Item, None]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the reply token by token as server-sent events; an error is the last one."""
+        write, held, ends = self.asked.writer(), [""] * len(self.texts), list[Update]()
+        item: _Item | None = first
+        try:
+            while item is not None:
+                number, update = item
+                is_last = update.finish_reason is not None
+                text = self.texts[number].push(update.token, is_last=is_last)
+                if isinstance(self.asked, Chat) and self.asked.schemas:
+                    held[number] += text
+                    text = held[number] if is_last else ""
+                ends += [update] if is_last else []
+                yield write(self._reply([self._choice(number, text, [update])], ends))
+                item = await anext(updates, None)
+        except HTTPException as error:
+            yield f"data: {json.dumps(self.http.error_body(500, error.detail))}\n\n"
+
+    def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
+        """Return a reply, or a part of one, after the last updates of the choices that ended."""
+        whole = [update.completion for update in ends]
+        if len(whole) < len(self.texts):
+            return self.asked.reply(self._name, choices, None)
+        counts = self._num_read, sum(len(c.tokens) for c in whole)
+        reply = self.asked.reply(self._name, choices, counts)
+        if self.drafts:
+            right, drafted = sum(c.num_right for c in whole), sum(c.num_drafted for c in whole)
+            found = {"accepted_prediction_tokens": right}
+            found["rejected_prediction_tokens"] = drafted - right
+            reply["usage"]["completion_tokens_details"] = found
+        return reply
+
+    def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
+        choice = {"index": number, "token_ids": [update.token for update in updates]}
+        choice |= self.asked.said(text, updates[-1].finish_reason)
+        if self.asked.likeliest is not None:
+            decode = self.texts[number].tokenizer.decode
+            choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
+        return choice
+
+
+class _Served(Answer):
+    """A request whose prompts a generator serves in parallel."""
 
     def __init__(self, server: CompletionServer, asked: Completions | Chat) -> None:
         """Check the request; raises ValueError if a prompt or a parameter is impossible."""
-        self.server, self.asked = server, asked
+        self.server = server
         prompts = asked.prompts(server.tokenizer)
         longest, most = max(map(len, prompts)), server.generator.longest
         if longest >= most:
             raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
-        wanted, grammars = asked.most_tokens, asked.grammars(server.tokenizer)
+        (limit, wanted), grammars = asked.limit, asked.grammars(server.tokenizer)
         if len(grammars) > 1:
             raise ValueError(
                 "response_format, guided_* and tool_choice: a text follows one of them"
@@ -145,15 +238,16 @@ class _Answer:
         if asked.likeliest is not None and number > _MOST_LOGPROBS:
             each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
             problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
-            raise ValueError(f"logprobs: {problem}; lower max_tokens, or ask in parts")
+            raise ValueError(f"logprobs: {problem}; lower {limit}, or ask in parts")
         self.requests = [
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
-        self.texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
+        texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
+        super().__init__(server, asked, server.name, texts, sum(map(len, prompts)))
+        self.drafts = server.generator.steps.draft > 0
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
-        """Yield each token of each choice as it comes; HTTPException: too much, or a failure."""
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:
             problem = f"{serving.num_open} completions run or wait, of max_queue {most}"
@@ -166,65 +260,12 @@ class _Answer:
                         logger.error("%s", _NOT_FINITE)
                         raise HTTPException(500, _NOT_FINITE)
                     number = first[update.completion.request_id] + update.completion.index
-                    is_last = update.finish_reason is not None
-                    yield number, self.texts[number].push(update.token, is_last), update
+                    yield number, update
         except RequestError as error:
-            raise HTTPException(400, error.problem) from None
+            problem = error.problem.replace("max_tokens", self.asked.limit[0])
+            raise HTTPException(400, problem) from None
         except HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - a failed step fails all that it served
             logger.error("generation failed", exc_info=error)
             raise HTTPException(500, self.server.FAILED) from None
-
-    async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
-        return await asyncio.to_thread(self._whole, [item async for item in updates])
-
-    def _whole(self, items: Sequence[_Item]) -> Response:
-        texts, updates = [""] * len(self.texts), [[] for _ in self.texts]
-        for number, new, update in items:
-            texts[number] += new
-            updates[number].append(update)
-        choices = [self._choice(i, texts[i], of) for i, of in enumerate(updates)]
-        reply = self._reply(choices, [of[-1] for of in updates])
-        return self.server.reply(self.asked.whole(reply))
-
-    async def events(
-        self, first: _Item, updates: AsyncGenerator[_Item, None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the reply token by token as server-sent events; an error is the last one."""
-        write, held, ends = self.asked.writer(), [""] * len(self.texts), list[Update]()
-        item: _Item | None = first
-        try:
-            while item is not None:
-                number, text, update = item
-                if isinstance(self.asked, Chat) and self.asked.schemas:
-                    held[number] += text
-                    text = held[number] if update.finish_reason else ""
-                ends += [update] if update.finish_reason else []
-                yield write(self._reply([self._choice(number, text, [update])], ends))
-                item = await anext(updates, None)
-        except HTTPException as error:
-            yield f"data: {json.dumps(self.server.error_body(500, error.detail))}\n\n"
-
-    def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
-        """Return a reply, or a part of one, after the last updates of the choices that ended."""
-        whole = [update.completion for update in ends]
-        if len(whole) < len(self.texts):
-            return self.asked.reply(self.server.name, choices, None)
-        read = sum(len(request.tokens) for request in self.requests)
-        counts = read, sum(len(c.tokens) for c in whole)
-        reply = self.asked.reply(self.server.name, choices, counts)
-        if self.server.generator.steps.draft:
-            right, drafted = sum(c.num_right for c in whole), sum(c.num_drafted for c in whole)
-            found = {"accepted_prediction_tokens": right}
-            found["rejected_prediction_tokens"] = drafted - right
-            reply["usage"]["completion_tokens_details"] = found
-        return reply
-
-    def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
-        choice = {"index": number, "token_ids": [update.token for update in updates]}
-        choice |= self.asked.said(text, updates[-1].finish_reason)
-        if self.asked.likeliest is not None:
-            decode = self.server.tokenizer.decode
-            choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
-        return choice

@@ -3,7 +3,8 @@
 Every rank serves requests with all weights except other ranks' experts. With efsdp 1 experts are
 cast where they lie. Every other FSDP unit is one all-gather, in the dtype that the trainer computes
 in, over all ranks that shard it, for FSDP or for tensor parallelism. No weight goes through fp32 or
-the host, and parameters keep their addresses, which graphs hold. Pipeline ranks then broadcast what
+the host, and parameters keep their addresses, which graphs hold. Where the generator stores experts
+in codes, each rank quantises its own, and codes travel. Pipeline ranks then broadcast what
 each has gathered for its own stages: ranks at the same place of their stages have the same experts.
 
 Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
@@ -31,7 +32,9 @@ from torch import nn
 
 from moetrain.config import Config
 from moetrain.data.loader import Data
+from moetrain.kernels.quant.groups import FORMS, quantise_matrices
 from moetrain.models.architecture import Architecture
+from moetrain.models.moe import Experts
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
@@ -47,10 +50,17 @@ from moetrain.train.engine import Engine
 
 
 def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
-    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters."""
+    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters.
+
+    Experts are stored in ``rl.generator_dtype``.
+    """
     model, rules = plan_model(config, arch, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
         parameter.data = parameter.data.to(rules[name].gather or dtype)
+    form = FORMS.get(config.rl.generator_dtype)
+    for module in model.modules():
+        if form is not None and isinstance(module, Experts):
+            module.store_as(form)
     model.compute_dtype = dtype
     return model
 
@@ -91,15 +101,23 @@ def _replica_bytes(engine: Engine) -> int:
     for name, rule in engine.stages.rules.items():
         if _frozen_here(engine, name) is not None:
             continue
+        shape, each = engine.stages.table[name].shape, _dtype(engine, rule).itemsize
+        if rule.generated is not None:
+            shape, each = shape[:1], rule.generated.num_bytes(shape[1:].numel())
         ranks = engine.world.dims.ep if rule.style == "expert" else 1  # which divides them
-        total += engine.stages.table[name].shape.numel() // ranks * _dtype(engine, rule).itemsize
+        total += shape.numel() // ranks * each
     return total
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
     """Return the engine's own parameter if it is frozen, of a replica's dtype and shape."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
-    if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
+    if (
+        member is None
+        or rule.trainable
+        or rule.generated
+        or member.local.dtype != _dtype(engine, rule)
+    ):
         return None
     return None if member.layout.is_gathered else member.local.detach()
 
@@ -143,7 +161,7 @@ class WeightUpdate:
         everyone = self.engine.world.meshes.shared_parameters
         shared: list[_Pair] = []
         for pair in unit:
-            layout, shape = pair.member.layout, pair.target.shape
+            layout, shape = pair.member.layout, pair.shape
             is_expert, is_whole = layout.style == "expert", shape == layout.shape
             if not is_whole and not (is_expert and shape == layout.gathered_shape):
                 raise ValueError(
@@ -165,7 +183,7 @@ class WeightUpdate:
         """Update the weights; requests under way go on with the new ones. Collective."""
         self.engine.fsdp.settle()
         for pair in self._here:
-            pair.target.copy_(pair.member.read())
+            pair.target.copy_(pair.local())
         gathers = self._gathers
         for gather, before in zip((*gathers, None), (None, *gathers), strict=True):
             if gather is not None:
@@ -195,11 +213,29 @@ class _Pair:
         """Whether the two are the same tensor, as :func:`replica` makes them where it can."""
         return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values that the target holds."""
+        if self.member.rule.generated is None:
+            return self.target.shape
+        return torch.Size((len(self.target), *self.member.layout.shape[1:]))
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's piece as values, or in codes where the target has some."""
+        values, form = self.member.read().detach(), self.member.rule.generated
+        if form is None:
+            return values
+        bytes_EB = self.target.new_empty(len(values), self.target.shape[1])
+        quantise_matrices(form, values, bytes_EB)
+        return bytes_EB
+
     def places(self, ranks: Sequence[int]) -> list[Box]:
         """Return the slice of the target that each of ``ranks`` has."""
         layout = self.member.layout
-        offset = 0 if self.target.shape == layout.shape else layout.gathered_box[0].start
+        offset = 0 if self.shape == layout.shape else layout.gathered_box[0].start
         boxes = [layout.box_of(rank) for rank in ranks]
+        if self.member.rule.generated is not None:  # each expert's bytes are a row
+            boxes = [(rows, slice(0, self.target.shape[1])) for rows, *_ in boxes]
         return [(slice(r.start - offset, r.stop - offset), *rest) for r, *rest in boxes]
 
 
@@ -233,13 +269,13 @@ class _Gather:
         if self._is_direct:
             (pair,) = self.pairs
             # As bytes here too: gloo does not know every dtype.
-            self._sent_N = pair.member.read().detach().to(pair.target).view(-1)
+            self._sent_N = pair.local().to(pair.target).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
             self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
             self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
             for pair, start in zip(self.pairs, self._starts, strict=True):
-                local = pair.member.read()
+                local = pair.local()
                 _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
         bytes_N, bytes_WN = (x.view(torch.uint8) for x in (self._sent_N, self._received_WN))
         _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)

@@ -38,7 +38,7 @@ from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.faults import first_not_finite
 from moetrain.train.graphs import Graphs, alike
-from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
+from moetrain.train.objectives import MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState, StateKind
 
 _B = TypeVar("_B", bound=MicroBatch)
@@ -219,7 +219,9 @@ class Engine(ModelState):
     def _update(self, done: Sequence[Totals]) -> _StepOutcome:
         norm = self.fsdp.gradient_norm()
         loss = torch.stack([totals.total for totals in done]).sum()
-        skipped = self.optimizer.update(loss, norm, self._lr)
+        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        clip = (self.config.optim.max_grad_norm / norm).clamp(max=1.0)
+        self.optimizer.step(clip, skipped, self._lr)
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
         if routings and rate:
@@ -297,12 +299,6 @@ class Engine(ModelState):
         mine = found or [None] * len(shapes)
         return [broadcast(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
 
-    def _expert_load(self, routing: RoutingStats) -> ExpertLoad:
-        """Add up over all ranks what this rank counted in ``routing``."""
-        counts_LE = self.world.sum(routing.counts_LE)
-        num_tokens = counts_LE[0].sum() // self.arch.num_experts_per_token
-        return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
-
 
 @dataclass
 class _Pass(Generic[_B]):
@@ -322,8 +318,8 @@ class _Pass(Generic[_B]):
     """How many rows of all ranks found no room; None: no row can be dropped."""
     dropped: LateNumbers | None = None
     """The same, on the host."""
-    load: ExpertLoad | None = None
-    """Expert load of all micro-batches; None: each is balanced by its own."""
+    load_LE: torch.Tensor | None = None
+    """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
     further: list[torch.Tensor] = field(default_factory=list)
     """Hidden states of this micro-batch for further tokens, where they are learned."""
 
@@ -344,7 +340,7 @@ class _Pass(Generic[_B]):
             with torch.no_grad(), engine.exact_sizes():
                 engine._drive(batches, count, further=self.further if self.learns else None)
             if ahead:  # on the last pipeline stage
-                self.load = engine._expert_load(RoutingStats.together(ahead))
+                self.load_LE = engine.world.sum(RoutingStats.together(ahead).counts_LE)
         learning = {"backward": self.backward, "further": self.further} if self.learns else {}
         engine._drive(batches, self.finish, **learning)
         return self
@@ -354,12 +350,12 @@ class _Pass(Generic[_B]):
         self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: _B
     ) -> torch.Tensor:
         """Return this micro-batch's share of what is minimised."""
-        engine, load = self.engine, self.load
-        if load is None and routing is not None and self.objective.balances:
-            load = engine._expert_load(routing)
+        engine, load_LE = self.engine, self.load_LE
+        if load_LE is None and routing is not None and self.objective.balances:
+            load_LE = engine.world.sum(routing.counts_LE)
         share, further = 1 / engine.world.dims.token_ranks, tuple(self.further)
         self.further.clear()
-        outputs = Outputs(hidden_BSD, routing, load, share, further)
+        outputs = Outputs(hidden_BSD, routing, load_LE, share, further)
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

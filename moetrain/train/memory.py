@@ -22,10 +22,11 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, OptimSection
 from moetrain.config.environment import GIB
-from moetrain.config.rl import SleepName
+from moetrain.config.rl import RlSection, SleepName
 from moetrain.config.sections import ModelSection, TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.kernels.optim.muon import orthogonalising_bytes
@@ -35,8 +36,8 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks
-from moetrain.parallel.fsdp.transport import peer_bytes
-from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 
 _HOSTED_BYTES = 16
@@ -70,7 +71,7 @@ class MemoryEstimate:
     """Buffers that ranks of one machine read and write of each other
     (``parallel.fsdp_transport``)."""
     generator: float = 0.0
-    """Weights that generation has for itself, in the compute dtype."""
+    """Weights that generation has for itself, as it stores them."""
     cache: float = 0.0
     """Generation's keys, values and states."""
     teacher: float = 0.0
@@ -163,6 +164,7 @@ class RankSizes:
         # What decides on its parameters alone, so that many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
+        sections["rl"] = RlSection(generator_dtype=config.rl.generator_dtype)
         optim = {name: getattr(config.optim, name) for name in ("name", "weight_dtype")}
         sections |= {"optim": OptimSection(**optim)}
         key: Any = Config().model_copy(update={**sections, "train": train})
@@ -227,17 +229,20 @@ class RankSizes:
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
         mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
-        self._stored = sum(n * rules[name].stored_bytes for name, n in mine.items())
+        owned = [(n, rules[name]) for name, n in mine.items()]
+        self._stored = sum(
+            n * (rule.form.bytes_per_number if rule.form else rule.storage.itemsize)
+            for n, rule in owned
+        )
         """Bytes of its parameters over all ranks of a replica."""
-        self.trained = sum(n for name, n in mine.items() if rules[name].trainable)
+        self.trained = sum(n for n, rule in owned if rule.trainable)
         self.share_trained = self.trained / sum(mine.values())
         """Share of its parameters that is trained, taken to be the same in every part."""
         # Of what the host updates, the device has the compute values alone.
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
         """How many parameters this rank's device updates, with gradients and moments."""
-        orthogonal = sum(n for name, n in mine.items() if rules[name].is_orthogonal)
-        self.orthogonal = orthogonal / dims.sharding_ranks
+        self.orthogonal = sum(n for n, rule in owned if rule.is_orthogonal) / dims.sharding_ranks
         """How many of them Muon updates."""
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
         ep = 1 if config.rl.apart else dims.ep  # the copy that is sent has all experts
@@ -246,8 +251,14 @@ class RankSizes:
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
-        self._peers = peer_bytes(config, numels, rules, mine, dims, dtype)
-        """Bytes of buffers that other ranks copy from and to."""
+        widened: Counter[str] = Counter()
+        for name, rule in rules.items():
+            if rule.generated is not None and not config.rl.apart:
+                widened[name.split(".")[1]] += numels[name] // ep * dtype.itemsize
+        self._widened = max(widened.values(), default=0)
+        """Bytes of a layer's experts that generation widens, where it stores them in codes."""
+        self._peers = self._shared_bytes(mine, rules, dtype)
+        """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
 
         self.is_alone = dims.world_size == 1
         self._frees = frees_memory(config, dims.world_size)
@@ -266,6 +277,29 @@ class RankSizes:
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
         self._peers += max(block.copies for block in self._blocks.values())
+
+    def _shared_bytes(
+        self, mine: Mapping[str, int], rules: Mapping[str, Rule], dtype: torch.dtype
+    ) -> float:
+        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.Peers`."""
+        config, dims = self.config, self.dims
+        device_type = "cpu" if config.train.device == "cpu" else "cuda"
+        is_near = dims.machines(dims.sharding_ranks) == 1
+        if not (is_near and wants_copies(config.parallel, device_type)):
+            return 0.0
+        shards, inbox = 0.0, 0.0
+        for name, numel in mine.items():
+            rule = rules[name]
+            by_style = dims.ep if rule.style == "expert" else dims.tp
+            cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
+            if dims.sharding_ranks == cut or rule.form:  # nobody copies it
+                continue
+            size = numel * (rule.gather or dtype).itemsize / cut
+            on_device = 1 - config.optim.offload_fraction * rule.trainable
+            shards += on_device * size * cut / dims.sharding_ranks
+            if rule.trainable and on_device:
+                inbox = max(inbox, size)
+        return shards + inbox
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
@@ -330,7 +364,7 @@ class RankSizes:
             elif not self._frees:
                 gradients = self._gradients(self._updated)
                 kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
-            moments.append(replace(kept, **generation))
+            moments.append(replace(kept, working_set=self._widened, **generation))
         return max(moments, key=lambda estimate: estimate.total)
 
     def on_host(self) -> Counter[str]:
@@ -420,7 +454,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
+        return kept + min(1 if self.is_alone else 2, turns) * largest  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers
@@ -442,6 +476,8 @@ def _copied_bytes(
 ) -> float:
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
+    if rule.generated is not None:
+        return numel // ep * rule.generated.bytes_per_number
     is_cut = (dims.efsdp * dims.ep // ep if is_expert else dims.sharding_ranks) > 1
     if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
         return numel // (ep if is_expert else 1) * used.itemsize

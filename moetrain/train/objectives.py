@@ -46,15 +46,6 @@ class MicroBatch(Protocol):
         ...
 
 
-class ExpertLoad(NamedTuple):
-    """How often each expert was chosen in the part of a global batch that is balanced together."""
-
-    counts_LE: torch.Tensor
-    """int32: (token, slot) pairs that chose each expert."""
-    num_tokens: torch.Tensor
-    """int64 (0-d): tokens of that part, at least one."""
-
-
 class Outputs(NamedTuple):
     """The model's outputs for one micro-batch."""
 
@@ -62,8 +53,9 @@ class Outputs(NamedTuple):
     """Hidden states after the final norm, for the functions of ``model.vocabulary``."""
     routing: RoutingStats | None
     """Statistics of this micro-batch on this rank; None: the model has no MoE layer."""
-    load: ExpertLoad | None
-    """None: the model has no MoE layer, or the objective does not balance experts."""
+    load_LE: torch.Tensor | None
+    """int32: (token, slot) pairs that chose each expert, in the part of a global batch that is
+    balanced together; None: the model has no MoE layer, or the objective does not balance."""
     share: float = 1.0
     """Factor of terms that are made of token losses or of few tokens' logits: 1 / the context and
     tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
@@ -90,7 +82,7 @@ class Objective(Protocol[_B_contra]):
 
     @property
     def balances(self) -> bool:
-        """Whether a term needs ``Outputs.load``, which has to travel between ranks."""
+        """Whether a term needs ``Outputs.load_LE``, which has to travel between ranks."""
         ...
 
     def sizes(self, batches: Sequence[_B_contra]) -> dict[str, int]:
@@ -172,14 +164,14 @@ class Pretraining:
         if outputs.further:
             loss = further_loss(model, outputs.further, batch, sizes)
             terms["mtp_loss"] = Term(loss, self.mtp_weight)
-        routing, load, num_tokens = outputs.routing, outputs.load, sizes["tokens"]
-        if routing is not None and load is not None:
-            balance = load_balancing_loss(
-                load.counts_LE, routing.prob_sum_LE, load.num_tokens, pooled=self.is_pooled
-            )
+        routing, load_LE, num_tokens = outputs.routing, outputs.load_LE, sizes["tokens"]
+        if routing is not None and load_LE is not None:
+            # There may be pads alone.
+            some = (load_LE[0].sum() // model.arch.num_experts_per_token).clamp(min=1)
+            given = load_LE, routing.prob_sum_LE, some
+            balance = load_balancing_loss(*given, pooled=self.is_pooled)
             # This is the loss of a part of the global batch, weighted by its share of the tokens.
-            share = load.num_tokens / num_tokens
-            terms["load_balancing"] = Term(share * balance, self.load_balancing)
+            terms["load_balancing"] = Term(some / num_tokens * balance, self.load_balancing)
         if routing is not None and self.router_z > 0:
             z = router_z_loss(routing.z_sum_L, num_tokens)
             terms["router_z"] = Term(z, self.router_z)

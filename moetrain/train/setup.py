@@ -105,7 +105,10 @@ class Session:
             # choice.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        generates, kernels = sleep is not None, config.kernels
+        kernels = config.kernels
+        # Where generation's weights are others, bits differ in any case.
+        has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
+        generates = sleep is not None and has_same
         runs = cudnn_attention.runs(device, dtype, arch.widest_head())
         if generates and kernels.attention == "auto" and runs:
             # Training then computes the same bits as generation.

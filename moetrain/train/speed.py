@@ -23,7 +23,6 @@ from moetrain.config import ConfigError
 from moetrain.config.environment import GPUS, NETWORK_RATE, Gpu, GpuName
 from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
-from moetrain.parallel.pipeline.schedules import Action
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.train.memory import RankSizes
 
@@ -36,13 +35,17 @@ _MEMORY = 4.26 / 4.8
 """Share of memory_rate: a copy."""
 _LINK = 0.6
 """Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
-_PASSES = 66
-"""How often norms, rotations, residuals and indices of a block read or write a residual stream, in
+_PASSES = 33
+"""How often norms, rotations, residuals and indices of a part read or write a residual stream, in
 forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
 _IDLE, _WAITING = 19 / 1131, 14 / 1131
 """Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
 _IMBALANCE = 0.1
 """What the fullest expert parallel rank has beyond the mean, for each doubling of ranks."""
+_FORWARD, _ATTENTION_FORWARD = 1 / 3, 468 / 608 / 3
+"""The forward's share of both passes: by FLOPs, and as cuDNN's kernels run."""
+_ADAPTING = 30e-3 / 24
+"""How long a block with adapters, of two parts, waits for the host: 24 layers (LOG.md, 407cd65)."""
 
 
 def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
@@ -59,13 +62,11 @@ def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
     busy = number * clocks[0].micro_batch()
     if dims.pp > 1:
         plan = StagePlan(config, ranks[0].arch)
-        each = [clock.micro_batch() / clock.rank.num_stages for clock in clocks]
+        each = [clock.micro_batch() / clock.rank.num_stages / 3 for clock in clocks]
+        units = [each[rank] for rank in plan.rank_of_stage]
         border = clocks[0].travel(2.0 * ranks[0].residual_bytes, 2, dims.world_size)
-
-        def time_of(action: Action) -> float:
-            return action.unit_time / 3 * each[plan.rank_of_stage[action.stage]]
-
-        busy = plan.schedule(number).simulate(time_of, border).makespan
+        timeline = plan.schedule(number).simulate(lambda x: x.unit_time * units[x.stage], border)
+        busy = timeline.makespan
     waiting = _WAITING * (dims.world_size > 1)
     return (busy + max(clock.update() for clock in clocks)) / (1 - _IDLE - waiting)
 
@@ -76,21 +77,19 @@ class _Clock:
     def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
         self.rank = rank
         self.share = rank.share
-        self.config = rank.config
-        self.dims = rank.dims
+        self.config, self.dims = rank.config, rank.dims
         self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
         self.flops = gpu.peak_flops
         self.number = self.config.train.micro_batches(self.dims.data_ranks)
+        self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
         self.times = 4 + 2 * rank.share_trained
         """FLOPs for each multiply-add of a forward, in it and in its backward."""
-        self.experts, self.others = 0.0, rank.matrices * rank.vocabulary_numbers
-        """Parameters that a rank computes with: experts', and all others."""
-        for layer, count in rank.layers.items():
-            for part in layer:
-                if part.style == "routed":
-                    self.experts += count * part.numbers(self.share)
-                else:
-                    self.others += count * part.numbers(self.share)
+        self.parts = [(part, n) for layer, n in rank.layers.items() for part in layer]
+        sizes = [(part.style == "routed", n * part.numbers(self.share)) for part, n in self.parts]
+        self.experts = sum(size for is_routed, size in sizes if is_routed)
+        """Parameters that a rank computes with: experts'; :attr:`others`: all others."""
+        self.others = sum(size for is_routed, size in sizes if not is_routed)
+        self.others += rank.matrices * rank.vocabulary_numbers
 
     def travel(self, size: float, ranks: int, span: int) -> float:
         """Return how long ``ranks`` among ``span`` neighbours take to receive ``size`` bytes."""
@@ -100,27 +99,26 @@ class _Clock:
 
     def micro_batch(self) -> float:
         """Estimate the forward and the backward of all its blocks, and of the head."""
-        rank, computing, exposed = self.rank, 0.0, 0.0
-        # Everything of a block that is no product moves residual streams.
-        again = 1 if self.config.activation.policy == "none" else 4 / 3
-        elementwise = again * _PASSES * rank.residual_bytes / self.memory
-        for layer, count in rank.layers.items():
-            computing += count * (sum(map(self._part, layer)) + elementwise)
-            exposed += count * sum(map(self._messages, layer))
-        if rank.is_last:
-            products = rank.share.tokens * rank.vocabulary_numbers
-            is_narrow = self.config.kernels.precision == "fp8_gradients"
-            head = _HEAD * (_FASTER["fp8_gradients"] if is_narrow else 1.0)
-            computing += self.times * products / (head * self.flops)
-        hidden = self._gathers_and_reductions()
-        return max(computing, hidden) + self._weights_moved() / self.memory + exposed
+        computing, exposed, dims = self.head(), sum(self.weights_moved()), self.dims
+        for part, count in self.parts:
+            computing += count * sum(self.part(part))
+            for axis, size, times in self.exchanges(part):
+                ranks = getattr(dims, axis)
+                span = dims.token_ranks if axis == "cp" else ranks
+                exposed += count * sum(times) * self.travel(size, ranks, span)
+        return max(computing, self._gathers_and_reductions()) + exposed
+
+    def head(self) -> float:
+        """Estimate the head and the loss, whose forward makes its gradients too."""
+        is_narrow = self.config.kernels.precision == "fp8_gradients"
+        rate = _HEAD * (_FASTER["fp8_gradients"] if is_narrow else 1.0) * self.flops
+        products = self.rank.is_last * self.share.tokens * self.rank.vocabulary_numbers
+        return self.times * products / rate
 
     def update(self) -> float:
         """Estimate the update of its shard, and the sum of gradients over replicas."""
         optim, numbers = self.config.optim, self.rank.trained / self.dims.sharding_ranks
-        gradient, master = (
-            getattr(torch, name).itemsize for name in (optim.gradient_dtype, optim.weight_dtype)
-        )
+        gradient, master = self.gradient, getattr(torch, optim.weight_dtype).itemsize
         # Master and moments are read and written, the gradient read, a copy written. For Muon a
         # gradient becomes a direction, and that an orthogonal matrix.
         copy = self.share.width * (master != self.share.width)
@@ -130,8 +128,8 @@ class _Clock:
         seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
         if not self.rank.orthogonal:
             return seconds
-        layers, how = self.rank.layers.items(), optim.muon_iterations
-        weights = ((n, w) for layer, n in layers for part in layer for w in part.weights.values())
+        how = optim.muon_iterations
+        weights = ((n, w) for part, n in self.parts for w in part.weights.values())
         found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
         flops = sum(n * newton_schulz_flops(shape, how, stacked) for n, shape, stacked in found)
         seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
@@ -140,26 +138,30 @@ class _Clock:
 
     # ---- of one micro-batch --------------------------------------------------------------------
 
-    def _part(self, part: Part) -> float:
+    def part(self, part: Part) -> tuple[float, float]:
+        """Estimate a part's forward and its backward, but for weights that are moved."""
         seq_len, activation = self.config.data.seq_len, self.config.activation
         own = self.share.tokens / self.dims.tp
         kept = activation.save if activation.policy == "selective" else ()
-        again = {
-            name: 2.0 * (activation.policy != "none" and name not in kept)
-            for name in ("attention", "linear", "experts")
-        }
+        again = activation.policy != "none"
+        twice = {x: 2.0 * (again and x not in kept) for x in ("attention", "linear", "experts")}
         matrices = Part.products_per_token(part, seq_len)
         products = part.products_per_token(seq_len)
         faster = _FASTER[self.config.kernels.precision.removesuffix("_ue8m0")]
         if part.style == "routed":
-            fullest = 1 + _IMBALANCE * math.log2(self.dims.ep)
-            if self.config.moe.force_balanced:
-                fullest = 1.0
-            flops = (self.times + again["experts"]) * products * fullest
-            return own * flops / (_EXPERTS * faster * self.flops) + self._adapters(part)
-        linear = (self.times + again["linear"]) * matrices / (_PROJECTIONS * faster)
-        attention = (6 + again["attention"]) * (products - matrices) / _ATTENTION
-        return own * (linear + attention) / self.flops + self._adapters(part)
+            is_uneven = not self.config.moe.force_balanced
+            fullest = 1 + is_uneven * _IMBALANCE * math.log2(self.dims.ep)
+            each = own * products * fullest / (_EXPERTS * faster * self.flops)
+            forward, backward = 2 * each, (self.times - 2 + twice["experts"]) * each
+        else:
+            linear = own * matrices / (_PROJECTIONS * faster * self.flops)
+            mixing = own * (products - matrices) / (_ATTENTION * self.flops)
+            forward = 2 * linear + 6 * _ATTENTION_FORWARD * mixing
+            backward = (self.times - 2 + twice["linear"]) * linear
+            backward += (6 * (1 - _ATTENTION_FORWARD) + twice["attention"]) * mixing
+        adapters, moved = self._adapters(part), _PASSES * self.rank.residual_bytes / self.memory
+        backward += (1 - _FORWARD) * (adapters + moved) + again * _FORWARD * moved
+        return forward + _FORWARD * (adapters + moved), backward
 
     def _adapters(self, part: Part) -> float:
         """Estimate adapters on every matrix of a part, whose rows are read and written for them.
@@ -171,31 +173,29 @@ class _Clock:
         widths = sum(sum(w.shape[-2:]) for w in matrices)
         rows = own * getattr(part, "num_experts_per_token", 1)
         seconds = 4 * self.share.width / self.memory + 6 * lora_rank / (_EXPERTS * self.flops)
-        return (lora_rank > 0) * rows * widths * seconds
+        return (lora_rank > 0) * (rows * widths * seconds + _ADAPTING / 2)
 
-    def _messages(self, part: Part) -> float:
-        """Estimate a part's collectives among tensor, context or expert parallel ranks."""
+    def exchanges(self, part: Part) -> list[tuple[str, float, tuple[int, int]]]:
+        """List what a part brings here from all ranks of a mesh axis: bytes, and how often."""
         dims, stream = self.dims, self.rank.residual_bytes
         if part.style == "routed":
             top_k = getattr(part, "num_experts_per_token", 1)
             reached = dims.ep * (1 - (1 - 1 / dims.ep) ** top_k)
-            # Dispatch, combine and the backward of each.
-            return 4 * self.travel(reached * stream, dims.ep, dims.ep)
-        exposed = 4 * self.travel(dims.tp * stream, dims.tp, dims.tp)
+            return [("ep", reached * stream, (2, 2))]  # dispatch and combine
+        found: list[tuple[str, float, tuple[int, int]]] = [("tp", dims.tp * stream, (2, 2))]
         if dims.cp > 1 and isinstance(part, AttentionPart):
             received = part.exchanged(self.share)[dims.cp_method] * dims.cp / (dims.cp - 1)
-            passes = 2 + (self.config.activation.policy != "none")
-            exposed += passes * self.travel(received, dims.cp, dims.token_ranks)
-        return exposed
+            found.append(("cp", received, (1, 1 + (self.config.activation.policy != "none"))))
+        return found
 
-    def _weights_moved(self) -> float:
-        """Count bytes of weights that products read and gradients that are written and added up."""
+    def weights_moved(self) -> tuple[float, float]:
+        """Estimate the reading of weights, and the writing and adding up of their gradients."""
         rank, width = self.rank, self.share.width
-        moved = 2 * width * (1 + rank.share_trained)
-        casts = 2 * (FP32 + width) * (rank.is_alone and rank.turns > 0)
-        gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
-        sums = rank.trained / self.dims.sharding_ranks * gradient * (1 + (self.number > 1))
-        return (self.experts + self.others) * (moved + casts) + sums
+        casts = (FP32 + width) * (rank.is_alone and rank.turns > 0)
+        sums = rank.trained / self.dims.sharding_ranks * self.gradient * (1 + (self.number > 1))
+        each, numbers = width + casts, self.experts + self.others
+        written = numbers * 2 * width * rank.share_trained + sums
+        return numbers * each / self.memory, (numbers * each + written) / self.memory
 
     def _gathers_and_reductions(self) -> float:
         """Estimate what travels among ranks that shard parameters, and is hidden while it can."""

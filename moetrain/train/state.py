@@ -7,6 +7,7 @@ checkpoint can thus be resumed on any mesh, where each rank reads only its own p
 trained is :mod:`moetrain.train.engine`'s business.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
+from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
@@ -29,9 +31,9 @@ from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.optim import AdamW, Muon
-from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
+from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.mesh import Sliceable, TensorSlice
+from moetrain.parallel.mesh import Sliceable, TensorSlice, check_like
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 
@@ -137,15 +139,55 @@ class ModelState:
         self.before_change()
         self.forget()
         if "model" in groups:
-            load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
+            self._load_weights(groups["model"])
         if "optim" in groups:
             self.optimizer.load_parts(self.stages, groups["optim"])
 
+    @torch.no_grad()
+    def _load_weights(self, state: Mapping[str, Sliceable]) -> None:
+        """Copy this rank's part of every trained parameter and buffer out of ``state``."""
+        saved = self.stages.saved
+        odd = state.keys() ^ saved.keys()
+        if odd and all(name.endswith("router.bias") for name in odd):
+            raise ConfigError(
+                "moe.bias_update_rate",
+                f"the checkpoint was trained with{'' if odd & state.keys() else 'out'} a selection "
+                "bias; set it as it was, or start again with checkpoint.resume never",
+            )
+        if odd:
+            problem = "it is of another model, or other parts of it were trained"
+            raise ConfigError("checkpoint.resume", f"{problem}: {sorted(odd)[:3]}")
+        for name, entry in saved.items():
+            dtype = torch.float32 if entry.rule is None else entry.rule.storage
+            check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
+        for name, member in self.fsdp.members.items():
+            if member.rule.trainable:
+                member.local.copy_(state[name][member.layout.box])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state[name][()])
+
     @cached_property
+    @torch.no_grad()
     def fingerprint(self) -> str:
-        """Hash of the weights that are not trained. Collective at its first use."""
+        """Hash of the weights that are not trained. Collective at its first use.
+
+        It is the same on any layout and in any dtype that holds the values, and empty where all is
+        trained. It is no hash that withstands an adversary.
+        """
         self._need("weights")
-        return fingerprint(self.fsdp, self.stages, self.world.sum_all)
+        stages, members = self.stages, self.fsdp.members
+        frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
+        if not frozen:
+            return ""
+        sums = torch.zeros(len(frozen), dtype=torch.int64, device=self.world.device)
+        for i, (name, entry) in enumerate(frozen.items()):
+            if entry.holders[0] == stages.rank:
+                member = members[name]
+                is_first = member.layout.mesh.get_local_rank(0) == 0  # copies count once
+                sums[i] = checksum(member) * is_first
+        rows = zip(frozen.items(), self.world.sum_all(sums).tolist(), strict=True)
+        lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @torch.no_grad()
     def weights(
@@ -280,7 +322,8 @@ class Snapshots(Saver):
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
-            if self.settings.interval or self.settings.minutes:
+            saves = self.settings.interval or self.settings.minutes
+            if saves or self.settings.memory_interval:
                 self.staging.memory.reserve(engine.state_bytes())
 
     def save(
@@ -291,6 +334,7 @@ class Snapshots(Saver):
         *,
         failed: bool,
         keeps: int | None = None,
+        memory: Memory | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
@@ -302,6 +346,7 @@ class Snapshots(Saver):
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
+            memory: the machines' memories, if ``root`` lies there.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -321,7 +366,7 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps)
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

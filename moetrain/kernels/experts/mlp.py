@@ -70,14 +70,15 @@ from moetrain.kernels.experts.permutation import (
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
+from moetrain.kernels.quant.groups import CodedMatrices
 
 
 def expert_mlp(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
+    w_down_EDF: torch.Tensor | CodedMatrices,
     backend: Backend = "auto",
     *,
     typical_rows: int | None = None,
@@ -89,26 +90,29 @@ def expert_mlp(
         x_TD: bf16 on CUDA; in plain torch any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
         w_gate_up_E2FD: gate's F rows, then up's; or up's alone, for squared ReLU.
-        w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes.
+        w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes; or both
+            in codes, which are widened here, for few rows within the products' kernels.
         typical_rows: the usual number of rows, where ``indices`` have room for more.
         activation: of the gate, where there is one.
     """
     given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp", *given, needs_gate=False)
-    if not use_fast(backend, x_TD):
-        x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
-        a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
-        h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "reference")
-        y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
-        return unpermute(y_RD, indices, "reference")
-    weights = (w_gate_up_E2FD, w_down_EDF)
+    weights, is_fast = (w_gate_up_E2FD, w_down_EDF), use_fast(backend, x_TD)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
-    has_gate = w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
-    if has_gate and activation == "silu" and small_m.runs_experts(x_TD, w_down_EDF, typical):
+    is_swiglu = activation == "silu" and w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
+    if is_fast and is_swiglu and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
         return unpermute(y_RD, indices, backend)
+    first, second = (w.widen() if isinstance(w, CodedMatrices) else w for w in weights)
+    if not is_fast:
+        x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
+        a_R2F = grouped_mm(x_RD, first.transpose(1, 2), indices.offsets_E)
+        h_RF = _activated(a_R2F, weights_R, second, activation, "reference")
+        y_RD = grouped_mm(h_RF, second.transpose(1, 2), indices.offsets_E)
+        return unpermute(y_RD, indices, "reference")
+    weights = (first, second)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
     return _expert_mlp(*(x.contiguous() for x in tensors), activation, rows)[0]
 
@@ -118,8 +122,8 @@ def check_experts(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
+    w_down_EDF: torch.Tensor | CodedMatrices,
     *,
     needs_gate: bool = True,
 ) -> None:

@@ -33,15 +33,17 @@ scale is 2 and the codes are those of [1, -0.525, 0.0796].
 A group with a number that is not finite is NaN as a whole, and in nf4 so are those beside it.
 
 Legend: W ranks, N numbers of whole groups, B bytes, G groups, S sets of groups that share factor
-and offset.
+and offset. Of matrices: E experts, N rows, D columns.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.backend import (
     Backend,
@@ -116,11 +118,7 @@ class Form:
 
     def table(self, device: torch.device) -> torch.Tensor | None:
         """Return the numbers of codes, and of the scales' bytes, for :func:`widen_groups`."""
-        if not self.codebook:
-            return None
-        codes = torch.tensor(self.codebook, dtype=torch.float32)
-        scales = _scale_table() if self.sharing > 1 else codes[:0]
-        return torch.cat((codes, scales)).to(device)
+        return _table(self, device)
 
 
 FORMS = {
@@ -131,6 +129,16 @@ FORMS = {
         Form("nf4", 4, 64, _NF4, 32),
     )
 }
+
+
+@cache
+def _table(form: Form, device: torch.device) -> torch.Tensor | None:
+    """Make :meth:`Form.table` once: it is asked for in steps, which graphs may capture."""
+    if not form.codebook:
+        return None
+    codes = torch.tensor(form.codebook, dtype=torch.float32, device="cpu")
+    scales = _scale_table() if form.sharing > 1 else codes[:0]
+    return torch.cat((codes, scales)).to(device)
 
 
 def _scale_table() -> torch.Tensor:
@@ -232,7 +240,45 @@ def _quantise_scales(
     return bytes_SG.flatten().to(torch.uint8), shared_S2, ~is_kept_SG.flatten()
 
 
+def quantise_matrices(form: Form, x_END: torch.Tensor, out_EB: torch.Tensor) -> None:
+    """Write ``x_END`` (floating) to ``out_EB``, uint8 of whole units for each expert.
+
+    What is left of an expert's last unit is 0.
+    """
+    x_EN = x_END.flatten(1)
+    padded_EN = F.pad(x_EN, (0, -x_EN.shape[1] % form.unit))
+    made = quantise_groups(form, padded_EN.flatten())
+    for own, new in zip(form.split(out_EB), made, strict=True):
+        if own is not None and new is not None:
+            own.copy_(new.view(own.shape))
+
+
 # ---- widening -----------------------------------------------------------------------------------
+
+
+class CodedMatrices(NamedTuple):
+    """All experts' matrices in codes, as products take them in place of a tensor."""
+
+    form: Form
+    bytes_EB: torch.Tensor
+    """uint8, as :func:`quantise_matrices` writes them."""
+    matrix: torch.Size
+    """The shape of one expert's matrix, [N, D]."""
+    dtype: torch.dtype
+    """The dtype in which they are multiplied."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, N, D]."""
+        return torch.Size((len(self.bytes_EB), *self.matrix))
+
+    def widen(self) -> torch.Tensor:
+        """Dequantise all: a new tensor [E, N, D]."""
+        bytes_EB, numel = self.bytes_EB, self.matrix.numel()
+        out = torch.empty(self.shape, dtype=self.dtype, device=bytes_EB.device)
+        table = self.form.table(bytes_EB.device)
+        widen_groups(self.form, self.form.split(bytes_EB), table, out.view(-1), 0, numel)
+        return out
 
 
 def widen_groups(
@@ -342,25 +388,48 @@ def _groups_kernel(
     is_there = group * SIZE < left
     number = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     mask = (number < left) & (number + skipped >= 0)
-    scale = tl.load(scales + (rank * scale_stride + first) + group, is_there, other=0).to(tl.int32)
+    scales, codes = scales + rank * scale_stride, codes + rank * code_stride
+    if SHARING > 1:
+        shared += rank * shared_stride
+    wide = load_scales(scales, shared, table, first + group, is_there, SHARING)
+    if BITS == 8:
+        x = load_codes(codes + first * SIZE + number, mask, table, BITS, SHARING)
+    else:
+        pairs = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+        place = codes + first * (SIZE // 2) + pairs
+        x = load_codes(place, is_there[:, None], table, BITS, SHARING)
+    tl.store(out + (rank * numel + skipped) + number, x * wide[:, None], mask)
+
+
+@triton.jit
+def load_scales(scales, shared, table, group, is_there, SHARING: tl.constexpr):
+    """The scales, fp32, of the groups with these numbers."""
+    scale = tl.load(scales + group, is_there, other=0).to(tl.int32)
     if SHARING == 1:
         wide = (scale << 23).to(tl.float32, bitcast=True)
     else:
-        pair = shared + rank * shared_stride + 2 * ((first + group) // SHARING)
+        pair = shared + 2 * (group // SHARING)
         share = tl.load(table + 16 + scale)
         # Rounded twice, as the launch forbids to fuse them: bitsandbytes does so.
         wide = share * tl.load(pair, is_there, other=0.0)
         wide += tl.load(pair + 1, is_there, other=0.0)
+    return wide
+
+
+@triton.jit
+def load_codes(place, is_there, table, BITS: tl.constexpr, SHARING: tl.constexpr):
+    """The numbers, fp32, of the bytes at ``place``; of 4 bits two a byte, along the last dim."""
+    code = tl.load(place, is_there, other=0).to(tl.int32)
     if BITS == 8:
         # By hand, as not every GPU can. The bits of e4m3 lie in fp32's as those of a number that
         # is 2^120 times smaller, subnormal ones too.
-        code = tl.load(codes + (rank * code_stride + first * SIZE) + number, mask, other=0)
-        code = code.to(tl.int32)
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif SHARING == 1:
+        # Those of e2m1 likewise, 2^126 times smaller.
+        pair = tl.interleave(code & 15, code >> 4)
+        bits = ((pair & 8) << 28) | ((pair & 7) << 22)
+        x = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     else:
-        pairs = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-        place = codes + (rank * code_stride + first * (SIZE // 2)) + pairs
-        code = tl.load(place, is_there[:, None], other=0).to(tl.int32)
         x = tl.interleave(tl.load(table + (code & 15)), tl.load(table + (code >> 4)))
-    tl.store(out + (rank * numel + skipped) + number, x * wide[:, None], mask)
+    return x

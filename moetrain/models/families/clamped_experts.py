@@ -94,8 +94,8 @@ class _BiasedExperts(Experts):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        first = self.w_gate_up.to(x_SD.dtype), self.b_gate_up.to(x_SD.dtype)
-        second = self.w_down.to(x_SD.dtype), self.b_down.to(x_SD.dtype)
+        first = self.matrices(self.weights[0], x_SD.dtype), self.b_gate_up.to(x_SD.dtype)
+        second = self.matrices(self.weights[1], x_SD.dtype), self.b_down.to(x_SD.dtype)
         how: dict[str, Any] = {"limit": self.limit, "alpha": self.alpha, "backend": self.backend}
         gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if gate_up is not None and down is not None:

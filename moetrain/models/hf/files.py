@@ -9,6 +9,7 @@ before a weight is read. Left out on purpose: pickled weights (``.bin`` files ru
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -37,6 +38,7 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 EXPORT = "hf"
 """Name of the folder, in a run's output folder, that the run exports to."""
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _MANIFEST = ".moetrain-export.json"
 """Lists the files of an export, so that the next one into the folder can remove old ones."""
 
@@ -155,6 +157,13 @@ class TokenizerFiles:
         """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
         return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the checkpoint in ``folder`` has the same tokenizer."""
+        ours, theirs = self.files.get("tokenizer.json"), folder / "tokenizer.json"
+        if not (isinstance(ours, Path) and ours.is_file() and theirs.is_file()):
+            return False
+        return filecmp.cmp(ours, theirs, shallow=False)
+
 
 def small_files(folder: Path) -> list[str]:
     """List what an export copies: every small file of ``folder`` that holds no weights.
@@ -163,10 +172,8 @@ def small_files(folder: Path) -> list[str]:
     files, the two configs that are written anew, weights of any format and their indices, other
     subfolders and files over 256 MiB are left out.
     """
-    found, paths = [], [*folder.iterdir()]
-    if (folder / _TEMPLATES).is_dir():
-        paths += (folder / _TEMPLATES).iterdir()
-    for path in sorted(path for path in paths if not path.name.startswith(".")):
+    found = []
+    for path in sorted((*folder.glob("[!.]*"), *folder.glob(f"{_TEMPLATES}/[!.]*"))):
         name = path.relative_to(folder).as_posix()
         if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
             continue
@@ -234,10 +241,16 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, needs_weights: bool = Tru
     (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
-    folder = _find_local(name, needs_weights)
-    if folder is None and not needs_weights:
+    if (folder := _find_local(name, needs_weights)) is not None:
+        return folder
+    if not needs_weights:
         raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
-    return folder or _download(name)
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except hub.errors.HFValidationError:
+        raise error(name, "no such folder, and not a hub id (owner/name)") from None
+    except OSError as failure:  # the hub's own errors are OSErrors too
+        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
 
 
 def export_in(folder: Path) -> Path:
@@ -273,23 +286,12 @@ def _find_local(name: str, needs_weights: bool) -> Path | None:
         raise error(name, f"cannot be opened: {reason}") from None
     try:
         snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
-    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
-        return None
-    try:
         if needs_weights:
             _shards(Path(snapshot))
-    except ConfigError:  # an interrupted download, or another tool's, left only some of the files
+    # Nothing, or an interrupted download, or another tool's, left only some of the files.
+    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, ConfigError):
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
-
-
-def _download(name: str) -> Path:
-    try:
-        return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except hub.errors.HFValidationError:
-        raise error(name, "no such folder, and not a hub id (owner/name)") from None
-    except OSError as failure:  # the hub's own errors are OSErrors too
-        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
 
 
 # Reading.
@@ -413,15 +415,19 @@ def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
-    """Remove files of an earlier export that this one has not, and list the files of this one."""
+    """Remove files of an earlier export that this one has not, and list the files of this one.
+
+    Weights are removed whoever wrote them: a reader would take them for this export's.
+    """
     manifest = folder / _MANIFEST
-    earlier: object = []
+    earlier: object = None
     if manifest.is_file():
         try:
             earlier = read_json(manifest).get("files")
         except ConfigError as failure:
             logger.warning("what an earlier export left there is kept: %s", failure.problem)
     write_files(folder, {_MANIFEST: {"files": sorted(written)}})
-    for name in earlier if isinstance(earlier, list) else []:
+    weights = [path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
+    for name in weights + (earlier if isinstance(earlier, list) else []):
         if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ Every name, shape and dtype is checked before the first byte is copied.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -44,6 +44,7 @@ _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
+_Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, Any]]]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that follow from config.json and are ignored."""
@@ -103,15 +104,12 @@ def load_weights(
     """
     source = check_checkpoint(folder, model.arch)
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-
-    def write_whole(name: str, place: _Index, tensor: Any) -> None:
-        parameters[name][place].copy_(tensor[...])  # converts dtype and device
-
-    write = write or write_whole
-    with opened(source, model.arch) as find, torch.no_grad():
-        for name in source.stored:
-            for piece in (p for p in source.own.get(name, ()) if not p.is_copy):
-                write(piece.parameter, piece.place, part_of(find(name), piece))
+    with opened(source, model.arch) as parts, torch.no_grad():
+        for name, place, tensor in parts(parameters):
+            if write is None:
+                parameters[name][place].copy_(tensor[...])  # converts dtype and device
+            else:
+                write(name, place, tensor)
     if quantised := [name for name, tensor in source.stored.items() if tensor.form is not None]:
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
         logger.info(what, source.folder, len(quantised))
@@ -122,17 +120,14 @@ def load_weights(
 
 
 @contextmanager
-def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any]]:
-    """Open the files of ``source``; gives a function that finds a tensor, read where it is indexed.
+def opened(source: HFSource, arch: Architecture) -> Iterator[_Parts]:
+    """Open the files of ``source``; gives a function that yields all parts of the parameters of
+    given names: a parameter's name, a place in it, and what goes there, read where it is indexed.
 
     Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
     with ExitStack() as stack:
-        paths = dict.fromkeys(
-            path
-            for tensor in source.stored.values()
-            for path in (tensor.file, *tensor.parts.values())
-        )
+        paths = {path for x in source.stored.values() for path in (x.file, *x.parts.values())}
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
@@ -144,7 +139,14 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[Callable[[str], Any
                 problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set"
                 problem += " tie_word_embeddings to false there to keep both"
                 raise error(source.folder, problem)
-        yield find
+
+        def parts(names: Collection[str]) -> Iterator[tuple[str, _Index, Any]]:
+            for name in source.stored:
+                for piece in source.own.get(name, ()):
+                    if piece.parameter in names and not piece.is_copy:
+                        yield piece.parameter, piece.place, part_of(find(name), piece)
+
+        yield parts
 
 
 def part_of(tensor: Any, piece: Piece) -> Any:
@@ -224,18 +226,17 @@ def _count_tensors(arch: Architecture) -> int:
 def _check_headers(
     source: HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
 ) -> None:
-    stored, pieces = source.stored, source.own
-    misshapen, untrainable = [], []
-    for name, own in pieces.items():
-        if name not in stored:
+    missing, misshapen, untrainable = [], [], []
+    for name, own in source.own.items():
+        if (tensor := source.stored.get(name)) is None:
+            missing.append(name)
             continue
-        got, want = stored[name].shape, Piece.shape_of(own, parameters)
-        if got != want:
-            misshapen.append(f"{name} {list(got)}, not {list(want)}")
-        if stored[name].dtype not in _TRAINABLE:
-            untrainable.append(f"{name} {str(stored[name].dtype).removeprefix('torch.')}")
+        if tensor.shape != (want := Piece.shape_of(own, parameters)):
+            misshapen.append(f"{name} {list(tensor.shape)}, not {list(want)}")
+        if tensor.dtype not in _TRAINABLE:
+            untrainable.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}")
     problems = {
-        "missing": [name for name in pieces if name not in stored],
+        "missing": missing,
         "unexpected": unexpected,
         "of another shape": misshapen,
         "of a dtype that cannot be trained": untrainable,

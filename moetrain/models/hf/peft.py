@@ -39,8 +39,8 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {
-    "w_gate_up": ("base_layer.", "gate_up_proj"),
-    "w_up": ("base_layer.", "up_proj"),
+    "w_gate_up": (".base_layer", "gate_up_proj"),
+    "w_up": (".base_layer", "up_proj"),
     "w_down": ("", "down_proj"),
 }
 """For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
@@ -95,6 +95,19 @@ class _Site(NamedTuple):
                 sites.append(cls(_PREFIX + key, piece.place[:1], piece.place, key))
         return sites
 
+    @classmethod
+    def fused(cls, arch: Architecture, name: str, shape: torch.Size) -> _Site:
+        """Return the module with the adapters of all experts for the stacked weight ``name``, where
+        both stacked weights have some."""
+        family, order = FAMILIES[arch.family], torch.arange(shape[1])
+        for piece in family.pieces({name: shape}, arch):
+            if piece.place[:1] == (0,) and piece.within:
+                order[piece.within[1]] = torch.arange(shape[1])[piece.place[1]]
+        _, layer, *_, leaf = name.split(".")
+        experts, (nested, theirs) = f"model.layers.{layer}.{family.experts}", _FUSED[leaf]
+        key = f"{experts}.{theirs}"
+        return cls(_PREFIX + experts + nested, (), (), key, shape[0], order)
+
     @property
     def tensors(self) -> list[str]:
         return [self.module + half for half in _HALVES]
@@ -103,27 +116,6 @@ class _Site(NamedTuple):
     def kind(self) -> str:
         """The module's last name, which the modules of all experts share."""
         return self.module.rpartition(".")[2]
-
-
-def _fused_order(arch: Architecture, name: str, shape: torch.Size) -> torch.Tensor:
-    """Return the row of the stacked weight ``name`` that each row of an expert in the files is."""
-    rows = torch.arange(shape[1])
-    for piece in FAMILIES[arch.family].pieces({name: shape}, arch):
-        if piece.place[:1] == (0,) and piece.within:
-            rows[piece.within[1]] = torch.arange(shape[1])[piece.place[1]]
-    return rows
-
-
-def _fused_key(arch: Architecture, name: str) -> str:
-    """Return the name that ``transformers`` has for the stacked weight ``name``."""
-    _, layer, *_, leaf = name.split(".")
-    return f"model.layers.{layer}.{FAMILIES[arch.family].experts}.{_FUSED[leaf][1]}"
-
-
-def _fused_module(arch: Architecture, name: str) -> str:
-    """Return the module with the adapters of all experts, where both stacked weights have some."""
-    experts, nested = _fused_key(arch, name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
-    return f"{_PREFIX}{experts}.{nested}".removesuffix(".")
 
 
 def save_peft(
@@ -148,12 +140,10 @@ def save_peft(
     for name, shape, adapter in adapters:
         a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
-            module = _fused_module(arch, name)
-            rank = a.shape[1]
-            order = _fused_order(arch, name, shape).to(b.device)
-            wide = b[:, order].permute(1, 2, 0).reshape(shape[1], rank * shape[0])
-            parameters.add(_fused_key(arch, name).split(".", 3)[3])
-            tensors |= _written(module, a.flatten(0, 1), wide)
+            site = _Site.fused(arch, name, shape)
+            wide = b[:, site.order.to(b.device)].permute(1, 2, 0).flatten(1)
+            parameters.add(site.key.split(".", 3)[3])
+            tensors |= _written(site.module, a.flatten(0, 1), wide)
             continue
         if not (sites := _Site.of(arch, name, shape)):
             raise ConfigError("lora.layout", f"{layout!r} has no place for {name}; use fused")
@@ -267,13 +257,13 @@ class _AdapterFiles:
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
         if len(shape) == 3:
-            stack = name.rpartition(".")[0]
-            every = [_fused_key(self.arch, f"{stack}.{leaf}") for leaf in _FUSED]
-            targeted = [key for key in every if self.settings.is_parameter(key)]
-            if (key := _fused_key(self.arch, name)) in targeted:
-                outer = _PREFIX + key.rpartition(".")[0]
-                module = _fused_module(self.arch, name) if len(targeted) == 2 else outer
-                return [_Site(module, (), (), key, shape[0], _fused_order(self.arch, name, shape))]
+            site = _Site.fused(self.arch, name, shape)
+            outer = site.key.rpartition(".")[0]
+            keys = [f"{outer}.{theirs}" for _, theirs in _FUSED.values()]
+            targeted = [key for key in keys if self.settings.is_parameter(key)]
+            if site.key in targeted:
+                is_nested = len(targeted) == 2
+                return [site if is_nested else site._replace(module=_PREFIX + outer)]
         sites = []
         for site in _Site.of(self.arch, name, shape):
             if self.settings.is_parameter(weight := f"{site.key}.weight"):
@@ -374,10 +364,8 @@ class _Settings:
         for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):
             if values[key] not in (None, False, *_ALLOWED.get(key, ())):
                 raise self._bad(key, "not supported; merge the adapter into its base with PEFT")
-        layers = values.get("layers_to_transform") or []
-        self._layers = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
-        if type(layers) is int:  # 0 is a layer
-            self._layers = {str(layers)}
+        layers = values.get("layers_to_transform")
+        self._layers = {*map(str, layers if isinstance(layers, list) else [layers])} - {"None"}
         self._targeted = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
         self.is_parameter = self._names("target_parameters")

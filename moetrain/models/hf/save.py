@@ -10,7 +10,6 @@ tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
-from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import exported_config
@@ -46,11 +44,9 @@ from moetrain.models.hf.files import (
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
-ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
+_ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
-_OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-
 _File = Path | str | Mapping[str, Any]
 _EOS = "eos_token_id"
 
@@ -79,9 +75,6 @@ class Export:
 
     Several processes can share the work. Each takes host memory for two files: one that is being
     written, and one that it collects.
-
-    Attributes:
-        dtypes: the dtype in which each weight is written, by its name in the files.
     """
 
     SHARD_BYTES = 5 * 10**9
@@ -92,7 +85,7 @@ class Export:
         model: Transformer,
         folder: str | os.PathLike[str],
         *,
-        dtype: ExportDtype = "auto",
+        dtype: _ExportDtype = "auto",
         tokenizer: TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
@@ -107,13 +100,11 @@ class Export:
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
-        self.rank = rank
-        self.ranks = ranks
-        self.wait = wait
+        self.tokenizer, self.rank, self.ranks, self.wait = tokenizer, rank, ranks, wait
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
-        self._pieces, self._own = model.pieces(), []
-        for name, group in itertools.groupby(self._pieces, attrgetter("hf_name")):
+        self._own = list[_Outgoing]()
+        for name, group in itertools.groupby(model.pieces(), attrgetter("hf_name")):
             pieces = [*group]
             parameter, shape = pieces[0].parameter, Piece.shape_of(pieces, parameters)
             # What is added to scores may be smaller than their rounding in a narrow dtype.
@@ -123,18 +114,63 @@ class Export:
                 own = source.stored[name].dtype
             num_bytes = math.prod(shape) * own.itemsize
             self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
-        self._copies = {piece.hf_name for piece in self._pieces if piece.is_copy}
-        self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
-        self._files = _side_files(model.arch, source, tokenizer, default)
+        self._files = self._side_files(default)
+
+    def _side_files(self, dtype: torch.dtype | None) -> dict[str, _File]:
+        """Make everything but weights, by name in the export; raises as :func:`save_hf`.
+
+        ``dtype``: the dtype that config.json names; None: the one that the source names.
+        """
+        source, tokenizer = self.model.source, self.tokenizer
+        config = exported_config(self.model.arch, None if source is None else source.config)
+        keys = [key for key in ("torch_dtype", "dtype") if key in config]
+        if dtype is not None or not keys:
+            dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
+            name = str(dtype or mode(dtypes)).removeprefix("torch.")
+            config |= dict.fromkeys(keys or ["torch_dtype"], name)
+        generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
+        files: dict[str, _File] = {}
+        if source is not None:
+            kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
+            files |= {name: source.folder / name for name in kept}
+        if tokenizer is not None:
+            files |= tokenizer.files
+            ids = self._new_ids(tokenizer, config, generation)
+            config |= ids
+            for key, value in ids.items():
+                generation.pop(key, None)
+                if value is not None:
+                    generation[key] = value
+        if generation:
+            files[GENERATION] = generation
+        return files | {CONFIG: config}
+
+    def _new_ids(self, tokenizer: TokenizerFiles, *known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tokenizer's special ids, unless the source had the same tokenizer.
+
+        Even then the token that ended every document in training must be among those that end a
+        text, of which a chat model's checkpoint often lists several.
+        """
+        ids, source = tokenizer.ids, self.model.source
+        if source is None or not tokenizer.is_in(source.folder):
+            return ids
+        ends = (config.get(_EOS) for config in known)
+        is_known = any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in ends)
+        return {} if is_known else {_EOS: ids[_EOS]}
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
         # One of each parameter's pieces, and dtypes, speaks for all.
-        speakers = {(p, self.dtypes[name]): name for name, p, *_ in self._pieces}
+        speakers = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
         for (parameter, dtype), name in speakers.items():
-            if parameter in here and (problem := _misfit(name, here[parameter](), dtype)):
-                return problem
+            weight = here[parameter]() if parameter in here else torch.empty(0)
+            limit = torch.finfo(dtype).max
+            if limit < torch.finfo(weight.dtype).max and weight.numel():
+                largest = weight.abs().amax().item()
+                if limit < largest < math.inf:
+                    problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
+                    return f"{problem}; use bfloat16 or float32"
         return ""
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -162,9 +198,6 @@ class Export:
             weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
             files[INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         lost += write_files(self.folder, files)
-        for path in self.folder.iterdir():
-            if _OUR_FILES.fullmatch(path.name) and path.name not in {*shards, *files}:
-                path.unlink()
         remove_stale(self.folder, [*shards, *files])
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
@@ -210,7 +243,7 @@ class Export:
                 assert came == name  # both walk the same table
                 if is_mine and piece.is_whole:
                     # In memory of its own where the stream will reuse the tensor's.
-                    is_shared = self.ranks > 1 or name in self._copies
+                    is_shared = self.ranks > 1 or piece.is_copy
                     is_borrowed = is_shared and tensor.dtype == dtype
                     tensor = tensor.detach().contiguous().to(dtype)
                     values[name] = tensor.to("cpu", copy=is_borrowed)
@@ -223,7 +256,7 @@ def save_hf(
     model: Transformer,
     folder: str | os.PathLike[str],
     *,
-    dtype: ExportDtype = "auto",
+    dtype: _ExportDtype = "auto",
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
@@ -253,25 +286,12 @@ def save_hf(
         model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
     )
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    own = [(piece.hf_name, parameters[piece.parameter][piece.place]) for piece in model.pieces()]
-    for name, weight in own:
-        if problem := _misfit(name, weight, export.dtypes[name]):
-            raise ConfigError("checkpoint.hf_dtype", problem)
+    if problem := export.misfit({name: x.detach for name, x in parameters.items()}):
+        raise ConfigError("checkpoint.hf_dtype", problem)
     warn_about_router_bias(model)
-    export.write(own)
+    export.write((p.hf_name, parameters[p.parameter][p.place]) for p in model.pieces())
     if model.source is not None and Path(folder).samefile(model.source.folder):
         model.source = check_checkpoint(folder, model.arch)
-
-
-def _misfit(name: str, weight: torch.Tensor, dtype: torch.dtype) -> str:
-    """Describe a number of ``weight`` that would overflow in ``dtype``, or ""."""
-    limit = torch.finfo(dtype).max
-    if limit < torch.finfo(weight.dtype).max and weight.numel():
-        largest = weight.detach().abs().amax().item()
-        if limit < largest < math.inf:
-            problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
-            return f"{problem}; use bfloat16 or float32"
-    return ""
 
 
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
@@ -308,63 +328,3 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         return {SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))
-
-
-def _side_files(
-    arch: Architecture,
-    source: HFSource | None,
-    tokenizer: TokenizerFiles | None,
-    dtype: torch.dtype | None,
-) -> dict[str, _File]:
-    """Make everything but weights, by name in the export; raises as :func:`save_hf`.
-
-    ``dtype``: the dtype that config.json names; None: the one that ``source`` names.
-    """
-    config = exported_config(arch, None if source is None else source.config)
-    keys = [key for key in ("torch_dtype", "dtype") if key in config]
-    if dtype is not None or not keys:
-        dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
-        name = str(dtype or mode(dtypes)).removeprefix("torch.")
-        config |= dict.fromkeys(keys or ["torch_dtype"], name)
-    generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-    files: dict[str, _File] = {}
-    if source is not None:
-        kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
-        files |= {name: source.folder / name for name in kept}
-    if tokenizer is not None:
-        files |= tokenizer.files
-        _set_ids(config, generation, tokenizer, source)
-    if generation:
-        files[GENERATION] = generation
-    return files | {CONFIG: config}
-
-
-def _set_ids(
-    config: dict[str, Any],
-    generation: dict[str, Any],
-    tokenizer: TokenizerFiles,
-    source: HFSource | None,
-) -> None:
-    """Set the tokenizer's special ids, unless ``source`` had the same tokenizer.
-
-    Even then the token that ended every document in training must be among those that end a text,
-    of which a chat model's checkpoint often lists several.
-    """
-    ids = dict(tokenizer.ids)
-    if source is not None and _is_same_tokenizer(tokenizer, source.folder):
-        known = (value.get(_EOS) for value in (config, generation))
-        if any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in known):
-            return
-        ids = {_EOS: ids[_EOS]}
-    config |= ids
-    for key, value in ids.items():
-        generation.pop(key, None)
-        if value is not None:
-            generation[key] = value
-
-
-def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
-    ours, theirs = tokenizer.files.get("tokenizer.json"), folder / "tokenizer.json"
-    if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
-        return False
-    return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()

@@ -37,7 +37,7 @@ Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
@@ -47,14 +47,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
-from torch.distributed.tensor import Shard
 
-from moetrain.config import Config, ConfigError, ParallelSection, logger
+from moetrain.config import ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.memory import DeviceBytes, on_words
 from moetrain.kernels.optim.reduction import sum_chunks
-from moetrain.models.rules import Rule
-from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.offload.arena import aligned
 from moetrain.parallel.processes import machine
 
@@ -346,37 +343,3 @@ def _why_not(devices: Sequence[tuple[str, int | None]]) -> str | None:
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} cannot reach the memory of GPU {b}"
     return None
-
-
-def peer_bytes(
-    config: Config,
-    numels: Mapping[str, int],
-    rules: Mapping[str, Rule],
-    here: Iterable[str],
-    dims: ParallelDims,
-    dtype: torch.dtype,
-) -> float:
-    """Estimate the bytes of a rank's :class:`Peers`; of several machines' ranks none copies.
-
-    Args:
-        numels, rules: of every parameter, by name.
-        here: those of this rank's stages.
-        dtype: what parameters are gathered in where their rule does not say.
-    """
-    device_type = "cpu" if config.train.device == "cpu" else "cuda"
-    is_near = dims.machines(dims.sharding_ranks) == 1
-    if not (is_near and wants_copies(config.parallel, device_type)):
-        return 0.0
-    shards, inbox = 0.0, 0.0
-    for name in here:
-        rule = rules[name]
-        by_style = dims.ep if rule.style == "expert" else dims.tp
-        cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
-        if dims.sharding_ranks == cut or rule.form:  # nobody copies it
-            continue
-        size = numels[name] * (rule.gather or dtype).itemsize / cut
-        on_device = 1 - config.optim.offload_fraction * rule.trainable
-        shards += on_device * size * cut / dims.sharding_ranks
-        if rule.trainable and on_device:
-            inbox = max(inbox, size)
-    return shards + inbox

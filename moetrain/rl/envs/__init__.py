@@ -13,7 +13,7 @@ Ours are in :mod:`moetrain.rl.envs.shipped`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +36,9 @@ class Turn(NamedTuple):
     """Most tokens of the policy's next turn; None: as many as the trajectory has room for."""
     stop: tuple[str, ...] = ()
     """Texts that end the policy's next turn."""
+    heard: Callable[[Sequence[int]], object] | None = None
+    """Called with the tokens of the policy's next turn as they come, but for the last ones, which
+    only ``step`` brings; on the event loop, which it must not block."""
 
 
 class Demonstration(NamedTuple):

@@ -1,0 +1,436 @@
+"""What the ranks of a step queue, and behind what: FSDP, dispatch, pipelines (scripts/simulate.py).
+
+Ranks of a machine with the same stages are alike, and one of them is simulated. What they do is
+given as seconds and bytes (:class:`Work`); in which order, the pipeline's own schedule says, and
+for FSDP what moetrain/parallel/fsdp/fsdp.py does: one unit is gathered ahead, behind what computes
+when it is asked for; a reduction begins behind its backward, and is waited for behind the next.
+Copies go on streams of their own, NCCL's collectives of a group on one, in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from streams import Operation, Simulation
+
+from moetrain.parallel.mesh import _DENSE_AXES, _EXPERT_AXES, ParallelDims
+from moetrain.parallel.pipeline.schedules import Action, Schedule
+
+SLOWED = 6.87 / 7.68
+"""What is left of products' rate beside NCCL: four grouped products on an H200, beside a gather by
+copy engines and by NCCL."""
+INSIDE = 20e-6
+"""Seconds before an exchange within a machine moves anything: DeepEP's times over its tokens."""
+
+
+_DIRECT = ("reduce", "cp")
+"""Collectives in which every rank sends each other rank something of its own."""
+
+
+# ---- what is to be done --------------------------------------------------------------------------
+
+
+class PartWork(NamedTuple):
+    """Seconds of a part of a block, and what its ranks exchange around each pass."""
+
+    forward: float
+    backward: float
+    exchanges: Sequence[tuple[str, float, tuple[float, float]]] = ()
+    """Mesh axis, bytes that arrive from all ranks, and how often in either pass."""
+    once: float = 1.0
+    """The share of dispatched bytes that a machine takes if no token comes to it twice."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank of one pipeline stage, or of several, does in a step."""
+
+    blocks: Mapping[int, Sequence[PartWork]]
+    gathered: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Bytes of each block's full parameters, by the axis that cuts them."""
+    vocabulary: Mapping[str, float] = field(default_factory=dict)
+    """The same of the embedding, and of the head."""
+    turns: int = 0
+    """How many of its first blocks take turns in two regions."""
+    share_trained: float = 1.0
+    reduces_last: bool = False
+    by_copies: bool = True
+    embedding: float = 0.0
+    """Seconds after the first stage's backward."""
+    head: float = 0.0
+    """Seconds of the head and the loss with their gradients, after the last stage's forward."""
+    border: float = 0.0
+    """Bytes between stages."""
+    copies: float = 0.0
+    """Bytes that adding gradients up over replicas brings, of them and of their sum."""
+    update: float = 0.0
+
+
+class Links(NamedTuple):
+    """Bytes a second and GPU in one direction, and seconds of latency."""
+
+    inside: float
+    across: float
+    hop: float = 10e-6
+    start: float = INSIDE
+
+
+class Group(NamedTuple):
+    """The ranks of a collective."""
+
+    ranks: tuple[int, ...]
+    machines: int
+
+    @property
+    def local(self) -> int:
+        """How many of them are on one machine."""
+        return len(self.ranks) // self.machines
+
+
+class Mesh:
+    """Which ranks exchange what, and on which machines they are."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self.dims, self.of_machine = dims, dims.per_machine or dims.world_size
+        dense = torch.arange(dims.world_size).view([getattr(dims, x) for x in _DENSE_AXES])
+        expert = dense.view([getattr(dims, x) for x in _EXPERT_AXES])
+        # As moetrain.parallel.mesh.build_meshes cuts the world.
+        self._along = {
+            "dp_replicate": dense.movedim(1, -1),
+            "fsdp": dense.movedim(-1, 2).flatten(3),
+            "cp": dense.movedim(3, -1),
+            "tp": dense,
+            "efsdp": expert.transpose(2, 3),
+            "ep": expert,
+        }
+
+    def group(self, axis: str, rank: int) -> Group:
+        rows = self._along[axis].flatten(0, -2)
+        ranks = tuple(rows[(rows == rank).any(1)][0].tolist())
+        return Group(ranks, len({r // self.of_machine for r in ranks}))
+
+    def members(self, stage_rank: int, *, all_machines: bool) -> list[int]:
+        """The ranks of a pipeline rank that are simulated: the first of each machine, or of one."""
+        size = self.dims.world_size // self.dims.pp
+        ranks = range(stage_rank * size, (stage_rank + 1) * size, self.of_machine)
+        return list(ranks) if all_machines else list(ranks)[:1]
+
+
+# ---- one step ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered together."""
+
+    index: int
+    label: str
+    sizes: Mapping[str, float]
+    region: object
+    is_kept_back: bool = False
+    """Whether it has gradients that are still to travel."""
+    gathers: list[list[Operation]] = field(default_factory=list)
+    """By member."""
+
+
+class Step:
+    """All simulated ranks of a step, and what they have queued."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        schedule: Schedule,
+        ranges: Sequence[range],
+        mesh: Mesh,
+        links: Links,
+        slow: Mapping[int, float],
+    ) -> None:
+        """Queue a whole step.
+
+        Args:
+            works: of each pipeline rank.
+            ranges: the blocks of every stage.
+            slow: how many times as long computing takes, by the number of the machine.
+        """
+        self.schedule, self.ranges, self.mesh, self.links = schedule, ranges, mesh, links
+        self.slow, self.flows = slow, dict[tuple[object, int], Operation]()
+        self.simulation = Simulation()
+        self.teams = [
+            Team(self, p, work, mesh.members(p, all_machines=bool(slow)))
+            for p, work in enumerate(works)
+        ]
+        for team, steps in zip(self.teams, schedule.steps(), strict=True):
+            team.run(steps)
+        for team in self.teams:
+            team.finish()
+        everyone = [(rank, "compute") for team in self.teams for rank in team.ranks]
+        needs = [one for team in self.teams for found in team.after for one in found]
+        machines = math.ceil(mesh.dims.world_size / mesh.of_machine)
+        latency = (links.start + links.hop * (machines - 1)) * (mesh.dims.world_size > 1)
+        self.simulation.queue("norm", "sum of norms", everyone, needs, latency=latency)
+        for team in self.teams:
+            team.after = [[] for _ in team.ranks]
+            team.compute("update", "update", team.work.update)
+
+    def run(self) -> float:
+        """Simulate it; returns seconds."""
+        for team in self.teams:
+            for rank in team.ranks:
+                rates = (("link", self.links.inside), ("adapter", self.links.across))
+                for name, rate in rates:
+                    for way in ("in", "out"):
+                        self.simulation.capacity[rank, name, way] = rate
+        return self.simulation.run()
+
+
+class Team:
+    """The simulated ranks of one pipeline rank, which do the same, one on each machine."""
+
+    def __init__(self, step: Step, number: int, work: Work, ranks: Sequence[int]) -> None:
+        self.step, self.work, self.ranks = step, work, ranks
+        self.simulation, self.number = step.simulation, number
+        self.last: list[list[Operation]] = [[] for _ in ranks]
+        """By member, what its compute stream was given last."""
+        self.after: list[list[Operation]] = [[] for _ in ranks]
+        """By member, what its next computing waits for."""
+        self.reducing: list[list[Operation]] = [[] for _ in ranks]
+        self.sent: list[list[list[Operation]]] = []
+        self.arriving: dict[tuple[Action, int], list[list[Operation]]] = {}
+        self.owners: dict[object, Unit] = {}
+        stages = step.schedule.rank_of_stage
+        self.embeds, self.ends = (stages[at] == number for at in (0, -1))
+        self.units: list[Unit] = []
+        if self.embeds:
+            self._add("embedding", work.vocabulary)
+        self.unit_of = {i: self._add(f"block {i}", work.gathered.get(i, {})) for i in work.blocks}
+        if self.ends:
+            self._add("head", work.vocabulary)
+        self.backwards = sum(action.kind == "B" for action in step.schedule.actions[number])
+
+    def _add(self, label: str, sizes: Mapping[str, float]) -> Unit:
+        index = len(self.units)
+        turns = label.startswith("block") and index - self.embeds < self.work.turns
+        unit = Unit(index, label, sizes, index % 2 if turns else label)
+        self.units.append(unit)
+        return unit
+
+    # ---- streams -------------------------------------------------------------------------------
+
+    def compute(self, kind: str, label: str, seconds: float) -> None:
+        """Queue products, behind what they have to wait for."""
+        for i, rank in enumerate(self.ranks):
+            slow = self.step.slow.get(rank // self.step.mesh.of_machine, 1.0)
+            uses = {(rank, "products"): slow * seconds}
+            stream = [(rank, "compute")]
+            made = self.simulation.queue(kind, label, stream, self.after[i], uses=uses)
+            self.last[i], self.after[i] = [made], []
+
+    def collective(
+        self, kind: str, label: str, axis: str, size: float, hop: str = ""
+    ) -> list[list[Operation]]:
+        """Queue a collective over ``axis`` that brings ``size`` bytes, less a rank's own, to every
+        rank; behind what is computed now. Gives its operations by member.
+
+        ``hop``: only what travels ``inside`` machines or ``across`` them.
+        """
+        links, found = self.step.links, [[] for _ in self.ranks]
+        groups: dict[Group, list[int]] = defaultdict(list)
+        for i, group in enumerate(self._groups[axis]):
+            groups[group].append(i)
+        for group, members in groups.items():
+            ranks, machines, local = len(group.ranks), group.machines, group.local
+            if (
+                machines if hop == "across" else local if hop == "inside" else ranks
+            ) == 1 or not size:
+                continue
+            inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
+            if axis == "ep":  # what came from any machine is passed on
+                inside = size * (1 - 1 / local)
+            elif kind in _DIRECT:
+                inside = size * (local - 1) / ranks
+            else:  # a ring brings a machine everything once, through all its adapters
+                across /= local
+            inside, across = inside * (hop != "across"), across * (hop != "inside")
+            latency = links.start + (across > 0) * links.hop * (machines - 1)
+            is_nccl = machines > 1 or not self.work.by_copies
+            stream, slows = kind, {}
+            if kind in ("gather", "reduce") and is_nccl:
+                is_same = group == self._groups["fsdp"][members[0]]
+                stream = "collectives" if is_same else "experts' collectives"
+                slows = {(self.ranks[i], "products"): SLOWED for i in members}
+            uses = {
+                (self.ranks[i], name, way): x
+                for i in members
+                for name, x in (("link", inside), ("adapter", across))
+                for way in ("in", "out")
+            }
+            needs = [one for i in members for one in (*self.last[i], *self.after[i])]
+            streams = [(self.ranks[i], stream) for i in members]
+            how = {"uses": uses, "latency": latency, "slows": slows}
+            made = self.simulation.queue(kind, label, streams, needs, **how)
+            for i in members:
+                found[i].append(made)
+        return found
+
+    @cached_property
+    def _groups(self) -> dict[str, list[Group]]:
+        mesh = self.step.mesh
+        return {axis: [mesh.group(axis, rank) for rank in self.ranks] for axis in mesh._along}
+
+    def wait(self, operations: Sequence[Iterable[Operation]]) -> None:
+        """Let what is computed next wait for them, by member."""
+        for mine, new in zip(self.after, operations, strict=True):
+            mine += new
+
+    def exchange(self, part: PartWork, way: int, *, first: bool, label: str) -> None:
+        """Queue what comes before a part's pass, or after it, which nothing hides."""
+        for axis, size, passes in part.exchanges:
+            times = math.ceil(passes[way] / 2) if first else math.floor(passes[way] / 2)
+            for _ in range(int(times)):
+                if axis != "ep":
+                    self.wait(self.collective(axis, f"{axis} {label}", axis, size))
+                    continue
+                # Tokens go to each machine once, and are passed on; sums come back one by one.
+                hops = [("across", part.once * size), ("inside", size)]
+                if not first:
+                    hops = [("inside", size), ("across", size)]
+                for hop, amount in hops:
+                    how = "dispatch", f"{'dispatch' if first else 'combine'} {label}, {hop}"
+                    self.wait(self.collective(*how, axis, amount, hop))
+
+    # ---- FSDP, as moetrain/parallel/fsdp/fsdp.py orders it --------------------------------------
+
+    def start_unshard(self, unit: Unit, beside: Unit | None = None) -> None:
+        owner = self.owners.get(unit.region)
+        if owner is unit or (beside is not None and unit.region == beside.region):
+            return
+        self.owners[unit.region] = unit
+        unit.gathers = [[] for _ in self.ranks]
+        for axis, size in unit.sizes.items():
+            found = self.collective("gather", f"gather {unit.label}", axis, size)
+            for mine, new in zip(unit.gathers, found, strict=True):
+                mine += new
+
+    def unshard(self, unit: Unit) -> None:
+        self.start_unshard(unit)
+        self.wait(unit.gathers)
+
+    def reduce(self, unit: Unit) -> None:
+        unit.is_kept_back = self.work.reduces_last and self.backwards > 0
+        started = self.reduced([] if unit.is_kept_back else [unit])
+        self.wait(self.reducing)
+        self.reducing = started
+
+    def reduced(self, units: Iterable[Unit]) -> list[list[Operation]]:
+        started = [list[Operation]() for _ in self.ranks]
+        for unit in units:
+            for axis, size in unit.sizes.items():
+                trained = self.work.share_trained * size
+                found = self.collective("reduce", f"reduce {unit.label}", axis, trained)
+                for mine, new in zip(started, found, strict=True):
+                    mine += new
+        return started
+
+    # ---- the pipeline, as moetrain/parallel/pipeline/executor.py runs it -----------------------
+
+    def run(self, steps: Sequence[Action | list]) -> None:
+        for step in steps:
+            if isinstance(step, list):
+                self.transfer(step)
+            elif step.kind == "F":
+                self.forward(step)
+            else:
+                self.backward(step)
+
+    def take(self, made: Action, stage: int) -> None:
+        if (made, stage) in self.arriving:
+            self.wait(self.arriving.pop((made, stage)))
+
+    def forward(self, action: Action) -> None:
+        stage, last = action.stage, len(self.step.ranges) - 1
+        self.take(action._replace(stage=stage - 1), stage)
+        if stage == 0:
+            self.unshard(self.units[0])
+        for i in self.step.ranges[stage]:
+            unit = self.unit_of[i]
+            self.unshard(unit)
+            for following in self.units[unit.index + 1 : unit.index + 2]:
+                self.start_unshard(following, beside=unit)
+            for part in self.work.blocks[i]:
+                label = f"{action}, block {i}"
+                self.exchange(part, 0, first=True, label=label)
+                self.compute("forward", label, part.forward)
+                self.exchange(part, 0, first=False, label=label)
+        if stage == last:
+            self.unshard(self.units[-1])
+            self.compute("head", f"{action}, head", self.work.head)
+
+    def backward(self, action: Action) -> None:
+        stage = action.stage
+        self.take(action._replace(stage=stage + 1), stage)
+        self.backwards -= 1
+        if stage == len(self.step.ranges) - 1:
+            self.reduce(self.units[-1])
+        for i in reversed(self.step.ranges[stage]):
+            unit = self.unit_of[i]
+            if self.work.turns:
+                self.unshard(unit)
+                if unit.index > 0:
+                    self.start_unshard(self.units[unit.index - 1], beside=unit)
+            for part in reversed(self.work.blocks[i]):
+                label = f"{action}, block {i}"
+                self.exchange(part, 1, first=True, label=label)
+                self.compute("backward", label, part.backward)
+                self.exchange(part, 1, first=False, label=label)
+            self.reduce(unit)
+        if stage == 0:
+            self.compute("backward", f"{action}, embedding", self.work.embedding)
+            self.reduce(self.units[0])
+
+    def transfer(self, batch: Sequence) -> None:
+        """Queue what leaves and arrives at one time, behind computing and earlier batches."""
+        previous = self.sent[-1] if self.sent else [[] for _ in self.ranks]
+        flows = [
+            [self.flow(transfer, i, previous[i]) for transfer in batch]
+            for i in range(len(self.ranks))
+        ]
+        for made, receiver, _, target in batch:
+            if target == self.number:
+                self.arriving[made, receiver] = flows
+        self.sent.append(flows)
+        if len(self.sent) > 2 * self.step.schedule.num_ranks:
+            self.wait(self.sent.pop(0))
+
+    def flow(self, transfer: tuple, member: int, previous: Sequence[Operation]) -> Operation:
+        """Queue one message, or what this end of it waits for."""
+        made, _, source, target = transfer
+        needs = [*previous, *self.last[member], *self.after[member]]
+        if (transfer, member) in self.step.flows:
+            found = self.step.flows[transfer, member]
+            found.needs += needs
+            return found
+        a, b = (self.step.teams[team].ranks[member] for team in (source, target))
+        of_machine, links = self.step.mesh.of_machine, self.step.links
+        is_near = a // of_machine == b // of_machine
+        name, latency = "link" if is_near else "adapter", links.start + links.hop * (not is_near)
+        uses = {(a, name, "out"): self.work.border, (b, name, "in"): self.work.border}
+        # One direction has one peer, so that both ends have its messages in one order.
+        streams = [(a, f"send {made.kind}"), (b, f"receive {made.kind}")]
+        queued = self.simulation.queue(
+            "pipeline", f"output of {made}", streams, needs, uses=uses, latency=latency
+        )
+        self.step.flows[transfer, member] = queued
+        return queued
+
+    def finish(self) -> None:
+        """Finish reductions, and add gradients of replicas up."""
+        self.wait(self.reducing)
+        self.wait(self.reduced(unit for unit in self.units if unit.is_kept_back))
+        size = self.work.copies
+        self.wait(self.collective("replicas", "sum over replicas", "dp_replicate", size))

@@ -1,0 +1,164 @@
+"""Two and four machines, each with network, host name, mounts and processes of its own.
+
+They are namespaces of this one (scripts/namespaces.py), on each of which torchrun starts ranks on
+the CPU, as docs/machines.md has it.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_lines import settled
+from namespaces import Machines, do, why_not
+from test_new_user import losses
+
+from moetrain.config import Config
+from moetrain.train.metrics import read_metrics
+from moetrain.train.trainer import Trainer
+
+ONE_AFTER_ANOTHER, IMPATIENT = (
+    str(Path(__file__).parent / name) for name in ("one_after_another.py", "impatient_train.py")
+)
+STEPS = 3
+TOLERANCE = 1e-5
+ACROSS = {
+    "fsdp": ["parallel.dp_shard=4"],
+    "hsdp": ["parallel.dp_replicate=2", "parallel.dp_shard=2"],
+    "pp": ["parallel.pp=2"],
+    "ep": ["parallel.ep=4", "moe.dispatcher=alltoall"],
+    "cp": ["parallel.cp=4", "parallel.cp_method=all_gather"],
+}
+LAYOUTS = {
+    # machines, ranks of each: what they do
+    (2, 2): ACROSS | {"tp inside": ["parallel.tp=2"]},
+    (4, 1): ACROSS | {"pp of four": ["parallel.pp=4"]},
+}
+RESUMES = {"hsdp": "fsdp", "cp": "ep"}
+"""Which goes on from what another has saved in the middle, too: all are the same run."""
+MICRO_BATCH = {"cp": 8, "pp of four": 2}
+"""Rows that a rank takes at once, of eight; 2 in others."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_be():
+    reason = why_not() if sys.platform == "linux" else "namespaces are Linux's"
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def words(corpus, token_cache):
+    """Words of a run of the preset ``debug`` over ``corpus``."""
+    settings = {
+        "data.source": "text",
+        "data.path": corpus,
+        "data.cache_dir": token_cache,
+        "data.seq_len": 32,
+        "train.global_batch_size": 8,
+        "train.micro_batch_size": 2,
+        "train.eval_interval": 0,
+        "train.eval_rows": 4,
+        "train.sample_tokens": 0,
+        "train.device": "cpu",
+        "moe.aux_loss_scope": "global_batch",  # the one that no split changes
+        "compile.enabled": "no",
+        "log.interval": 1,
+        "log.tensorboard": "no",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def said(folder):
+    return "\n".join(path.read_text() for path in sorted(folder.glob("said*")))
+
+
+def outputs(machines, folder):
+    return [folder / f"said{number}" for number in range(machines.count)]
+
+
+@pytest.mark.parametrize(("count", "ranks"), LAYOUTS)
+def test_every_mesh_over_machines_gives_one_processs_losses(count, ranks, words, tmp_path):
+    words = [*words, f"train.steps={STEPS}", "checkpoint.interval=2"]
+    one = Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})
+    Trainer(one).fit()
+    expected = losses(tmp_path / "one")
+    assert len(expected) == STEPS
+    runs = []
+    for name, own in LAYOUTS[count, ranks].items():
+        own = [*words, *own, "checkpoint.at_end=no"]
+        own.append(f"train.micro_batch_size={MICRO_BATCH.get(name, 2)}")
+        runs.append(settled([*own, f"output_dir={tmp_path}/{name}"]))
+        if name in RESUMES:
+            saved = tmp_path / RESUMES[name] / "checkpoints" / "step-00000002"
+            own.append(f"checkpoint.resume={saved}")
+            runs.append(settled([*own, f"output_dir={tmp_path}/{name} resumed"]))
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    with Machines(count) as machines:
+        command = [ONE_AFTER_ANOTHER, str(tmp_path / "runs.json")]
+        codes = machines.torchrun(command, ranks, said=outputs(machines, tmp_path))
+    assert codes == [0] * count, said(tmp_path)
+    for name in LAYOUTS[count, ranks]:
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=TOLERANCE), name
+    for name in RESUMES:
+        resumed = losses(tmp_path / f"{name} resumed")
+        assert resumed == pytest.approx(expected[2:], rel=TOLERANCE), name
+
+
+def test_a_machine_with_another_folder_ends_the_run(words, tmp_path):
+    for folder in ("out", "another"):
+        (tmp_path / folder).mkdir()
+    with Machines(2) as machines:
+        machines[1].bind(tmp_path / "another", tmp_path / "out")
+        command = [IMPATIENT, "2", "60", "debug", *words, f"output_dir={tmp_path}/out"]
+        codes = machines.torchrun(command, said=outputs(machines, tmp_path))
+    assert 0 not in codes
+    problem = r"' is not one folder for all ranks: on machine1 \(rank 1\) what rank 0 writes there"
+    for path in outputs(machines, tmp_path):
+        assert re.search(rf"^error: output_dir: .*/out{problem} is not", path.read_text(), re.M)
+    assert not list((tmp_path / "another").iterdir())
+
+
+# ---- cables ------------------------------------------------------------------------------------
+
+
+def wait_for_steps(folder, steps, agents):
+    """Wait until so many are logged; returns the seconds of each."""
+    end = time.monotonic() + 300
+    while True:
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+        if len(rows) >= steps:
+            return [row["step_seconds"] for row in rows]
+        assert all(agent.poll() is None for agent in agents)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_cable_that_is_slow_and_then_cut(words, tmp_path):
+    """Slow steps; no machine is left waiting behind the cut; and the run goes on where it was."""
+    words = [*words, "model.num_layers=2", "train.steps=12", "optim.lr=1e-4"]
+    words += ["checkpoint.interval=2", f"output_dir={tmp_path}/out"]
+    Trainer(Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})).fit()
+    command = [IMPATIENT, "60", "20", "debug", *words]
+    with Machines(2) as machines:
+        for machine in machines:  # TCP's patience, of a quarter of an hour
+            do(*machine.inside("sysctl", "-w", "net.ipv4.tcp_retries2=4"))
+        agents = machines.agents(command, said=outputs(machines, tmp_path))
+        fast = min(wait_for_steps(tmp_path / "out", 5, agents))
+        machines.limit(rate="10mbit")
+        *_, slow = wait_for_steps(tmp_path / "out", 7, agents)
+        assert slow > 4 * fast
+        machines.cut(machines[1])
+        cut = time.monotonic()
+        codes = [agent.wait(timeout=120) for agent in agents]
+        print(f"ended {time.monotonic() - cut:.0f} s after the cut: {codes}")
+        assert 0 not in codes
+        machines.mend(machines[1])
+        machines.limit()
+        again = tmp_path / "again"
+        again.mkdir()
+        assert machines.torchrun(command, said=outputs(machines, again)) == [0, 0], said(again)
+    assert "resuming from" in said(again)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=TOLERANCE)
