@@ -33,8 +33,8 @@ from moetrain.models.transformer import Transformer
 from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.mesh import Sliceable, TensorSlice, check_like
-from moetrain.parallel.pipeline.stages import Stages
+from moetrain.parallel.mesh import Sliceable, TensorSlice
+from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.parallel.world import World
 
 StateKind = Literal["weights", "gradients", "moments", "workspaces"]
