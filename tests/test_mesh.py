@@ -137,7 +137,8 @@ def test_groups_of_neighbours_lie_on_machines():
         ({"tp": 2, "ep": 4}, 4, 2),
         ({"pp": 2}, 2, 4),
         ({"pp": 8}, 1, 2),  # a stage is half a machine
-        ({"dp_shard": 4}, 4, 4),
+        ({"dp_shard": 2}, 8, 2),
+        ({"dp_shard": 8, "tp": 2}, 1, 8),
     ],
 )
 def test_a_replica_for_each_machine(degrees, replicas, dp_shard):
@@ -148,12 +149,20 @@ def test_a_replica_for_each_machine(degrees, replicas, dp_shard):
     assert (alone.dp_replicate, alone.dp_shard) == (1, 4)
 
 
-OF_TWO = "for {} ranks on 2 machines of 2 (launch.gpus_per_machine): "
+OF_TWO = "on 2 machines of 2 (launch.gpus_per_machine) would leave a machine; use"
 CROSSING = [
-    ("parallel.tp=4", 4, f"parallel.tp: 4 {OF_TWO.format(4)}its messages hold"),
-    ("parallel.fsdp_transport=copy", 4, f"parallel.fsdp_transport: 'copy' {OF_TWO.format(4)}eng"),
-    ("parallel.ep=4 moe.redundant_experts=1", 4, f"moe.redundant_experts: 1 {OF_TWO.format(4)}cop"),
-    ("parallel.ep=3", 6, f"parallel.ep: 3 {OF_TWO.format(3)}each must have as many; use a divisor"),
+    ("parallel.tp=4", 4, f"parallel.tp: 4 of 4 ranks {OF_TWO} a divisor of 2"),
+    (
+        "parallel.fsdp_transport=copy",
+        4,
+        f"parallel.fsdp_transport: 'copy' of 4 ranks {OF_TWO} auto, or parallel.dp_replicate -1",
+    ),
+    (
+        "parallel.ep=4 moe.redundant_experts=1",
+        4,
+        f"moe.redundant_experts: 1 of 4 ranks {OF_TWO} 0",
+    ),
+    ("parallel.ep=3", 6, f"parallel.ep: 3 of 3 ranks {OF_TWO} a divisor or a multiple of 2"),
     (
         "parallel.ep=4 moe.dispatcher=deepep",
         4,

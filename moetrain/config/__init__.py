@@ -132,7 +132,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
-    _Need("parallel.dp_replicate", {"parallel.dp_shard": _Other(-1)}, {-1}, "set dp_shard"),
     _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),

@@ -21,7 +21,8 @@ class ParallelSection(Section):
     dp_replicate: Annotated[
         int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
     ] = 1
-    """Replicas of the sharded model (HSDP); -1: one for each machine (launch.gpus_per_machine)."""
+    """Replicas of the sharded model (HSDP). -1: as many as a given dp_shard leaves ranks for, else
+    one for each machine (launch.gpus_per_machine)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1

@@ -86,12 +86,12 @@ class ParallelDims:
     ) -> Self:
         """Make the dims that train ``arch``, inferring degrees of -1; ConfigError: none fit."""
         given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
-        others = degrees.pp * degrees.cp * degrees.tp
+        near, of_stage = degrees.cp * degrees.tp, world_size // degrees.pp
         if degrees.dp_replicate == -1:
-            of_stage = world_size // degrees.pp
-            given["dp_replicate"] = max(1, of_stage // (per_machine or world_size))
+            size = near * degrees.dp_shard if degrees.dp_shard > 0 else per_machine
+            given["dp_replicate"] = max(1, of_stage // (size or world_size))
         if degrees.dp_shard == -1:
-            given["dp_shard"] = max(1, world_size // (others * given["dp_replicate"]))
+            given["dp_shard"] = max(1, of_stage // (near * given["dp_replicate"]))
         dims = cls(world_size, per_machine=per_machine, **given)
         dims._check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))

@@ -250,28 +250,20 @@ def _ranks_per_machine(config: Config, size: int) -> int:
 
 def _check_machines(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError for what would leave a machine, and cannot or should not."""
-    per_machine, copies = dims.per_machine, config.parallel.fsdp_transport == "copy"
-    uneven, spare = dims.ep % per_machine, config.moe.redundant_experts
-    for name, ranks, problem in (
-        ("parallel.tp", dims.tp, f"its messages hold all up; use a divisor of {per_machine}"),
-        (
-            "parallel.ep",
-            dims.ep if uneven else 1,
-            f"each must have as many; use a divisor or a multiple of {per_machine}",
-        ),
-        ("moe.redundant_experts", dims.ep if spare else 1, "copies stay on one; set 0"),
-        (
-            "parallel.fsdp_transport",
-            dims.sharding_ranks if copies else 1,
-            "engines copy on one; use auto, or let each have a replica: parallel.dp_replicate -1",
-        ),
+    size, ep = dims.per_machine, dims.ep
+    shards = dims.sharding_ranks * (config.parallel.fsdp_transport == "copy")
+    for name, ranks, remedy in (
+        ("parallel.tp", dims.tp, f"a divisor of {size}"),
+        ("parallel.ep", ep * (ep % size > 0), f"a divisor or a multiple of {size}"),
+        ("parallel.fsdp_transport", shards, "auto, or parallel.dp_replicate -1"),
+        ("moe.redundant_experts", ep * (config.moe.redundant_experts > 0), "0"),
     ):
-        if (machines := dims.machines(ranks)) > 1:
-            where = f"for {ranks} ranks on {machines} machines of {per_machine}"
-            problem = f"{where} (launch.gpus_per_machine): {problem}"
-            raise ConfigError(name, f"{attrgetter(name)(config)!r} {problem}")
-    if (machines := dims.machines(dims.ep)) > 1:
-        where = f"parallel.ep {dims.ep} is of {machines} machines, and its kernels here are for one"
+        if (machines := dims.machines(ranks or 1)) > 1:
+            where = f"of {ranks} ranks on {machines} machines of {size}"
+            problem = f"{attrgetter(name)(config)!r} {where} (launch.gpus_per_machine)"
+            raise ConfigError(name, f"{problem} would leave a machine; use {remedy}")
+    if (machines := dims.machines(ep)) > 1:
+        where = f"parallel.ep {ep} is of {machines} machines, and its kernels here are for one"
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {where}"})
 
 

@@ -178,25 +178,26 @@ class AllToAll(ExpertParallelDispatcher):
     ) -> None:
         super().__init__(num_experts, group, backend, **how)
         self.num_machines = 1 if machines is None else machines[0].size()
-        self.ways = " ".join(x.group_name for x in machines or (group,))
+        ways = " ".join(x.group_name for x in machines or (group,))
+        self._how = ways, self.precision, backend
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         route, slots_W = self._route(ids_TK, self.num_ranks)
         tokens_S0, rows_R0, *counts = self._count(ids_TK, route, slots_W)
-        handle = (*route, *counts)
+        handle, received = [*route, *counts], tokens_S0.shape[0]
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
-        arrived = self._exchange([x_TD, routing_TC], handle, tokens_S0.shape[0], is_back=False)
-        x_SD, routing_SC = arrived
+        both = [x_TD, routing_TC]
+        x_SD, routing_SC = _exchange_rows(both, handle, received, False, *self._how)
         weights_SK, ids_SK = routing_SC.split(ids_TK.shape[1], dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
         is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
         local_SK = torch.where(is_here_SK, local_SK, -1)
-        return Received(x_SD, local_SK, weights_SK, rows_R0.shape[0], handle)
+        return Received(x_SD, local_SK, weights_SK, rows_R0.shape[0], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         tokens = ExpertIndices(*ctx[:4]).slot_row_TK.shape[0]
-        (y_TD,) = self._exchange([y_SD], ctx, tokens, is_back=True)
+        (y_TD,) = _exchange_rows([y_SD], list(ctx), tokens, True, *self._how)
         return y_TD
 
     def _route(self, ids_TK: torch.Tensor, places: int) -> tuple[ExpertIndices, torch.Tensor]:
@@ -221,20 +222,9 @@ class AllToAll(ExpertParallelDispatcher):
         once, _ = self._route(ids_TK, self.num_machines)
         token_L = once.row_slot_R.clamp(min=0) // ids_TK.shape[1]
         counts = torch.cat((route.counts_E, slots_W, once.counts_E))
-        how = self.num_local_experts, self.group_name, self.ways, self.backend
+        how = self.num_local_experts, self.group_name, self._how[0], self.backend
         tokens_S0, rows_R0, *found = _exchange_passed(ids_TK[token_L], counts, *how)
         return tokens_S0, rows_R0, token_L, *found
-
-    def _exchange(
-        self,
-        rows: list[torch.Tensor],
-        handle: tuple[torch.Tensor, ...],
-        num_rows: int,
-        *,
-        is_back: bool,
-    ) -> list[torch.Tensor]:
-        how = is_back, self.ways, self.precision, self.backend
-        return _exchange_rows(rows, list(handle), num_rows, *how)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
@@ -343,19 +333,20 @@ def _exchange_rows(
     passed, (sent, received) = handle[4:-2], handle[-2:]
     *far, near = ways.split()
     if is_back:
-        room = {"room": route.row_slot_R.shape[0]}
         if far:
             rows = _travel(rows, received, sent, near)
             received, sent, near = sent.sum(1), passed[-1], far[0]
-        back = _travel(rows, received, sent, near, **room)
+        room = route.row_slot_R.shape[0]
+        back = _travel(rows, received, sent, near, room=room)
         return [unpermute(x, route, kernels) for x in back]
-    if not far:
+    if far:
+        token_L, row_N, leaving_M, coming_M, _ = passed
+        leaving = [x[token_L] for x in rows]
+        coming = _travel(leaving, leaving_M, coming_M, far[0], precision)
+        leaving = [x[row_N] for x in coming]
+    else:
         leaving = [permute(x, None, route, kernels)[0] for x in rows]
-        return _travel(leaving, sent, received, near, precision)
-    token_L, row_N, leaving_M, coming_M, _ = passed
-    leaving = [x[token_L] for x in rows]
-    coming = _travel(leaving, leaving_M, coming_M, *far, precision)
-    return _travel([x[row_N] for x in coming], sent, received, near, precision)
+    return _travel(leaving, sent, received, near, precision)
 
 
 @_exchange_rows.register_fake
