@@ -107,18 +107,17 @@ def test_machines_are_started_by_torchrun_and_said_to_be_arithmetic(capsys):
     assert {row["dp_replicate"] for row in rows} == {"1", "2"}
 
 
-def test_several_numbers_of_gpus_have_a_best_layout_each(capsys):
+def test_several_numbers_of_gpus_are_planned_one_by_one(capsys):
     axes = [word for axis in ("tp", "pp", "ep") for word in (f"--parallel.{axis}", "1")]
-    more = ["--train.micro_batch_size", "2", "--activation.policy", "full"]
-    assert main([*SIX, "--gpus", "16", "1024", *FIXED, *axes, *more]) == 0
-    head, names, *rows, told = capsys.readouterr().out.splitlines()
-    assert head.endswith("on H200 of 139.8 GiB: estimates, the best layout of each number")
-    names = names.replace("step s", "step_s").split()
-    rows = [dict(zip(names, row.split(), strict=True)) for row in rows]
-    assert [row["GPUs"] for row in rows] == ["16", "1024"]
-    ranks = [int(row["dp_shard"]) * int(row["dp_replicate"]) for row in rows]
+    more = ["--train.micro_batch_size", "2", "--activation.policy", "full", "--top", "1"]
+    out, rows, _ = plan(capsys, *SIX, "--gpus", "16", "1024", *FIXED, *axes, *more)
+    first, heads, second = rows
+    assert list(heads) == list(heads.values()) == list(first)
+    ranks = [int(row["dp_shard"]) * int(row["dp_replicate"]) for row in (first, second)]
     assert ranks == [16, 1024]
-    assert told.startswith("128 machines: by arithmetic, with 400 Gbit/s a GPU")
+    commands = [line.split() for line in out if line.startswith("best: ")]
+    assert [words[words.index("--nnodes") + 1] for words in commands] == ["2", "128"]
+    assert any(line.startswith("128 machines: by arithmetic, with 400 Gbit/s") for line in out)
 
 
 def test_machines_of_other_sizes(capsys):

@@ -1,7 +1,5 @@
 """``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
 
-For several numbers of GPUs it is the best layout of each.
-
 Meshes, micro-batches, recomputation, precisions and dtypes of states are tried on GPUs that need
 not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of time
 (:mod:`moetrain.train.speed`). What a user sets stays as it is; what a recipe proposes is free.
@@ -72,41 +70,45 @@ def main(argv: Sequence[str] | None) -> None:
         "%(prog)s MODEL --gpus N [N ...] [--gpu KIND] [--top N] [--section.key value ...]"
     )
     parser.add_argument("model", metavar="MODEL", help="preset, recipe, folder or hub id on disk")
-    parser.add_argument("--gpus", type=int, nargs="+", required=True, help="how many, or each of")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        required=True,
+        help="how many; several are planned one by one",
+    )
     parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="their kind")
     parser.add_argument("--top", type=int, default=10, help="how many layouts to list")
     given, words = parser.parse_known_args(argv)
-    model, gpu, several = given.model, given.gpu, len(given.gpus) > 1
-    source, own = _source(model, words)
-    rows, config, gpus, found = [("GPUs", *_Layout.HEADS)], Config(), 0, []
-    kind = f"{gpu.upper()} of {GPUS[gpu].memory_gib:.1f} GiB"
     for gpus in given.gpus:
-        config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
-        per_machine = _per_machine(config)
-        if gpus < 1 or (gpus > per_machine and gpus % per_machine):
-            whole = f"1 to {per_machine}, or whole machines of {per_machine}"
-            raise ConfigError("gpus", f"{gpus}: give {whole}")
-        found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
-        if not found:
-            problem = f"{gpus}: {model} fits in no layout tried on {gpus} x {kind}; use more GPUs"
-            raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-        shown = found[: 1 if several else given.top]
-        rows += [(str(gpus), *layout.cells(gpus)) for layout in shown]
+        _show(given.model, gpus, given.gpu, given.top, words)
+
+
+def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -> None:
+    """Print the ``top`` layouts on so many GPUs, and the command of the best one."""
+    source, own = _source(model, words)
+    config = Config.load(source, [*own, *words, f"launch.gpus={max(gpus, 1)}", f"launch.gpu={gpu}"])
+    per_machine = _per_machine(config)
+    if gpus < 1 or (gpus > per_machine and gpus % per_machine):
+        whole = f"1 to {per_machine}, or whole machines of {per_machine}"
+        raise ConfigError("gpus", f"{gpus}: give {whole}")
+    found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
+    kinds = f"{gpus} x {gpu.upper()} of {GPUS[gpu].memory_gib:.1f} GiB"
+    if not found:
+        problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
+        raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
+    rows = [_Layout.HEADS, *(layout.cells(gpus) for layout in found[:top])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head = f"{model}, rows of {config.data.seq_len} tokens, on"
-    order = "the best layout of each number" if several else "best first"
-    print(f"{head} {kind if several else f'{gpus} x {kind}'}: estimates, {order}")
+    print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells[not several :]))
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     if gpu != "h200":
         print("Rates were measured on H200s; others are taken to reach the same shares of theirs.")
-    machines = max(given.gpus) // _per_machine(config)
+    machines = math.ceil(gpus / per_machine)
     if machines > 1:
         rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
         print(f"{machines} machines: by arithmetic, with {rate} between them; none was measured.")
-    if not several:
-        print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
+    print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
 
 
 def _per_machine(config: Config) -> int:

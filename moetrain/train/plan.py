@@ -143,17 +143,17 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
 
 def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
     """Say which groups stay on a machine, which do not, and how fast links are taken to be."""
-    of_stage = dims.world_size // dims.pp
-    spans = {"tp": dims.tp, "cp": dims.token_ranks, "ep": dims.ep, "dp_shard": dims.sharding_ranks}
-    spans |= {"dp_replicate": of_stage, "pp": dims.world_size}
-    used = {name: dims.machines(n) for name, n in spans.items() if getattr(dims, name) > 1}
-    inside = ", ".join(name for name, count in used.items() if count == 1) or "nothing"
-    across = ", ".join(f"{name} over {count}" for name, count in used.items() if count > 1)
-    kinds = (gpu for name, gpu in GPUS.items() if name in machine.name.lower())
-    links = "".join(f"{gpu.link_rate / 1e9:.0f} GB/s inside and " for gpu in kinds)
-    network = f"{links}{NETWORK_RATE / 1e9:.0f} GB/s across are assumed for each"
+    spans = {"tp": dims.tp, "cp": dims.token_ranks, "ep": dims.ep}
+    spans |= {"dp_shard": dims.sharding_ranks, "pp": dims.world_size}
+    spans["dp_replicate"] = dims.world_size // dims.pp
+    on = {name: dims.machines(n) for name, n in spans.items() if getattr(dims, name) > 1}
+    inside = ", ".join(name for name in on if on[name] == 1) or "nothing"
+    across = ", ".join(f"{name} over {on[name]}" for name in on if on[name] > 1)
+    rates = [gpu.link_rate for name, gpu in GPUS.items() if name in machine.name.lower()]
+    links = [f"{rate / 1e9:.0f} GB/s" for rate in (*rates, NETWORK_RATE)]
     whole = f"{dims.machines(dims.world_size)} machines of {dims.per_machine}"
-    return f"{whole}: inside {inside}; across {across}; {network}"
+    links = f"{' inside and '.join(links)} across are assumed for each"
+    return f"{whole}: inside {inside}; across {across}; {links}"
 
 
 def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:
