@@ -38,7 +38,7 @@ from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.families.multi_token import with_further
 from moetrain.models.transformer import Transformer, compile_blocks
-from moetrain.parallel.apply import choose_dispatcher
+from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator, load_model
 from moetrain.rollout.pages import PagedAttention
@@ -163,7 +163,7 @@ def make_model(
     experts = None
     if world.dims.ep > 1:
         group = world.meshes.expert_parameters.get_group("ep")
-        dispatcher = choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
+        dispatcher = _choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     model.to_empty(device=world.device)
     generator = torch.Generator(world.device)

@@ -1,7 +1,7 @@
 """Start a program by torchrun on several machines that are network namespaces of this one.
 
     python scripts/namespaces.py --machines 2 --ranks 2 [--rate 100mbit] [--delay 5ms]
-        [--own FOLDER ...] -m moetrain.train debug --train.steps 20 --output_dir outputs/two
+        [--own FOLDER ...] -- -m moetrain.train debug --train.steps 20 --output_dir outputs/two
 
 A machine is a set of namespaces: a host name, a network with one interface (eth0) and one address,
 processes and mounts. Cables (veth) lead to a bridge, which has a namespace as well: nothing of it
@@ -228,14 +228,14 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 def main() -> int:
     """The highest exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each machine")
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--rate", help="of each cable: 100mbit")
     parser.add_argument("--delay", help="of each cable: 5ms")
     parser.add_argument("--own", type=Path, action="append", default=[], metavar="FOLDER")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="what python runs: -m MODULE ...")
+    parser.add_argument("words", nargs="+", help="after --: what python runs, as -m MODULE ...")
     options = parser.parse_args()
     if why := why_not():
         sys.exit(f"error: {why}")

@@ -26,7 +26,8 @@ SLOWED = 6.87 / 7.68
 """What is left of products' rate beside NCCL: four grouped products on an H200, beside a gather by
 copy engines and by NCCL."""
 INSIDE = 20e-6
-"""Seconds before an exchange within a machine moves anything: DeepEP's times over its tokens."""
+"""Seconds before an exchange within a machine moves anything: of 4,096 to 16,384 tokens DeepEP's
+combine takes 0.18 to 0.65 ms."""
 
 
 _DIRECT = ("reduce", "cp")

@@ -6,32 +6,25 @@ from architectures import own_part
 from distributed import spawn
 from estimates import estimate_memory
 from family_cases import architecture_of
+from test_batch_invariant import PLACES
 from test_engine import WORDS, make_engine, train, weights_of
+from test_lora_rollout import answers_of, check
 from test_rl_apart import assert_same_bits, launched
 from test_rl_run import EVEN, fitted, lines_of, words_of
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.groups import FORMS, CodedMatrices, quantise_matrices
 from moetrain.kernels.small_m import expert_mlp
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.rl import learn
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 
 MICRO = 2
-REQUESTS = [
-    Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),
-    Request("b", (7,), SamplingParams(max_tokens=7, seed=1, top_k=20)),
-]
 every_form = pytest.mark.parametrize("name", FORMS)
-
-
-def answers_of(generator):
-    return [(c.tokens, c.logprobs) for (c,) in generator.generate(REQUESTS)]
 
 
 def rounded(form, whole):
@@ -73,17 +66,6 @@ def follow(name, words):
             assert torch.equal(theirs, own_part(experts, weights[key], theirs)), key
         found.append((answers_of(generator), weights))
     return engine.arch, found
-
-
-def check(arch, found):
-    for answers, weights in found:
-        model = Transformer(arch)
-        model.load_state_dict(weights)
-        expected = answers_of(Generator(model, num_pages=20, page_size=4))
-        for (tokens, logprobs), (wanted, scores) in zip(answers, expected, strict=True):
-            assert tokens == wanted
-            assert logprobs == pytest.approx(scores, abs=1e-5)
-    assert found[0][0] != found[1][0]
 
 
 @every_form
@@ -163,22 +145,28 @@ def test_experts_of_every_kind(family):
         assert torch.equal(coded(tokens_BS), model(tokens_BS))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize("place", PLACES)
 @every_form
-def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name):
-    form, generator = FORMS[name], torch.Generator().manual_seed(0)
+def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name, place):
+    form, generator = FORMS[name], torch.Generator(place).manual_seed(0)
     dim, width, counts = 256, 128, [3, 0, 21]
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, device=place) * shape[-1] ** -0.5
+
     coded = []
     for shape in ((len(counts), 2 * width, dim), (len(counts), dim, width)):
-        matrices = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        bytes_EB = torch.empty(shape[0], form.num_bytes(matrices[0].numel()), dtype=torch.uint8)
+        matrices = draw(*shape)
+        bytes_EB = torch.empty(
+            shape[0], form.num_bytes(matrices[0].numel()), dtype=torch.uint8, device=place
+        )
         quantise_matrices(form, matrices, bytes_EB)
-        coded.append(CodedMatrices(form, bytes_EB, matrices.shape[1:], torch.float32))
-    ends = torch.tensor(counts).cumsum(0).int()
-    x, w = (torch.rand(sum(counts), n, generator=generator) for n in (dim, 1))
-    given = x, ends, *coded, w[:, 0], 20
-    expected = expert_mlp(x, ends, *(c.widen() for c in coded), w[:, 0], 20)
-    assert torch.equal(expert_mlp(*given), expected)
+        coded.append(CodedMatrices(form, bytes_EB, matrices.shape[1:], dtype))
+    ends = torch.tensor(counts, device=place).cumsum(0).int()
+    x, w = draw(sum(counts), dim).to(dtype), draw(sum(counts), 1)[:, 0].abs()
+    expected = expert_mlp(x, ends, *(c.widen() for c in coded), w, 20)
+    assert torch.equal(expert_mlp(x, ends, *coded, w, 20), expected)
     assert expected.abs().max() > 0
 
 
@@ -239,3 +227,17 @@ def test_apart_and_together_have_the_same_codes(tmp_path):
     apart = how | {"rl.placement": "apart"}
     assert launched(2, words_of(tmp_path / "1+1", **apart)) == [0, 0]
     assert_same_bits(tmp_path / "one", tmp_path / "1+1")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
+def test_all_tokens_are_scored_though_the_first_agree(dtype, tmp_path, monkeypatch):
+    """As those of a policy that is certain do, whatever its weights are rounded to."""
+    scored, score = [], learn.score
+    monkeypatch.setattr(learn.Learner, "_compare", lambda *_: torch.zeros(1, 3).double())
+    monkeypatch.setattr(learn, "score", lambda *a: scored.append(len(a[1])) or score(*a))
+    (tmp_path / "even.py").write_text(EVEN)
+    how = RUN | {"rl.env": f"{tmp_path / 'even.py'}:Even", "rl.generator_dtype": dtype}
+    how |= {"train.micro_batch_size": 1, "train.steps": 1, "rl.ratio": "proximal"}
+    fitted(tmp_path / "run", **how)
+    assert scored[0] == 1
+    assert (len(scored) == 2 and scored[1] > 0) == (dtype != "auto")

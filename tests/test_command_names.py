@@ -1,6 +1,5 @@
 """``moetrain COMMAND``: one name for every command, and what completes it in a shell."""
 
-import json
 import subprocess
 import tomllib
 from pathlib import Path
@@ -78,17 +77,3 @@ def test_an_unknown_name_is_one_line(words, problem, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert problem in line
-
-
-def test_bench_times_steps_and_leaves_the_run_alone(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    small = ["--data.seq_len", "32", "--train.micro_batch_size", "4"]
-    assert main(["bench", "debug", *small, "--train.steps", "2", "--launch.nproc", "2"]) == 0
-    text, row = capfd.readouterr().out.splitlines()[-2:]
-    assert text.startswith("2 x CPU, torch ")
-    assert text.endswith(" ms a step, the mean of 2")
-    row = json.loads(row)
-    # Sixteen rows of 32 tokens a step, half of them on each of two ranks.
-    assert row["tokens_per_second_per_device"] * row["step_seconds"] == pytest.approx(8 * 32)
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["debug-bench"]
-    assert not list((tmp_path / "outputs").rglob("step-*"))

@@ -12,7 +12,7 @@ from moetrain.train.plan import MemoryPlan, plan_memory
 from moetrain.train.setup import resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
-PROBES = (None, 0, 1, 3, -1, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")
+PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")
 PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
 PROBES += (
     "exact",

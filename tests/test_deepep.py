@@ -42,11 +42,10 @@ from moetrain.kernels.experts import deepep as package
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel import apply
-from moetrain.parallel.apply import choose_dispatcher
+from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
-from moetrain.parallel.mesh import ParallelDims, build_meshes
 from moetrain.train.trainer import Trainer
 
 # Tokens of each rank.
@@ -245,7 +244,7 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
 def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
     monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
     arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
-    assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
+    assert re.search(reason, deepep._why_not_here(arch, ranks, device, dtype) or "no reason")
 
 
 def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypatch, tmp_path):
@@ -268,29 +267,15 @@ def check_agreement() -> None:
         assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
 
 
-def check_machines(choose, lines: list[str]) -> None:
-    """Of several machines the package makes no buffer: its kernels here are for one."""
-    dims = ParallelDims(2, dp_shard=2, ep=2, per_machine=1)
-    machines = build_meshes(dims, "cpu").expert_machines
-    buffers = fake_deep_ep.calls["buffer"]
-    chosen = choose(machines=machines)
-    assert (type(chosen), chosen.num_machines) == (AllToAll, 2)
-    assert "ranks are on 2 machines, and the package's kernels here are for one" in lines[-1]
-    for words in ("moe.dispatcher=deepep", "moe.dispatch_mode=static"):
-        with pytest.raises(ConfigError, match=r"DeepEP cannot run: .* on 2 machines, and the pack"):
-            choose(words, machines=machines)
-    assert fake_deep_ep.calls["buffer"] == buffers
-
-
 def check_choice() -> None:
     use_fake()
     lines: list[str] = []
     apply.logger.info = lambda text, *args: lines.append(text % args)
 
-    def choose(*overrides: str, device=GPU, machines=None) -> Any:
+    def choose(*overrides: str, device=GPU) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, machines)
+        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16)
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)
@@ -312,7 +297,6 @@ def check_choice() -> None:
     cpu = torch.device("cpu")
     assert isinstance(choose(device=cpu), AllToAll)
     assert "all-to-all: it takes CUDA devices" in lines[-1]
-    check_machines(choose, lines)
     for name, value in (("dispatcher", "deepep"), ("dispatch_mode", "static")):
         with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: it "):
             choose(f"moe.{name}={value}", device=cpu)

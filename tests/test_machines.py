@@ -4,6 +4,7 @@ Where sbatch, kubectl or SkyPilot is installed, its own parser reads the file. O
 options and the fields of a JobSet and a task are those of their documentation, as tables here.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,9 +12,11 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -354,7 +357,8 @@ def test_a_file_is_written_once(capsys):
         assert main([*job, "--dry_run"]) == 0
         assert capsys.readouterr().out == text
         assert main([*job, "--name", "other", "--file", str(path)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()[2:]
+        said = capsys.readouterr().err.splitlines()
+        (line,) = (text for text in said if text.startswith("error"))
         assert re.match(r"error: file: .* exists; give another by --file, or --overwrite$", line)
         assert path.read_text() == text
         assert main([*job, "--name", "other", "--file", str(path), "--overwrite"]) == 0
@@ -514,4 +518,123 @@ def test_a_job_whose_machine_is_taken_away_ends_where_an_undisturbed_run_does(pr
     finally:
         for job in both:
             job.kill()
+    assert losses(Path("out")) == expected
+
+
+# ---- Slurm itself --------------------------------------------------------------------------------
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+SLURM_CONF = """
+ClusterName=here
+SlurmctldHost={name}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser=root
+AuthInfo=socket={folder}/munge
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+NodeName={name} NodeAddr=127.0.0.1 CPUs={cores} Gres=gpu:2
+PartitionName=all Nodes={name} Default=YES
+"""
+"""One node, this machine, with two GPUs that are none."""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A function that runs one of Slurm's commands; its daemons run as Debian installs them."""
+    if os.geteuid() != 0 or not all(map(shutil.which, (*DAEMONS, "sbatch"))):
+        pytest.skip(f"needs root, and {', '.join(DAEMONS)} (apt-get install slurmctld slurmd)")
+    folder, name = tmp_path / "slurm", socket.gethostname().partition(".")[0]
+    folder.mkdir(mode=0o755)
+    ports = [free_port(), free_port()]
+    facts = {"folder": folder, "name": name, "ports": ports, "cores": os.cpu_count()}
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(**facts))
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    key = folder / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    environment = clean(SLURM_CONF=str(folder / "slurm.conf"))
+    munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge"]
+    munge += [f"--{x}-file={folder}/munged.{x}" for x in ("pid", "log", "seed")]
+    started = []
+    try:
+        for words in (munge, ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", name]):
+            with (folder / f"{words[0]}.said").open("w") as said:
+                daemon = subprocess.Popen(words, stdout=said, stderr=said, env=environment)
+                started.append(daemon)
+
+        def run(*words):
+            done = subprocess.run(words, capture_output=True, text=True, env=environment)
+            return done.stdout + done.stderr
+
+        wait_until(lambda: "idle" in run("sinfo", "--noheader", "--format=%T"))
+        yield run
+        run("scancel", "--signal=KILL", "--full", "--user=root")
+    finally:
+        for daemon in reversed(started):
+            daemon.terminate()
+            daemon.wait(timeout=60)
+
+
+def wait_until(is_true):
+    end = time.monotonic() + 240
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_slurm_queues_a_job_again_until_it_ends_where_an_undisturbed_run_does(
+    slurm, printed, settings
+):
+    words, expected = settings
+    words = settled([*words, "checkpoint.interval=4"])
+    own = ["--nodes", "1", "--gpus", "2", "--name", "job", "--save_seconds", "30"]
+    script = printed("slurm", "debug", *own, *words)
+    Path("script").write_text(script)
+    assert re.search(r"Job \d+ to start at ", slurm("sbatch", "--test-only", "script"))
+    job = slurm("sbatch", "--parsable", "script").strip()
+    shown = functools.partial(slurm, "scontrol", "show", "job", job)
+
+    def disturb(steps, disturbance):
+        """Once so many steps are logged; it starts again."""
+        wait_until(lambda: Path("out/metrics.jsonl").exists())
+        wait_for_steps([], steps)
+        before = int(re.search(r"Restarts=(\d+)", shown())[1])
+        disturbance()
+        wait_until(lambda: has_started_again(before + 1))
+
+    def has_started_again(restarts):
+        """Slurm lets it wait for two minutes from when its processes are gone.
+
+        Never started in the second of the requeue, in which Slurm calls its credential revoked.
+        """
+        said = shown()
+        if f"Restarts={restarts}" not in said:
+            return False
+        begins = re.search(r"JobState=PENDING .*StartTime=(2\S+)", said, re.S)
+        if begins and (datetime.fromisoformat(begins[1]) - datetime.now()).total_seconds() > 10:
+            slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+        return "JobState=RUNNING" in said
+
+    def kill():
+        listed = slurm("scontrol", "listpids", f"{job}.0")
+        (second,) = re.findall(rf"^(\d+) +{job} +0 +1 ", listed, re.M)
+        os.kill(int(second), signal.SIGKILL)
+
+    disturb(8, lambda: slurm("scancel", "--batch", "--signal=USR1", job))  # as if time were up
+    disturb(20, kill)
+    disturb(32, lambda: slurm("scontrol", "requeue", job))
+    wait_until(lambda: "JobState=COMPLETED" in shown())
+    said = Path(f"job-{job}.log").read_text()
+    assert said.count("resuming from out/checkpoints/step-") == 3
+    assert said.count("stopped by SIGTERM") == 2
     assert losses(Path("out")) == expected

@@ -51,9 +51,6 @@ ULYSSES = {"cp_method": "ulysses"}
         (12, {"ep": 6}, 12, 2),
         (8, {"dp_replicate": 2, "ep": 2}, 4, 2),
         (8, {"dp_replicate": 8}, 1, 1),
-        (8, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
-        (2, {"dp_replicate": -1, "dp_shard": 2}, 2, 2),
-        (8, {"dp_replicate": -1, "dp_shard": 1, "tp": 2}, 1, 2),
         (8, {"dp_replicate": 2, "tp": 2, "ep": 4}, 2, 1),
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
         (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
@@ -250,8 +247,6 @@ def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
     seen["tokens"] = sorted(dist.get_process_group_ranks(meshes.tokens))
     seen["data"] = (meshes.data.rank(), dist.get_process_group_ranks(meshes.data))
     seen["communicators"] = [dist.get_process_group_ranks(g) for g in meshes.communicators]
-    near_and_far = meshes.expert_machines or ()
-    seen["expert_machines"] = [dist.get_process_group_ranks(group) for group in near_and_far]
     seen["round trips"] = [round_trip(meshes, name) for name in named if "parameters" in name]
     return seen
 
@@ -306,10 +301,6 @@ LAYOUTS = {
     ParallelDims(4, dp_shard=2, tp=2, ep=2): (ALONE_4, NEAR, FAR, NEAR, FAR, FAR, 4),
     ParallelDims(4, dp_shard=2, tp=2, ep=4): (ALONE_4, NEAR, FAR, ALL_4, ALONE_4, FAR, 4),
     ParallelDims(4, dp_shard=2, cp=2): (ALONE_4, ALONE_4, ALL_4, ALONE_4, ALL_4, FAR, 4),
-    ParallelDims(4, dp_shard=4, ep=4, per_machine=2): (
-        *(ALONE_4, ALONE_4, ALL_4, ALL_4, ALONE_4, ALL_4),
-        4,
-    ),
     ParallelDims(4, pp=2, dp_shard=2, ep=2): (ALONE_4, ALONE_4, NEAR, NEAR, ALONE_4, NEAR, 4),
 }
 
@@ -350,9 +341,6 @@ def test_meshes_of_four_ranks(device_type):
             mine_made = [len(ranks) for ranks in mine["communicators"]]
             assert mine_made == [len(ranks) for ranks in seen[0]["communicators"]]
             assert len(mine_made) == communicators, dims
-            far, near = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-            crosses = dims.machines(dims.ep) > 1
-            assert mine["expert_machines"] == ([far, near] if crosses else []), dims
 
 
 def test_the_views_hold_the_same_ranks_in_the_same_order():

@@ -112,7 +112,7 @@ def test_a_machine_with_another_folder_ends_the_run(words, tmp_path):
         (tmp_path / folder).mkdir()
     with Machines(2) as machines:
         machines[1].bind(tmp_path / "another", tmp_path / "out")
-        command = [IMPATIENT, "2", "60", "debug", *words, f"output_dir={tmp_path}/out"]
+        command = [IMPATIENT, "2", "debug", *words, f"output_dir={tmp_path}/out"]
         codes = machines.torchrun(command, said=outputs(machines, tmp_path))
     assert 0 not in codes
     problem = r"' is not one folder for all ranks: on machine1 \(rank 1\) what rank 0 writes there"
@@ -141,7 +141,7 @@ def test_a_cable_that_is_slow_and_then_cut(words, tmp_path):
     words = [*words, "model.num_layers=2", "train.steps=12", "optim.lr=1e-4"]
     words += ["checkpoint.interval=2", f"output_dir={tmp_path}/out"]
     Trainer(Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})).fit()
-    command = [IMPATIENT, "60", "20", "debug", *words]
+    command = ["-m", "moetrain.train", "debug", *words]
     with Machines(2) as machines:
         for machine in machines:  # TCP's patience, of a quarter of an hour
             do(*machine.inside("sysctl", "-w", "net.ipv4.tcp_retries2=4"))

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import spawn
+from preferences import preferences
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.loss.preference import LOSSES, Scores
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preferences import Preference, Reference, preferences
+from moetrain.train.preferences import Preference, Reference
 from moetrain.train.trainer import Trainer
 
 KINDS = list(LOSSES)

@@ -293,8 +293,8 @@ def come(address, key, rank):
     return link
 
 
-def say(link, groups=(), are_all=False, running=0):
-    link.send((list(groups), are_all, running, 0.0))
+def say(link, groups=(), are_all=False, is_busy=False):
+    link.send((list(groups), are_all, is_busy, 0.0))
 
 
 def hear(link):
@@ -335,7 +335,7 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
         assert hear(link)[:2] == (["weight", "bias"], 5)
     for group in range(2):
         fleet.start(group, task=3, size=2, seed=0)
-    say(one, running=1)
+    say(one, is_busy=True)
     assert hear(one)[3] == []  # groups may lack some yet
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(fleet.finish, range(2))
@@ -355,26 +355,6 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
     assert hear(three)[0] == ["weight", "bias"]
 
 
-def test_a_generator_is_full_by_what_still_runs(fleet):
-    """And not by groups, most of whose trajectories may be over long before their last."""
-    fleet, address, key = fleet
-    fleet.settings = fleet.settings.model_copy(update={"max_sequences": 4, "group_size": 2})
-    one, two = (come(address, key, rank) for rank in (1, 2))
-    with fleet.updating(0):
-        pass
-    for link, running in ((one, 0), (two, 99)):
-        say(link, running=running)
-        hear(link)
-    for group in range(9):
-        fleet.start(group, task=3, size=2, seed=0)
-    fleet.finish(())
-    begun = []
-    for running in (0, 5, 6, 3):
-        say(one, running=running)
-        begun.append(len(hear(one)[3]))
-    assert begun == [6, 2, 0, 4]
-
-
 def test_nothing_begins_with_weights_from_before(fleet):
     """A group is given while weights are written; and one that dies as it takes them is no end."""
     fleet, address, key = fleet
@@ -387,7 +367,7 @@ def test_nothing_begins_with_weights_from_before(fleet):
     with fleet.updating(1):
         fleet.start(0, task=3, size=2, seed=0)
         fleet.finish(())
-        say(one, running=1)
+        say(one, is_busy=True)
         names, _, _, begun, _ = hear(one)
         assert names == begun == []
         say(one)

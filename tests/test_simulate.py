@@ -47,7 +47,7 @@ UNEVEN = [
 OFF = [
     # Its script has no balancing loss, and how uneven its routing was is not known.
     ("h200", 2, 1, f"{ONE_AFTER_ANOTHER} parallel.ep=2", "41,300", 0.15),
-    # Every rank computes what sees most keys; that is not in the count of its products.
+    # It was not profiled.
     (
         "h100",
         2,

@@ -56,8 +56,7 @@ class _Layout(NamedTuple):
 
     def cells(self, gpus: int) -> list[str]:
         p = self.config.parallel
-        others = p.dp_replicate * p.cp * p.tp * p.pp
-        shard = gpus // others if p.dp_shard == -1 else p.dp_shard
+        shard = gpus // (p.dp_replicate * p.cp * p.tp * p.pp)
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
         return [*figures, str(shard), *(_shown(attrgetter(x)(self.config)) for x in self.COLUMNS)]
 

@@ -74,7 +74,6 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 
 _PROGRAMS = {
     "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
-    "bench": _Program("bench", "moetrain.cli.bench:_Bench", Recipes.TRAIN, ("rl.", "jobs.")),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",
@@ -93,7 +92,7 @@ _PROGRAMS = {
             *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
             *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-            *("train.patience", "launch.hang_seconds"),
+            "train.patience",
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),

@@ -175,9 +175,8 @@ class ChatTemplate:
                 said = f"renders no text for messages[{i}], an assistant's turn"
                 problem = f"the chat template {said}; give another one"
                 raise BadLineError(problem, "data.chat_template")
-            spans: list[tuple[int, int]] = []
-            if documents and text.startswith(documents[-1][0]):
-                spans = documents.pop()[1]
+            goes_on = bool(documents) and text.startswith(documents[-1][0])
+            spans = documents.pop()[1] if goes_on else []
             documents.append((text, [*spans, (len(prompt), len(text))]))
         return documents
 

@@ -8,9 +8,7 @@ experts have stacked adapters, A [E, rank, in]; an expert's gate and up matrices
 weight, share A. Left out on purpose: adapters of the embedding, the head and norms.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple
 
@@ -80,19 +78,6 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
             shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
             for half, shape in zip(ADAPTER, shapes, strict=True):
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
-
-
-@contextmanager
-def own_draws(key: str, device: torch.device) -> Iterator[None]:
-    """Draw other random numbers inside, for every ``key`` and every call.
-
-    They follow from torch's random state, of which each call draws one number, so that a run that
-    resumes from a saved state draws the same ones.
-    """
-    call = int(torch.randint(2**31, ()))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
-        yield
 
 
 def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:

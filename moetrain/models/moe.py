@@ -335,16 +335,15 @@ class Experts(Adaptable):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """Return ``y_SD``, the weighted sum of each token's experts here."""
-        backend = self.backend
-        if self.precision != "bf16":
-            weights = (self.matrices(name, x_SD.dtype) for name in self.weights)
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
-        up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
-        if up is None or down is None:
-            stored = (self.stored(name, x_SD.dtype) for name in self.weights)
+        (first, second), dtype, backend = self.weights, x_SD.dtype, self.backend
+        up, down = self.adapter(first, dtype), self.adapter(second, dtype)
+        if self.precision == "bf16" and (up is None or down is None):
+            stored = self.stored(first, dtype), self.stored(second, dtype)
             given = (x_SD, weights_SK, indices, *stored, backend)
             return expert_mlp(*given, typical_rows=typical_rows, activation=self.activation)
-        weights = (self.matrices(name, x_SD.dtype) for name in self.weights)
+        weights = self.matrices(first, dtype), self.matrices(second, dtype)
+        if up is None or down is None:
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
         given = (x_SD, weights_SK, indices, *weights, up.a, up.b, down.a, down.b, up.scale)
         return adapted_expert_mlp(*given, backend, activation=self.activation)
 

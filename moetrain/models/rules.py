@@ -83,21 +83,19 @@ class Rule:
         shape: Sequence[int],
         std: float,
         seed: int,
-        first: int = 0,
-        columns: tuple[slice, ...] = (),
+        box: tuple[slice, ...] = (),
     ) -> None:
-        """Fill ``out`` with the initial rows from ``first`` on of the parameter ``name``.
+        """Fill ``out`` with initial values of the parameter ``name``, or of its part in ``box``.
 
         Numbers are seeded by ``seed`` and the name, so no value depends on other parameters or on
         how this one, of ``shape``, is cut. They are drawn in blocks of rows, each with a seed of
         its own: a rank draws the blocks that it holds some rows of, and never the whole.
-
-        ``columns`` is the slice of the further dims that ``out`` has; empty: all of them.
         """
         if self.init in ("ones", "zeros"):
             out.fill_(1.0 if self.init == "ones" else 0.0)
             return
         per_block = max(1, _BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
+        first = box[0].start if box else 0
         stop = first + out.shape[0] if out.numel() else first
         for start in range(first - first % per_block, stop, per_block):
             size = min(per_block, shape[0] - start)
@@ -115,7 +113,7 @@ class Rule:
                 values.normal_(0.0, width, generator=generator)
             low = max(first, start)
             high = min(stop, start + size)
-            kept = values[(slice(low - start, high - start), *columns)]
+            kept = values[(slice(low - start, high - start), *box[1:])]
             out[low - first : high - first] = kept
 
 

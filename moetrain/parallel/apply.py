@@ -77,11 +77,11 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
-    frees, is_alone = frees_memory(config, world.size), world.size == 1
-    fsdp = FSDP(config.parallel, device, frees, reshard, 1 if is_alone else 2)
+    fsdp = FSDP(config.parallel, device, frees_memory(config, world.size), reshard)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    styles = {name: style for name, style in model.arch.plan().styles.items() if name in here}
+    all_styles = model.arch.plan().styles
+    styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
     fsdp.connect()
     model.sharding = fsdp
     if meshes.dims.tp > 1:
@@ -97,9 +97,9 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if meshes.dims.ep > 1:
-        experts, machines = meshes.expert_parameters.get_group("ep"), meshes.expert_machines
+        experts = meshes.expert_parameters.get_group("ep")
         dtype = compute_dtype(config, device)
-        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype, machines)
+        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -122,33 +122,27 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
-        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    return num_blocks * bool(wanted or recomputes[config.activation.policy])
+    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
+    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------
 
 
-def choose_dispatcher(
+def _choose_dispatcher(
     config: Config,
     arch: Architecture,
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
-    machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> ExpertParallelDispatcher:
-    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
-
-    ``machines``: as in :class:`moetrain.parallel.mesh.Meshes`; None: the ranks are on one.
-    """
+    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective."""
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        spare, count = moe.redundant_experts, machines[0].size() if machines else 1
-        reason = why_not(arch, group, device, dtype, kernels.precision, spare, count)
+        reason = why_not(arch, group, device, dtype, kernels.precision, moe.redundant_experts)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -156,7 +150,7 @@ def choose_dispatcher(
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, machines=machines, **how)
+        return AllToAll(arch.num_experts, group, **how)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.
@@ -318,10 +312,9 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
         if not (all or name.endswith(ADAPTER)):
             continue
         layout, rule = member.layout, member.rule
-        rows, *columns = layout.box
         # Not in place: the host has other random numbers, and codes are no values.
         values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
-        rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        rule.draw(values, name, layout.shape, std, seed, layout.box)
         member.write(layout.box, values)
 
 

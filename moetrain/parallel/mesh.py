@@ -192,8 +192,6 @@ class Meshes:
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     everyone: dist.ProcessGroup
     """The world."""
-    expert_machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    """Expert parallel ranks in this one's place on each machine, and on its own; None: on one."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -226,10 +224,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
-    machines, expert_machines = dims.machines(dims.ep), None
-    if machines > 1:
-        placed_ranks = expert_ranks.unflatten(3, (machines, dims.per_machine))
-        expert_machines = groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)
     return Meshes(
         dims,
         groups.mesh(dense_ranks, *_DENSE_AXES),
@@ -240,7 +234,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
-        expert_machines,
         tuple(groups.made.values()),
     )
 
@@ -474,17 +467,6 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
-def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather the ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`."""
-    if group.size() == 1:
-        return local.contiguous()
-    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
-    padded[: local.shape[0]] = local
-    gathered_WN, work = all_gather_start(padded.flatten(), group)
-    work.wait()
-    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
-
-
 # torch 2.13 renamed it and warns on the old name.
 all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
@@ -498,3 +480,14 @@ def all_gather_start(
     x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
     # Flat, because gloo does not stack.
     return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
+
+
+def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by ``torch.chunk``'s rule."""
+    if group.size() == 1:
+        return local.contiguous()
+    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
+    padded[: local.shape[0]] = local
+    gathered_WN, work = all_gather_start(padded.flatten(), group)
+    work.wait()
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]

@@ -65,11 +65,6 @@ class World:
         """Whether this rank prints, logs and writes for all."""
         return self.rank == 0
 
-    @property
-    def is_first_on_machine(self) -> bool:
-        """Whether this rank does what one rank of a machine does for the others."""
-        return self.local_rank == 0
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over every rank that works on tokens of its own: losses, say."""
         return _sum(x, self.meshes.tokens)

@@ -236,7 +236,7 @@ class _AgentEpisode(Episode):
         added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
         tokens = event.prompt if added is None else added
-        heard = partial(self.environment.loop.call_soon_threadsafe, event.hear)
+        heard: Any = partial(self.environment.loop.call_soon_threadsafe, event.hear)
         limits = body.limit[1], tuple(body.stop), heard if body.stream else None
         return Turn(tokens, 0.0, False, added is None, *limits)
 

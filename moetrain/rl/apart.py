@@ -9,8 +9,7 @@ the process, whatever ended that. On it a generator speaks first, and each is si
 has spoken; a generator that is busy is answered at once, and steps meanwhile. Groups that a dead
 generator had begin again in another; seeds go with a group's number, so they get the same tokens.
 
-    generator   groups that are over, or all; whether they are all; how many trajectories are not
-                over; idle seconds
+    generator   groups that are over, or all; whether they are all; whether it is busy; idle seconds
     learner     parameters that follow; their version; stop ids; trajectories to begin; whether it
                 is to send all groups next
 
@@ -88,8 +87,6 @@ class _Wire:
         self.values = dict((*model.named_parameters(), *model.named_buffers()))
         self.groups: dict[int, int] = {}
         """Those that the generator has, and how many trajectories each is."""
-        self.running = 0
-        """How many of these trajectories are not over, as far as it was told of them."""
         self.begun: list[Trajectory] = []
         """What it was not yet told to begin."""
 
@@ -235,8 +232,8 @@ class Fleet(Collector):
         most = rl.max_sequences + rl.group_size if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
-            peer = min(self._peers, key=lambda peer: (peer.running + len(peer.begun), peer.index))
-            if peer.running + len(peer.begun) >= most:
+            peer = min(self._peers, key=lambda peer: (sum(peer.groups.values()), peer.index))
+            if sum(peer.groups.values()) >= most:
                 break
             peer.groups[group] = len(self.groups[group])
             peer.begun += self.groups[group]
@@ -283,10 +280,9 @@ class Fleet(Collector):
                     self._hand_out()
 
     def _answer(
-        self, peer: _Wire, groups: list[list[Trajectory]], are_all: bool, running: int, idle: float
+        self, peer: _Wire, groups: list[list[Trajectory]], are_all: bool, is_busy: bool, idle: float
     ) -> tuple[Any, ...]:
         with self._changed:
-            peer.running = running
             self._idle += idle
             self.groups |= {group[0].group: group for group in groups}
             for number in peer.groups.keys() & _over(self.groups):
@@ -299,11 +295,10 @@ class Fleet(Collector):
                 names: list[str] = []
                 if self._version is not None:  # nothing begins with weights from before
                     begun, peer.begun = peer.begun, begun
-                    peer.running += len(begun)
                     has = () if peer.version is None else self.generator.borrowed
                     if peer.version != self._version:
                         names = [name for name in peer.values if name not in has]
-                if running or begun or names or peer.reports or peer.is_gone():
+                if is_busy or begun or names or peer.reports or peer.is_gone():
                     return names, self._version, self.stop_ids, begun, peer.reports
                 self._changed.wait(1.0)
 
@@ -402,15 +397,15 @@ class _Serving:
         waits = are_all = False
         while True:
             now = time.monotonic()
-            running = sum(not t.is_over for group in collector.groups.values() for t in group)
-            self._stepped = now if running else math.inf
-            if not waits and (groups or are_all or not running or now - spoke > _PAUSE):
-                wire.link.send((groups, are_all, running, idle))
+            is_busy = bool(collector.groups)
+            self._stepped = now if is_busy else math.inf
+            if not waits and (groups or are_all or not is_busy or now - spoke > _PAUSE):
+                wire.link.send((groups, are_all, is_busy, idle))
                 groups, idle, spoke, waits = [], 0.0, now, True
-            if waits and (not running or wire.link.poll()):
+            if waits and (not is_busy or wire.link.poll()):
                 names, version, collector.stop_ids, begun, are_all = wire.link.recv()
                 waits = False
-                if not running:
+                if not is_busy:
                     idle += time.monotonic() - now
                 if names:
                     wire.link.send(None)

@@ -102,28 +102,23 @@ class Steps:
         self.caches: list[Any] = []
         """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
         layers = model.arch.layers()[: model.arch.num_layers + (self.draft > 0 and self.has_block)]
-        mixers: list[tuple[AttentionPart, Any]] = [
-            (part, model.get_submodule(f"layers.{i}.{part.name}"))
-            for i, parts in enumerate(layers)
-            for part in parts
-            if isinstance(part, AttentionPart)
-        ]
-        for _, mixer in mixers:
+        parts = ((i, part) for i, parts in enumerate(layers) for part in parts)
+        for i, part in parts:
+            if not isinstance(part, AttentionPart):
+                continue
+            mixer: Any = model.get_submodule(f"layers.{i}.{part.name}")
             core = getattr(mixer, "core", None)
-            is_paged = core is masked_attention or isinstance(core, PagedAttention)
-            if not is_paged and not hasattr(mixer, "keep_states"):
-                problem = "has layers that have no cache here, so it cannot generate"
-                raise ConfigError(
-                    "model", f"{model.arch.family} {problem}; other programs can serve its export"
-                )
-        for part, mixer in mixers:
-            if hasattr(mixer, "core"):
+            if core is masked_attention or isinstance(core, PagedAttention):
                 kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
                 mixer.core = kind(pages.num_pages, pages.page_size, part.window)
                 mixer.rotate = mixer.core.rotate
                 self.caches.append(mixer.core)
-            else:
+            elif hasattr(mixer, "keep_states"):
                 self.caches.append(mixer.keep_states(self.max_sequences + 1, self.draft))
+            else:
+                problem = "has layers that have no cache here, so it cannot generate"
+                problem = f"{model.arch.family} {problem}; other programs can serve its export"
+                raise ConfigError("model", problem)
         for module in model.modules():
             if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010

@@ -12,8 +12,9 @@ backward runs, and ``log.find_nan`` reads whether the step was skipped.
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -28,7 +29,6 @@ from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.fake_step import FakeStep
-from moetrain.models.lora import own_draws
 from moetrain.models.moe import update_router_bias
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
@@ -164,10 +164,23 @@ class Engine(ModelState):
     def _learn(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> "_Pass[_B]":
-        key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
         drops = self.config.lora.dropout > 0
-        with self.work(), own_draws(key, self.world.device) if drops else nullcontext():
+        with self.work(), self._own_draws() if drops else nullcontext():
             return _Pass(self, objective, sizes, learns=True).over(batches)
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Draw other random numbers inside than other ranks and calls do.
+
+        They follow from torch's random state, of which each call draws one number, so that a run
+        that resumes from a saved state draws the same ones.
+        """
+        key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
+        call = int(torch.randint(2**31, ()))
+        device = self.world.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
+            yield
 
     def forget(self) -> None:
         super().forget()
@@ -220,7 +233,7 @@ class Engine(ModelState):
         norm = self.fsdp.gradient_norm()
         loss = torch.stack([totals.total for totals in done]).sum()
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        clip = (self.config.optim.max_grad_norm / norm).clamp(max=1.0)
+        clip = (self.optimizer.config.max_grad_norm / norm).clamp(max=1.0)
         self.optimizer.step(clip, skipped, self._lr)
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
@@ -309,7 +322,6 @@ class _Pass(Generic[_B]):
     sizes: Mapping[str, torch.Tensor]
     learns: bool
     num_batches: int = 0
-    num_done: int = 0
     names: list[str] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     """Total and terms of each micro-batch."""
@@ -371,8 +383,8 @@ class _Pass(Generic[_B]):
         return total
 
     def backward(self, total: torch.Tensor) -> None:
-        self.num_done += 1
-        self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
+        """Run the backward of the micro-batch that was finished last."""
+        self.engine.fsdp.backward(total, is_last=len(self.values) == self.num_batches)
 
     def totals(self) -> Totals:
         sums, routing = None, None

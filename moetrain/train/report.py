@@ -14,6 +14,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
@@ -144,26 +145,20 @@ def _chart(
     steps, values = zip(*(point for line in series.values() for point in line), strict=True)
     first, last = min(steps), max(steps)
     ticks = [float(tick) for tick in MaxNLocator(4).tick_values(min(values), max(values))]
-    left, width, height = _SIZE["left"], _SIZE["right"] - _SIZE["left"], _SIZE["height"]
-
-    def across(step: float) -> float:
-        return round(left + (step - first) / ((last - first) or 1) * width, 1)
-
-    def down(value: float) -> float:
-        share = (value - ticks[0]) / (ticks[-1] - ticks[0])
-        return round(height - 24 - share * (height - 34), 1)
-
+    sides, ends = [_SIZE["left"], _SIZE["right"]], [_SIZE["height"] - 24, 10]
+    across = partial(np.interp, xp=[first, last + (first == last)], fp=sides)
+    down = partial(np.interp, xp=[ticks[0], ticks[-1]], fp=ends)
     lines = [
         {
             "name": name,
             "colour": colour,
-            "spots": [(across(step), down(value)) for step, value in line],
+            "spots": [(round(across(step), 1), round(down(value), 1)) for step, value in line],
             "step": line[-1][0],
             "value": line[-1][1],
         }
         for colour, (name, line) in zip(cycle(_COLOURS), series.items(), strict=False)
     ]
-    places = [(down(tick), tick) for tick in ticks]
+    places = [(round(down(tick), 1), tick) for tick in ticks]
     return {"title": title, "first": first, "last": last, "ticks": places, "lines": lines}
 
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
@@ -26,7 +25,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import Export, warn_about_router_bias
+from moetrain.models.hf.save import Export
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
@@ -262,7 +261,7 @@ class ModelState:
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)
         if world.is_main:
-            warn_about_router_bias(self.model)
+            export.warn_about_router_bias(self.model)
         export.write(self.weights(hf=True))
 
     # ---- in host memory ------------------------------------------------------------------------
@@ -322,8 +321,7 @@ class Snapshots(Saver):
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
-            saves = self.settings.interval or self.settings.minutes
-            if saves or self.settings.memory_interval:
+            if self.settings.interval or self.settings.minutes:
                 self.staging.memory.reserve(engine.state_bytes())
 
     def save(
@@ -334,7 +332,6 @@ class Snapshots(Saver):
         *,
         failed: bool,
         keeps: int | None = None,
-        memory: Memory | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
@@ -346,7 +343,6 @@ class Snapshots(Saver):
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
-            memory: the machines' memories, if ``root`` lies there.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -366,7 +362,7 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory)
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

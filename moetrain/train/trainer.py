@@ -75,10 +75,11 @@ class Trainer(Run):
     def build(self, arch: Architecture) -> None:
         config = self.config
         if self._given is None:
-            if not self.world.is_first_on_machine:
+            is_first = self.world.local_rank == 0
+            if not is_first:
                 self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
             self.data = build_data(config, arch.vocab_size)
-            if self.world.is_first_on_machine:
+            if is_first:
                 self.world.barrier()
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)

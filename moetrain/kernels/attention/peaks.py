@@ -146,9 +146,20 @@ def _raise(
 
 @triton.jit(do_not_specialize=["T"])
 def _peaks_kernel(
-    q_ptr, k_ptr, first_ptr, last_ptr, peaks_ptr, T, scale, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    first_ptr,
+    last_ptr,
+    peaks_ptr,
+    T,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     # The last tokens of a document see the most: begin with them.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

@@ -198,9 +198,18 @@ def expert_of(offsets, row, experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    gate_up, weights, bias, offsets, y, width, experts, limit, alpha,
-    EXPERTS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    weights,
+    bias,
+    offsets,
+    y,
+    width,
+    experts,
+    limit,
+    alpha,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     expert = expert_of(offsets, row, experts, EXPERTS).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -219,9 +228,21 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy, gate_up, weights, bias, offsets, d_gate_up, d_weights, y, width: tl.constexpr, experts,
-    limit, alpha, EXPERTS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate_up,
+    weights,
+    bias,
+    offsets,
+    d_gate_up,
+    d_weights,
+    y,
+    width: tl.constexpr,
+    experts,
+    limit,
+    alpha,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     expert = expert_of(offsets, row, experts, EXPERTS).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)

@@ -152,9 +152,16 @@ def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr, GELU: tl.con
 
 @triton.jit
 def _backward_kernel(
-    dy, gate_up, weights, d_gate_up, d_weights, y, width: tl.constexpr, COLS: tl.constexpr,
+    dy,
+    gate_up,
+    weights,
+    d_gate_up,
+    d_weights,
+    y,
+    width: tl.constexpr,
+    COLS: tl.constexpr,
     GELU: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)
     d_w = tl.zeros([COLS], tl.float32)

@@ -230,10 +230,23 @@ def _inputs(
 
 @triton.jit
 def _step_kernel(
-    x_ptr, filters_ptr, bias_ptr, kept_ptr, place_ptr, before_ptr, slots_ptr, y_ptr,
-    C: tl.constexpr, J: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    EPS: tl.constexpr, NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    filters_ptr,
+    bias_ptr,
+    kept_ptr,
+    place_ptr,
+    before_ptr,
+    slots_ptr,
+    y_ptr,
+    C: tl.constexpr,
+    J: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """Compute one head of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -99,8 +99,14 @@ def noise_keys(
 
 @triton.jit(do_not_specialize=["N", "streams_stride", "positions_stride"])
 def _keys_kernel(
-    streams_ptr, positions_ptr, keys_ptr, N, streams_stride, positions_stride, BLOCK: tl.constexpr
-):  # fmt: skip
+    streams_ptr,
+    positions_ptr,
+    keys_ptr,
+    N,
+    streams_stride,
+    positions_stride,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < N
     stream = tl.load(streams_ptr + row * streams_stride, mask=mask, other=0).to(tl.uint32)

@@ -193,10 +193,26 @@ def _rounded_to_e5m2(x):
 
 @triton.jit(do_not_specialize=["C", "first_word"])  # which change from call to call
 def _codes_kernel(
-    exps_ptr, largest_ptr, targets_ptr, lse_ptr, target_logit_ptr, weights_ptr, step_ptr,
-    codes_ptr, turned_ptr, missing_ptr, C, V, S, first_word, turned_words, scale,
-    BV: tl.constexpr, WORDS: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+    exps_ptr,
+    largest_ptr,
+    targets_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    weights_ptr,
+    step_ptr,
+    codes_ptr,
+    turned_ptr,
+    missing_ptr,
+    C,
+    V,
+    S,
+    first_word,
+    turned_words,
+    scale,
+    BV: tl.constexpr,
+    WORDS: tl.constexpr,
+    CAP: tl.constexpr,
+):
     """One tile of the vocabulary, of four tokens a word: 2^x to codes, as they lie and transposed.
     Tokens behind the last and columns behind the vocabulary have codes of 0."""
     tile = tl.program_id(0)
@@ -260,9 +276,17 @@ def _missing_kernel(
 
 @triton.jit(do_not_specialize=["T"])  # which changes from call to call
 def _missing_rows_kernel(
-    targets_ptr, order_ptr, missing_ptr, h_ptr, grad_ptr, T, V, D,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    targets_ptr,
+    order_ptr,
+    missing_ptr,
+    h_ptr,
+    grad_ptr,
+    T,
+    V,
+    D,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of sorted targets, a program for each; the first of equal ones adds for all of them."""
     at = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

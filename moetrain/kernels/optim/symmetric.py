@@ -119,9 +119,21 @@ def _(x_BRC, added_BRR, alpha, beta):
 
 @triton.jit
 def _symmetric_kernel(
-    x, added, out, pairs, rows, columns, x_batch, x_row, x_column, alpha, beta,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    x,
+    added,
+    out,
+    pairs,
+    rows,
+    columns,
+    x_batch,
+    x_row,
+    x_column,
+    alpha,
+    beta,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     matrix, pair = (tl.program_id(0) // pairs).to(tl.int64), tl.program_id(0) % pairs
     # Pairs (i, j) with i <= j: (0, 0), (0, 1), (1, 1), (0, 2), ...
     j = ((tl.sqrt_rn((8 * pair + 1).to(tl.float32)) - 1) / 2).to(tl.int32)

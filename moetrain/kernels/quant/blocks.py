@@ -177,10 +177,17 @@ def blocks_mm(
 
 @triton.jit
 def _blocks_kernel(
-    w, values, scales, N, M,
-    TILE: tl.constexpr, TURNED: tl.constexpr, POWERS: tl.constexpr, LEAST: tl.constexpr,
+    w,
+    values,
+    scales,
+    N,
+    M,
+    TILE: tl.constexpr,
+    TURNED: tl.constexpr,
+    POWERS: tl.constexpr,
+    LEAST: tl.constexpr,
     BY_HAND: tl.constexpr,
-):  # fmt: skip
+):
     expert = tl.program_id(2).to(tl.int64)
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)

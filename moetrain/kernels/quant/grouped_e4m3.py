@@ -101,9 +101,16 @@ def _emit(value, at, row, end, out_desc, part, whole):
 
 @gluon.jit
 def _multiply(
-    bounds, outs, ring, numbers, scales,
-    N: gl.constexpr, K: gl.constexpr, TILED: gl.constexpr, LOWER: gl.constexpr,
-):  # fmt: skip
+    bounds,
+    outs,
+    ring,
+    numbers,
+    scales,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+    LOWER: gl.constexpr,
+):
     """Multiply and store the upper or the lower halves of tiles."""
     offsets, groups = bounds
     out_desc, out_parts = outs
@@ -205,9 +212,19 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["groups", "num_rows"])
 def _narrow_kernel(
-    a_desc, b_desc, out_desc, offsets, a_scales, b_scales, counter, groups, num_rows,
-    N: gl.constexpr, K: gl.constexpr, TILED: gl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    out_desc,
+    offsets,
+    a_scales,
+    b_scales,
+    counter,
+    groups,
+    num_rows,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+):
     bf16: gl.constexpr = a_desc.dtype
     a_shape: gl.constexpr = a_desc.block_type.shape
     b_shape: gl.constexpr = b_desc.block_type.shape

@@ -8,7 +8,7 @@ Every name, shape and dtype is checked before the first byte is copied.
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -69,19 +69,18 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
         model = Transformer(arch)
     layouts = []
     for weight_map in (None, *FAMILIES[arch.family].other_maps):
-        model.source = replace(source, weight_map=weight_map)
-        found: dict[str, list[Piece]] = {}
+        found = defaultdict[str, list[Piece]](list)
+        model.source = replace(source, weight_map=weight_map, own=found)
         for piece in model.pieces():
-            found.setdefault(piece.hf_name, []).append(piece)
-        layouts.append((model.source, found))
-    fitting = (layout for layout in layouts if layout[1].keys() <= stored.keys())
-    source, pieces = next(fitting, layouts[0])
-    extra = [name for name in stored if name not in pieces]
+            found[piece.hf_name].append(piece)
+        layouts.append(model.source)
+    source = next((one for one in layouts if one.own.keys() <= stored.keys()), layouts[0])
+    extra = [name for name in stored if name not in source.own]
     if arch.tie_embeddings and _HEAD in extra:
         extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
     num_extra_layers = num_further_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
-    source = replace(source, own=pieces, extra=tuple(extra))
+    source = replace(source, extra=tuple(extra))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     _check_headers(source, tensors, unexpected)
     return source

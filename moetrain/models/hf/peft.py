@@ -198,8 +198,7 @@ def load_peft(
     supported.
     """
     files = _AdapterFiles(folder, arch)
-    sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
-    files.check_names(sites, "of no lora.targets", is_partial=False)
+    sites = files.matched(shapes, "of no lora.targets", is_partial=False)
     for name, shape in shapes.items():
         a, b = files.read(sites[name], shape)
         if a.shape[-2] != lora.rank:
@@ -223,8 +222,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
         for name, module in modules.items()
         for leaf in module.weights
     }
-    sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
-    sites = files.check_names(sites, "of modules that have none here", is_partial=True)
+    sites = files.matched(shapes, "of modules that have none here", is_partial=True)
     if not sites:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
@@ -254,7 +252,7 @@ class _AdapterFiles:
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
 
-    def sites(self, name: str, shape: torch.Size) -> list[_Site]:
+    def _sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
         if len(shape) == 3:
             site = _Site.fused(self.arch, name, shape)
@@ -272,33 +270,30 @@ class _AdapterFiles:
                 sites.append(site)
         return sites
 
-    def check_names(
-        self, sites: Mapping[str, list[_Site]], others: str, *, is_partial: bool
+    def matched(
+        self, shapes: Mapping[str, torch.Size], others: str, *, is_partial: bool
     ) -> dict[str, list[_Site]]:
-        """Check that the file's tensors are those of ``sites``; return the sites that have some.
+        """Return the sites of weights that have tensors, which must be all tensors of the file.
 
         Args:
+            shapes: the weights that may have adapters.
             others: names tensors of no site in the error.
             is_partial: whether the file may lack all tensors of a weight, or of its gates: settings
                 often target more modules than have adapters, such as those of every layer.
 
         Raises ConfigError: tensors are missing, or of no site.
         """
-        stored = set(self.file.keys())
-        wanted = set()
-        missing = []
-        found: dict[str, list[_Site]] = {}
-        for name, own in sites.items():
+        stored, found = set(self.file.keys()), dict[str, list[_Site]]()
+        wanted: dict[str, None] = {}  # in order
+        for name, shape in shapes.items():
+            own = self._sites(name, shape)
             kinds = {site.kind for site in own if not stored.isdisjoint(site.tensors)}
             found[name] = [site for site in own if site.kind in kinds or not is_partial]
             names = [tensor for site in found[name] for tensor in site.tensors]
-            if not own and not is_partial:
-                names = [name]
-            missing += [tensor for tensor in names if tensor not in stored]
-            wanted.update(names)
+            wanted |= dict.fromkeys(names if own or is_partial else [name])
         problems = {
-            "not in it": missing,
-            f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted),
+            "not in it": [tensor for tensor in wanted if tensor not in stored],
+            f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted.keys()),
         }
         for what, names in problems.items():
             if names:

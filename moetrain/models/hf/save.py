@@ -51,14 +51,6 @@ _File = Path | str | Mapping[str, Any]
 _EOS = "eos_token_id"
 
 
-def warn_about_router_bias(model: Transformer) -> None:
-    """Warn of a selection bias, which steers routing, where the files have no place for it."""
-    holds = FAMILIES[model.arch.family].holds
-    lost = [n for n, b in model.named_buffers() if not holds(n) and b.any()]
-    if lost:
-        logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
-
-
 class _Outgoing(NamedTuple):
     name: str
     dtype: torch.dtype
@@ -158,6 +150,13 @@ class Export:
         ends = (config.get(_EOS) for config in known)
         is_known = any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in ends)
         return {} if is_known else {_EOS: ids[_EOS]}
+
+    @staticmethod
+    def warn_about_router_bias(model: Transformer) -> None:
+        """Warn of a selection bias, which steers routing, where the files have no place for it."""
+        holds = FAMILIES[model.arch.family].holds
+        if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
+            logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
@@ -288,7 +287,7 @@ def save_hf(
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     if problem := export.misfit({name: x.detach for name, x in parameters.items()}):
         raise ConfigError("checkpoint.hf_dtype", problem)
-    warn_about_router_bias(model)
+    export.warn_about_router_bias(model)
     export.write((p.hf_name, parameters[p.parameter][p.place]) for p in model.pieces())
     if model.source is not None and Path(folder).samefile(model.source.folder):
         model.source = check_checkpoint(folder, model.arch)

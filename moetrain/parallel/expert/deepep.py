@@ -156,23 +156,18 @@ def why_not(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
-    machines: int = 1,
 ) -> str | None:
-    """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective.
-
-    ``machines``: how many the ranks are said to be on; their hosts may be more.
-    """
-    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision, spare)
+    """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
+    mine = machine(), _why_not_here(arch, group.size(), device, dtype, precision, spare)
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    machines = max(machines, len({host for host, _ in ranks}))
-    if machines > 1:
-        where = f"its {group.size()} expert parallel ranks are on {machines} machines"
-        return f"{where}, and the package's kernels here are for one"
+    hosts = {host for host, _ in ranks}
+    if len(hosts) > 1:
+        return f"its {group.size()} expert parallel ranks are on {len(hosts)} machines, not on one"
     return next((reason for _, reason in ranks if reason), None)
 
 
-def why_not_here(
+def _why_not_here(
     arch: Architecture,
     ranks: int,
     device: torch.device,

@@ -23,14 +23,14 @@ Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel
 
 Left out on purpose: hiding the exchange behind compute.
 
-Legend: W expert parallel ranks, on M machines in G places, E experts, T tokens here, K experts a
-token, L rows for machines, A rows that come from machines, N rows that are passed on, S tokens that
-arrive, R rows of the local experts, D width.
+Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
+token, N rows to send (room for T * min(K, W)), S tokens that arrive, R rows of the local experts,
+D width.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,9 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
-from moetrain.parallel.mesh import all_gather_start
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
-_EightTensors: Any = tuple[(torch.Tensor,) * 8]
 
 
 class Received(NamedTuple):
@@ -144,87 +142,50 @@ class AllToAll(ExpertParallelDispatcher):
     experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of 8. A
     token's ids and weights travel with every copy, and the receiver picks its own.
 
-    Its exchanges are opaque ops rather than functional collectives: how many rows travel is
+    Its two exchanges are opaque ops rather than functional collectives: how many rows travel is
     known on the host at run time alone, rows past these stay unspecified, several tensors travel
     together in one order on all ranks, and a rank without tokens must still take part. The compiler
     sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
     whatever the routing. The host waits for the device once in a forward, for these numbers; the
     backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
-    recomputation policy keeps the results of the ops.
-
-    With ``machines`` (the ranks of ``group`` in this one's place on every machine, and those on its
-    own) a token is sent to each machine once, to the rank in its own rank's place, which passes it
-    on over the faster links inside (as DeepEP does between machines, arXiv 2412.19437)::
-
-        token of rank 1, whose experts are on ranks 0, 4, 5, 7 (two machines of four)
-        across   1 -> 1 (stays)   1 -> 5
-        inside   1 -> 0           5 -> 4    5 -> 5 (stays)    5 -> 7
-
-    The tokens of each source machine are passed on by a collective of their own, so that all arrive
-    in the same order as without. Every rank's row comes back the same way by itself, and they are
-    added up at home in the same order. Thus all bits are those of one machine: sums on the way
-    would be rounded once more, or travel in fp32, and be grouped by machine. Of 8 experts a token,
-    on 2 machines of 8 ranks, 1.0 rows cross instead of 3.3, in dispatch and in the backward of
-    combine; in the other two 3.3 do.
+    recomputation policy keeps the results of both ops.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        group: dist.ProcessGroup,
-        backend: Backend = "auto",
-        machines: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
-        **how: Any,
-    ) -> None:
-        super().__init__(num_experts, group, backend, **how)
-        self.num_machines = 1 if machines is None else machines[0].size()
-        ways = " ".join(x.group_name for x in machines or (group,))
-        self._how = ways, self.precision, backend
-
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        route, slots_W = self._route(ids_TK, self.num_ranks)
-        tokens_S0, rows_R0, *counts = self._count(ids_TK, route, slots_W)
-        handle, received = [*route, *counts], tokens_S0.shape[0]
+        (tokens, slots), ranks = ids_TK.shape, self.num_ranks
+        rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
+        is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
+        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, rank_TK)
+        room = tokens * min(slots, ranks)
+        route = expert_indices(first_TK, ranks, self.backend, num_rows=room)
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
-        both = [x_TD, routing_TC]
-        x_SD, routing_SC = _exchange_rows(both, handle, received, False, *self._how)
-        weights_SK, ids_SK = routing_SC.split(ids_TK.shape[1], dim=1)
+        x_ND, _ = permute(x_TD, None, route, self.backend)
+        routing_NC, _ = permute(routing_TC, None, route, self.backend)
+
+        every_rank_W = torch.arange(ranks, dtype=rank_TK.dtype, device=rank_TK.device)
+        slots_W = (rank_TK[..., None] == every_rank_W).sum((0, 1), dtype=torch.int32)
+        tokens_S0, rows_R0, sent_W, received_W = _exchange_counts(
+            torch.stack((route.counts_E, slots_W), dim=1), self.group_name
+        )
+        how = tokens_S0.shape[0], self.group_name, self.precision, "forward"
+        x_SD, routing_SC = _exchange_rows([x_ND, routing_NC], sent_W, received_W, *how)
+        weights_SK, ids_SK = routing_SC.split(slots, dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
         is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
-        local_SK = torch.where(is_here_SK, local_SK, -1)
-        return Received(x_SD, local_SK, weights_SK, rows_R0.shape[0], tuple(handle))
+        return Received(
+            x_SD,
+            torch.where(is_here_SK, local_SK, -1),
+            weights_SK,
+            rows_R0.shape[0],
+            handle=(*route, sent_W, received_W),
+        )
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        tokens = ExpertIndices(*ctx[:4]).slot_row_TK.shape[0]
-        (y_TD,) = _exchange_rows([y_SD], list(ctx), tokens, True, *self._how)
-        return y_TD
-
-    def _route(self, ids_TK: torch.Tensor, places: int) -> tuple[ExpertIndices, torch.Tensor]:
-        """Sort tokens by the ranks or machines that they go to, each once a place, and count the
-        slots for each place (int32)."""
-        tokens, slots = ids_TK.shape
-        place_TK = ids_TK // (self.num_experts // places)  # rounds down: -1 stays -1
-        is_same_TKK = place_TK[:, :, None] == place_TK[:, None, :]
-        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, place_TK)
-        room = tokens * min(slots, places)
-        route = expert_indices(first_TK, places, self.backend, num_rows=room)
-        every_place = torch.arange(places, dtype=place_TK.dtype, device=place_TK.device)
-        return route, (place_TK[..., None] == every_place).sum((0, 1), dtype=torch.int32)
-
-    def _count(
-        self, ids_TK: torch.Tensor, route: ExpertIndices, slots_W: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """Give the sizes of what arrives, as shapes, and what the exchange takes beside a route."""
-        if self.num_machines == 1:
-            counts_W2 = torch.stack((route.counts_E, slots_W), dim=1)
-            return _exchange_counts(counts_W2, self.group_name)
-        once, _ = self._route(ids_TK, self.num_machines)
-        token_L = once.row_slot_R.clamp(min=0) // ids_TK.shape[1]
-        counts = torch.cat((route.counts_E, slots_W, once.counts_E))
-        how = self.num_local_experts, self.group_name, self._how[0], self.backend
-        tokens_S0, rows_R0, *found = _exchange_passed(ids_TK[token_L], counts, *how)
-        return tokens_S0, rows_R0, token_L, *found
+        route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
+        how = route.row_slot_R.shape[0], self.group_name, self.precision, "backward"
+        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, *how)
+        return unpermute(y_ND, route, self.backend)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
@@ -255,156 +216,41 @@ def _(counts_W2, group):
     return *sizes, *counts
 
 
-@torch.library.custom_op("moetrain::exchange_passed", mutates_args=())
-def _exchange_passed(
-    ids_LK: torch.Tensor,
-    counts: torch.Tensor,
-    num_local_experts: int,
-    group: str,
-    ways: str,
-    backend: str,
-) -> _EightTensors:  # pyright: ignore[reportInvalidTypeForm]
-    """Do over machines what :func:`_exchange_counts` does, and find the rows that a rank passes on.
-
-    ``ids_LK`` (int32) are those of the rows for each machine; ``counts`` (int32) are this rank's
-    rows for each rank, slots for each rank, and rows for each machine.
-
-    Returns, behind the sizes, the rows (int32) to pass on of those that come from machines, by
-    source machine, then by rank; and on the host (int64) the rows to and from every machine and
-    those that come back here from each [M], and the rows that are passed on and that arrive in the
-    end, by source machine and place [M, G].
-    """
-    everyone, (across, inside) = _resolve_group(group), ways.split()
-    machines, places = _resolve_group(across).size(), _resolve_group(inside).size()
-    ranks, me = everyone.size(), everyone.rank()
-    machine, place = divmod(me, places)
-    table, work = all_gather_start(counts, everyone)
-    work.wait()
-    # The one wait, as above.
-    tokens, slots, once = table.cpu().long().split([ranks, ranks, machines], 1)
-    tokens = tokens.view(machines, places, machines, places)
-    once = once.view(machines, places, machines)
-    leaving_M, coming_M = once[machine, place], once[:, place, machine]
-    passed_MG, received_MG = tokens[:, place, machine], tokens[:, :, machine, place]
-    on_host = leaving_M, coming_M, tokens[machine, place].sum(1), passed_MG, received_MG
-    on_host = (x.clone(memory_format=torch.contiguous_format) for x in on_host)
-    sizes = (counts.new_empty(int(x.sum()), 0) for x in (received_MG, slots[:, me]))
-
-    (ids_AK,) = _travel([ids_LK], leaving_M, coming_M, across)
-    places_G = torch.arange(places, dtype=torch.int32, device=ids_AK.device)
-    place_AK = ids_AK // num_local_experts - machine * places
-    is_for_AG = (place_AK[:, :, None] == places_G).any(1)
-    source_A = torch.arange(machines).repeat_interleave(coming_M).to(places_G)
-    key_AG = torch.where(is_for_AG, places * source_A[:, None] + places_G, -1)
-    how = cast("Backend", backend)
-    by_key = expert_indices(key_AG, ranks, how, num_rows=int(passed_MG.sum()))
-    return *sizes, by_key.row_slot_R // places, *on_host
-
-
-@_exchange_passed.register_fake
-def _(ids_LK, counts, num_local_experts, group, ways, backend):
-    ctx = torch.library.get_ctx()
-    tokens, rows, passed = (ctx.new_dynamic_size() for _ in range(3))
-    machines, places = (_resolve_group(name).size() for name in ways.split())
-    shapes = [(machines,)] * 3 + [(machines, places)] * 2
-    on_host = (torch.empty(shape, dtype=torch.int64, device="cpu") for shape in shapes)
-    sizes = (counts.new_empty(size, 0) for size in (tokens, rows))
-    return *sizes, ids_LK.new_empty(passed), *on_host
-
-
 # One op for all that travels together: two ops that do not depend on each other could be ordered
 # differently by the compilers of two ranks.
 @torch.library.custom_op("moetrain::exchange_rows", mutates_args=())
 def _exchange_rows(
     rows: Sequence[torch.Tensor],
-    handle: Sequence[torch.Tensor],
-    num_rows: int,
-    is_back: bool,
-    ways: str,
-    precision: str,
-    backend: str,
-) -> list[torch.Tensor]:
-    """Send each token's row of every tensor to its ranks, or bring the sums of their rows back.
-
-    ``num_rows`` is how many rows each result has. Not on the way back, the first tensor's rows
-    travel as ``precision`` quantises them. Each way is the other's backward.
-    """
-    route, kernels = ExpertIndices(*handle[:4]), cast("Backend", backend)
-    passed, (sent, received) = handle[4:-2], handle[-2:]
-    *far, near = ways.split()
-    if is_back:
-        if far:
-            rows = _travel(rows, received, sent, near)
-            received, sent, near = sent.sum(1), passed[-1], far[0]
-        room = route.row_slot_R.shape[0]
-        back = _travel(rows, received, sent, near, room=room)
-        return [unpermute(x, route, kernels) for x in back]
-    if far:
-        token_L, row_N, leaving_M, coming_M, _ = passed
-        leaving = [x[token_L] for x in rows]
-        coming = _travel(leaving, leaving_M, coming_M, far[0], precision)
-        leaving = [x[row_N] for x in coming]
-    else:
-        leaving = [permute(x, None, route, kernels)[0] for x in rows]
-    return _travel(leaving, sent, received, near, precision)
-
-
-@_exchange_rows.register_fake
-def _(rows, handle, num_rows, is_back, ways, precision, backend):
-    return [given.new_empty(num_rows, *given.shape[1:]) for given in rows]
-
-
-def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, handle, _, ctx.is_back, *ctx.how = inputs
-    ctx.save_for_backward(*handle)
-    ctx.num_rows = rows[0].shape[0]
-
-
-def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
-    handle, d_outputs = list(ctx.saved_tensors), [d.contiguous() for d in d_outputs]
-    d_rows = _exchange_rows(d_outputs, handle, ctx.num_rows, not ctx.is_back, *ctx.how)
-    return d_rows, [None] * len(handle), *[None] * 5
-
-
-_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
-
-
-def _travel(
-    rows: Sequence[torch.Tensor],
     sent_W: torch.Tensor,
     received_W: torch.Tensor,
+    num_received: int,
     group: str,
-    precision: str = "bf16",
-    room: int | None = None,
+    precision: str,
+    narrow_pass: str,
 ) -> list[torch.Tensor]:
     """Send the first rows of each tensor to rank 0, the next to rank 1, ...
 
-    Counts [M, G] are of M such exchanges, whose rows follow one another on both sides. ``room`` is
-    how many rows each result has, which are unspecified past those received.
+    ``num_received`` is how many rows each result has; what is past the sum of ``received_W``, in
+    results as in ``rows``, is unspecified. In ``narrow_pass``, "forward" or "backward", the
+    first tensor's rows travel as ``precision`` quantises them.
     """
-    ranks, first, recipe = _resolve_group(group), rows[0], RECIPES.get(precision)
-    sent, received = (x.view(-1, ranks.size()).tolist() for x in (sent_W, received_W))
+    sent, received, first = sent_W.tolist(), received_W.tolist(), rows[0]
+    recipe = RECIPES.get(precision) if narrow_pass == "forward" else None
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
-    total = int(received_W.sum()) if room is None else room
-    outputs = [given.new_empty(total, *given.shape[1:]) for given in rows]
-    leaving = [given[: int(sent_W.sum())] for given in rows]
-    works: list[Any] = []
+    outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
+    leaving = [given[: sum(sent)] for given in rows]
     with annotate("exchange_rows", *leaving):
-        for out, given in zip(outputs, leaving, strict=True):
-            blocks = _blocks(out, received), _blocks(given, sent), received, sent
-            for block in zip(*blocks, strict=True):
-                works.append(all_to_all_single(*block, group=ranks, async_op=True))
+        how: Any = {"group": _resolve_group(group), "async_op": True}
+        works = [
+            all_to_all_single(out[: sum(received)], given, received, sent, **how)
+            for out, given in zip(outputs, leaving, strict=True)
+        ]
         for work in works:
-            work.wait()
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
     if recipe is not None:
         outputs[0] = _unpack(outputs[0], first, recipe)
     return outputs
-
-
-def _blocks(x: torch.Tensor, counts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-    sizes = [sum(each) for each in counts]
-    return x[: sum(sizes)].split(sizes)
 
 
 def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -419,11 +265,31 @@ def _unpack(bytes_SC: torch.Tensor, like_ND: torch.Tensor, recipe: Recipe) -> to
     return rows.to(like_ND.dtype, "auto")
 
 
+@_exchange_rows.register_fake
+def _(rows, sent_W, received_W, num_received, group, precision, narrow_pass):
+    return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    rows, sent_W, received_W, _, ctx.group, ctx.precision, ctx.narrow_pass = inputs
+    ctx.save_for_backward(sent_W, received_W)
+    ctx.num_sent = rows[0].shape[0]
+
+
+def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
+    sent_W, received_W = ctx.saved_tensors
+    d_outputs = [d.contiguous() for d in d_outputs]
+    turned = "forward" if ctx.narrow_pass == "backward" else "backward"
+    how = ctx.group, ctx.precision, turned
+    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, *how)
+    return d_rows, *[None] * 6
+
+
+_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
+
 # The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
 # ranks would wait for it for ever.
-_OPS = [
-    getattr(torch.ops.moetrain, f"exchange_{name}").default for name in ("counts", "passed", "rows")
-]
-for _op in _OPS:
+_EXCHANGES = (torch.ops.moetrain.exchange_counts.default, torch.ops.moetrain.exchange_rows.default)
+for _op in _EXCHANGES:
     torch.fx.has_side_effect(_op)
-worth_saving("dispatch", *_OPS)  # both ways: recomputed blocks send no token again
+worth_saving("dispatch", *_EXCHANGES)  # both ways: recomputed blocks send no token again

@@ -36,7 +36,6 @@ from moetrain.parallel.fsdp.transport import (
     WRITTEN,
     CopyStreams,
     Wait,
-    shared_memory,
     why_apart,
 )
 from moetrain.parallel.mesh import all_gather_start
@@ -146,7 +145,7 @@ class Replicas:
         """Give the shared memory, which is made at the first use. Collective."""
         if self._memory is None:
             sizes = [self.spare * math.prod(m.shape[1:]) * m.element_size() for m in matrices]
-            self._memory = shared_memory(sum(sizes), self.group, self.device)
+            self._memory = self._streams.shared(sum(sizes), self.group)
             pieces = [part.split(sizes) for part in self._memory.parts]
             for i, matrix in enumerate(matrices):
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]

@@ -129,9 +129,7 @@ class FSDP(Sharding):
     """Whether full parameters are freed after their last use, and gradients are allocated at their
     first, as a single process does."""
     reshards: int
-    """How many of the first blocks take turns in the same regions, instead of having one each."""
-    num_turns: int = 2
-    """These regions: two, of which one is filled while the other is in use; 1: nothing travels."""
+    """How many of the first blocks take turns in two regions, instead of having one each."""
 
     def __post_init__(self) -> None:
         device = self.device
@@ -143,7 +141,7 @@ class FSDP(Sharding):
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = [GatherBuffer(device) for _ in range(self.num_turns)]
+        self._turns = [GatherBuffer(device) for _ in range(1 if self.frees else 2)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
@@ -430,7 +428,7 @@ class FSDP(Sharding):
         for unit in self.units:
             unit.move_in()
             for bucket in unit.buckets:
-                if bucket.is_cast and bucket.peers is None and bucket.coded is None:
+                if bucket.is_cast and bucket.peers is None:
                     bucket.refresh()
 
     @property

@@ -167,13 +167,6 @@ class _MappedMemory:
         dist.barrier(self.group)
 
 
-def shared_memory(
-    size: int, group: dist.ProcessGroup, device: torch.device
-) -> _DeviceMemory | _MappedMemory:
-    """Make memory that the ranks of ``group`` share, with its barriers. Collective."""
-    return (_DeviceMemory if device.type == "cuda" else _MappedMemory)(size, group, device)
-
-
 class CopyStreams:
     """One rank's streams for copies in all groups; None on CPUs, where copies are done at once."""
 
@@ -187,6 +180,11 @@ class CopyStreams:
             for priority in (0, -1, -1)
         )
         self.used: set[torch.cuda.Stream | None] = set()  # others are no part of a capture
+
+    def shared(self, size: int, group: dist.ProcessGroup) -> _DeviceMemory | _MappedMemory:
+        """Make memory that the ranks of ``group`` share, with its barriers. Collective."""
+        kind = _DeviceMemory if self.device.type == "cuda" else _MappedMemory
+        return kind(size, group, self.device)
 
     @contextmanager
     def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -230,8 +228,8 @@ class Peers:
     def open(self) -> None:
         """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
         if self._memory is None:
-            size, device = self._inbox_start + self._inbox_size, self.streams.device
-            self._memory = shared_memory(size, self.group, device)
+            size = self._inbox_start + self._inbox_size
+            self._memory = self.streams.shared(size, self.group)
         self.barrier(_OPENED)
 
     def barrier(self, which: int = _SHARED) -> None:
