@@ -173,6 +173,7 @@ class Kills:
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         away = {"output_dir": self.folder / "alone", "train.steps": len(found)}
         away |= {"checkpoint.memory_interval": 0, "checkpoint.replicas": 1}
+        away |= {"launch.hang_seconds": 0}
         given = dict(word.split("=", 1) for word in self.words) | away
         words = [f"{name}={value}" for name, value in given.items()]
         subprocess.run(

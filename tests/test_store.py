@@ -1,6 +1,7 @@
 """Checkpoints in an object store: complete or not there, and fetched where the disk is lost."""
 
 import shutil
+from importlib.util import find_spec
 
 import fsspec
 import pytest
@@ -111,17 +112,17 @@ def test_an_older_or_failed_copy_is_left_alone(tiny, tmp_path):
 
 
 def test_damage_in_the_store_is_passed_over(tiny, tmp_path):
-    Trainer(tiny(*STORED, "train.steps=4")).fit()
+    Trainer(tiny(*STORED, "checkpoint.interval=2", "train.steps=4")).fit()
     path = next(p for p in FILES.store if "step-00000004/model" in p)
     data = bytearray(FILES.cat_file(path))
     data[-1] ^= 1
     FILES.pipe_file(path, bytes(data))
     shutil.rmtree(tmp_path / "out")
     trainer = Trainer(tiny(*STORED, "train.steps=5", "checkpoint.keep=1"))
-    assert trainer.step == 3
+    assert trainer.step == 2
     trainer.train_step()
     trainer.save()
-    assert Store(URL).steps() == [4]
+    assert Store(URL).steps() == [3]
 
 
 def ranks(words):
@@ -147,13 +148,8 @@ def test_each_rank_copies_its_own_files(tiny_words, tmp_path):
     [("nowhere://x", "'nowhere://x': Protocol not known"), ("s3://b/x", "Install s3fs")],
 )
 def test_a_url_that_cannot_be_used_is_named(url, words, tiny):
-    if url.startswith("s3"):
-        try:
-            import s3fs  # noqa: F401
-        except ImportError:
-            pass
-        else:
-            pytest.skip("s3fs is here")
+    if url.startswith("s3") and find_spec("s3fs"):
+        pytest.skip("s3fs is here")
     with pytest.raises(ConfigError, match=f"checkpoint.store: .*{words}"):
         Trainer(tiny(*WORDS, f"checkpoint.store={url}"))
 

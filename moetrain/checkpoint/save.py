@@ -202,9 +202,8 @@ class Saver:
         # Of this step there may be one, complete, whose files are now replaced.
         self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
         self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
-        self._do(lambda: store.put(path, STATE) + store.put(path, MANIFEST), plan, is_main)
-        done = [step for step in store.steps() if step <= plan.step]
-        self._do(lambda: store.remove_but(plan.kept(done)), plan, is_main)
+        self._do(lambda: [store.put(path, file) for file in (STATE, MANIFEST)], plan, is_main)
+        self._do(lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))), plan, is_main)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
         """Let each rank, or those whose work it is, ``act``; RunFailed on all if one fails."""

@@ -27,25 +27,25 @@ class Store:
         except (ValueError, ImportError) as error:
             raise ConfigError("checkpoint.store", f"{url!r}: {error}") from None
 
-    def steps(self) -> list[int]:
-        """Return the steps of its complete checkpoints, in order."""
+    def steps(self, before: int | None = None) -> list[int]:
+        """Return the steps of its complete checkpoints, all or those before one, in order."""
         self._files.invalidate_cache()
         found = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
-        return sorted(step_of(Path(path).parent) or 0 for path in found)
+        steps = sorted(step_of(Path(path).parent) or 0 for path in found)
+        return [step for step in steps if before is None or step < before]
 
-    def put(self, folder: Path, pattern: str) -> str:
+    def put(self, folder: Path, pattern: str) -> None:
         """Copy the files of a checkpoint whose names match."""
         files, target = sorted(folder.glob(pattern)), f"{self._root}/{folder.name}"
         self._files.makedirs(target, exist_ok=True)
         self._files.put([str(file) for file in files], [f"{target}/{file.name}" for file in files])
-        return ""
 
     def get(self, step: int, folder: Path) -> None:
         """Copy all files of a checkpoint to ``folder``."""
         there = self._files.ls(f"{self._root}/{checkpoint_name(step)}", detail=False)
         self._files.get(there, [str(folder / PurePosixPath(path).name) for path in there])
 
-    def remove_but(self, kept: Collection[int]) -> str:
+    def remove_but(self, kept: Collection[int]) -> None:
         """Remove all other checkpoints, and what is left of incomplete ones."""
         self._files.invalidate_cache()
         for path in self._files.glob(f"{self._root}/step-*"):
@@ -53,4 +53,3 @@ class Store:
                 if self._files.exists(manifest := f"{path}/{MANIFEST}"):
                     self._files.rm_file(manifest)
                 self._files.rm(path, recursive=True)
-        return ""

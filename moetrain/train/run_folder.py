@@ -262,7 +262,7 @@ class RunFolder:
         """Fetch the newest checkpoint of ``store``, as :meth:`find` looks for it, if none here is
         as new; ConfigError: there is one, and ``resume`` is not auto."""
         try:
-            there = [n for n in store.steps() if before is None or n < before]
+            there = store.steps(before)
             here = [step_of(path) or 0 for path in list_checkpoints(self.checkpoints)]
             here = [n for n in here if before is None or n < before]
             if there and resume != "auto":

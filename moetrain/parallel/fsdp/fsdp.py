@@ -93,7 +93,10 @@ class _Unit:
         if self.works is None:
             return
         works, self.works = self.works, None
-        _finish(works, self.region.device)
+        for work in works:
+            if work is not None:
+                with waiting(self.region.device):
+                    work()
         for bucket, part in self._staged():
             bucket.copy_out(part)
         self.staging.owner = None
@@ -112,13 +115,6 @@ class _Unit:
     def swap_out(self) -> None:
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
-
-
-def _finish(works: Sequence[Wait | None], device: torch.device) -> None:
-    if under_way := [work for work in works if work is not None]:
-        with waiting(device):
-            for work in under_way:
-                work()
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -303,7 +299,10 @@ class FSDP(Sharding):
                 unit.region.free()
 
     def _finish_reductions(self) -> None:
-        _finish(self._reducing, self.device)
+        for wait in self._reducing:
+            if wait is not None:
+                with waiting(self.device):
+                    wait()
         for bucket in self._reduced:
             bucket.give_gradient()
         self._reducing, self._reduced = [], []
