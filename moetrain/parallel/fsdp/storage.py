@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from moetrain.kernels.arena import Arena
 from moetrain.kernels.memory import HostMemory
 from moetrain.kernels.quant.formats import Dequantised
 from moetrain.kernels.quant.groups import Form, quantise_groups, widen_groups
-from moetrain.parallel.offload.arena import Arena
 
 
 class Link:
