@@ -32,7 +32,6 @@ _COMMANDS = {
     "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
     "checkpoint": ("moetrain.cli.checkpoint:main", "inspect, verify, convert or compare"),
     "data": ("moetrain.cli.data:main", "show what would be trained on"),
-    "report": ("moetrain.cli.report:main", "write the page of a run, report.html"),
     "launch": ("moetrain.cli.machines:main", "write the job of several machines: slurm, k8s, sky"),
     "plan": ("moetrain.cli.plan:main", "list layouts that fit, and how fast they would be"),
 }

@@ -140,7 +140,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
+    _Need("lora.offload_experts", {"lora.base_dtype": _NARROW}),
+    _Need("lora.layout lora.offload_experts", {Fact.EXPERTS: _HELD}),
+    _Need("rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -240,7 +242,7 @@ class Config(Section):
         GivenPath,
         checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
     ] = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
+    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

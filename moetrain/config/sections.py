@@ -351,6 +351,9 @@ class LoraSection(Section):
     """How blocks' frozen matrices are stored. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
     (QLoRA's): as codes of 8, 4 and 4 bits with scales, in 0.52, 0.27 and 0.26 of bf16's memory,
     which are converted whenever a block runs."""
+    offload_experts: bool = False
+    """Keep the codes of frozen routed experts in host memory, pinned where there is a GPU. Each
+    block's are copied to the device while the block before it runs, in forward and backward."""
     path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True

@@ -33,7 +33,6 @@ from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result,
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas
 from moetrain.train.metrics import MetricsLog, RoutingWatch, Throughput
-from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
@@ -144,7 +143,7 @@ class Run(ABC):
         self.continues: Path | None = None
         """The newest checkpoint that this run has resumed or written."""
         self.best = Best()
-        shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
+        shown = reporters_of(config.log) if self.world.is_main else []
         self.callbacks = Callbacks([self.best, *shown, *callbacks, Profile()])
         self.log: MetricsLog | None = None  # of the main rank, while the run is open
         self.loss: float | None = None

@@ -46,7 +46,7 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.
 """Errors of ``flock`` on file systems without it."""
 _CHECKPOINT_BYTES, _EXPORT_BYTES = 12, 4
 """Bytes a parameter: the weight and AdamW's two moments in fp32, and the weight alone."""
-_FILES = ("metrics.jsonl", "config.json", "report.html", "routing.npz", "sample.txt")
+_FILES = ("metrics.jsonl", "config.json", "sample.txt")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
 """What a run writes."""
 
