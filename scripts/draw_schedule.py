@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro_batches", type=int, default=8)
     parser.add_argument("--virtual", type=int, default=2, help="stages a rank, where it can choose")
+    parser.add_argument("--communication", type=float, default=0.0, help="in units of a forward")
     parser.add_argument("--out", type=Path, default=Path("schedule"))
     words = parser.parse_args()
     timelines = []
@@ -68,8 +69,10 @@ def main() -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        # The same model, in shorter stages.
-        timelines.append(schedule.simulate(lambda action, v=virtual: action.unit_time / v))
+        timelines.append(
+            # The same model, in shorter stages.
+            schedule.simulate(lambda action, v=virtual: action.unit_time / v, words.communication)
+        )
     figure, rows = plt.subplots(
         len(timelines), figsize=(11, (0.28 * words.ranks + 0.5) * len(timelines)), squeeze=False,
         sharex=True,

@@ -80,6 +80,12 @@ def test_less_bubble_for_the_same_memory():
     assert share("interleaved_1f1b", 2) == pytest.approx(1.5 / 9.5)
 
 
+def test_communication_makes_it_longer():
+    schedule = Schedule.make("1f1b", 4, 1, 8)
+    fast, slow = (schedule.simulate(communication=c).makespan for c in (0, 0.5))
+    assert slow - fast >= 2 * 3 * 0.5  # there and back at least
+
+
 @pytest.mark.parametrize(("name", "ranks", "virtual"), CASES)
 def test_transfers_never_wait_for_each_other(name, ranks, virtual):
     """Even if every batch blocks its rank until all its partners have posted theirs."""

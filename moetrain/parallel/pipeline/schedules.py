@@ -118,10 +118,16 @@ class Schedule:
         changes = (1 if action.kind == "F" else -1 for action in self.actions[rank])
         return list(accumulate(changes))
 
-    def simulate(self, time_of: Callable[[Action], float] = lambda x: x.unit_time) -> "_Timeline":
+    def simulate(
+        self,
+        time_of: Callable[[Action], float] = lambda action: action.unit_time,
+        communication: float = 0.0,
+    ) -> "_Timeline":
         """Find when every action runs, if each starts as soon as its rank and what it needs allow.
 
-        ``time_of``: how long an action takes, in any unit. Messages take no time.
+        Args:
+            time_of: how long an action takes, in any unit.
+            communication: how long after an action another rank has what it made.
         """
         times: dict[Action, tuple[float, float]] = {}
         position, now = [0] * self.num_ranks, [0.0] * self.num_ranks
@@ -133,7 +139,10 @@ class Schedule:
                     needed = self.needs(action)
                     if any(other not in times for other in needed):
                         break
-                    now[rank] = max([now[rank], *(times[other][1] for other in needed)])
+                    for other in needed:
+                        is_here = self.rank_of_stage[other.stage] == rank
+                        arrival = times[other][1] + (0.0 if is_here else communication)
+                        now[rank] = max(now[rank], arrival)
                     times[action] = now[rank], now[rank] + time_of(action)
                     now[rank] = times[action][1]
                     position[rank] += 1
