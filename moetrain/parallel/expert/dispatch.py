@@ -45,6 +45,7 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.waits import waiting
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -241,7 +242,8 @@ def _exchange_counts(
     sent_2MG = torch.stack((tokens_P, rows_P)).view(2, -1, ranks.size())
     sent_G2M = sent_2MG.movedim(2, 0).contiguous()
     received_G2M = torch.empty_like(sent_G2M)
-    all_to_all_single(received_G2M, sent_G2M, group=ranks)
+    with waiting(tokens_P.device):
+        all_to_all_single(received_G2M, sent_G2M, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_2MG, received_2MG = torch.stack((sent_2MG, received_G2M.movedim(0, 2))).cpu().long()
     tokens, rows = received_2MG.sum((1, 2)).tolist()
@@ -341,8 +343,9 @@ def _travel(
             for each in zip(*blocks, received, sent, strict=True):
                 how: Any = {"group": _resolve_group(group), "async_op": True}
                 works.append(all_to_all_single(*each, **how))
-        for work in works:
-            work.wait()
+        with waiting(rows[0].device):
+            for work in works:
+                work.wait()
     return outputs
 
 
