@@ -239,7 +239,7 @@ def check_kernels() -> None:
             batch = make_batch(size, tokens, routing, seed, dtype=torch.bfloat16)
             experts = make_experts(size, dtype=torch.bfloat16)
             found = [
-                run_step(partial(run, transport), batch, experts) for transport in (flat, near)
+                run_step(partial(way, transport), batch, experts) for transport in (flat, near)
             ]
             equal(found[1], found[0], (how, routing))
 
