@@ -10,7 +10,7 @@ from moetrain.train.metrics import read_metrics
 
 MAX_EVAL_LOSS = 2.4  # nats a byte, from about 5.6 at random weights
 MAX_MEMORY_GIB = 4.0
-FILES = ("config.json", "report.html", "sample.txt", "tensorboard", "checkpoints")
+FILES = ("config.json", "sample.txt", "tensorboard", "checkpoints")
 
 
 def main() -> int:

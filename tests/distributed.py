@@ -37,7 +37,6 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "matplotlib.ticker",
     "moetrain.rl.trainer",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives

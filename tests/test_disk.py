@@ -84,9 +84,9 @@ def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
             "Read-only file system: a",
         ),
         (
-            "moetrain.train.report.write_report",
-            OSError(errno.EIO, "", "report.html"),
-            "Input/output error: report.html",
+            "moetrain.train.trainer.Trainer.finish",
+            OSError(errno.EIO, "", "sample.txt"),
+            "Input/output error: sample.txt",
         ),
         (
             "moetrain.train.metrics.MetricsLog.log",
@@ -114,7 +114,7 @@ def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
     def fail(*_, **__):
         raise FileNotFoundError(errno.ENOENT, "", "a bug")
 
-    monkeypatch.setattr("moetrain.train.report.write_report", fail)
+    monkeypatch.setattr("moetrain.train.trainer.Trainer.finish", fail)
     with pytest.raises(FileNotFoundError):
         main(tiny_words)
 

@@ -1,23 +1,37 @@
-"""report.html: what the page of a run shows, parsed, and in a browser where there is one."""
+"""examples/report.py: what the page of a run shows, parsed, and in a browser where there is one."""
 
+import runpy
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import report
 import torch
+from report import _POINTS, Report
 
 from moetrain import Trainer
-from moetrain.cli.main import main
-from moetrain.train.report import _POINTS, Report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @pytest.fixture
 def run(tiny):
-    return Trainer(tiny("train.eval_interval=2", "checkpoint.interval=2"))
+    return Trainer(tiny("train.eval_interval=2", "checkpoint.interval=2"), callbacks=[Report()])
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """The example as a command, called with its words."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+        runpy.run_path(report.__file__, run_name="__main__")
+
+    return run
 
 
 def page_of(folder):
@@ -25,7 +39,7 @@ def page_of(folder):
     return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n")), text
 
 
-def test_the_page_of_a_run_has_its_parts(run, capsys):
+def test_the_page_of_a_run_has_its_parts(run, command, capsys):
     folder = run.fit().folder
     page, text = page_of(folder)
     svg = "{http://www.w3.org/2000/svg}"
@@ -49,7 +63,7 @@ def test_the_page_of_a_run_has_its_parts(run, capsys):
     sample = (folder / "sample.txt").read_text()
     assert sample[:8] in "".join(x.text for x in page.iter("pre"))
     (folder / "report.html").unlink()
-    assert main(["report", str(folder)]) == 0
+    command(folder)
     assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
     assert page_of(folder)[1] == text
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -62,7 +76,7 @@ def test_the_page_of_a_run_has_its_parts(run, capsys):
         assert picture.stat().st_size > 20_000
 
 
-def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(run, tiny):
+def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(run, command, tiny):
     run.fit()
     file = run.folder / "routing.npz"
     with np.load(file) as kept:
@@ -71,23 +85,36 @@ def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(ru
         parts = dict(kept)
     parts["counts"][-1, 1, [0, 3]] = 0
     np.savez(file, **parts)
-    assert main(["report", str(run.folder)]) == 0
+    command(run.folder)
     dead = [p.text for p in page_of(run.folder)[0].iter("p") if p.get("class") == "dead"]
     assert dead == ["No token in the last tenth of the run: layer 1: experts 0, 3"]
-    Trainer(tiny("train.steps=5", "train.eval_interval=2")).fit()
+    Trainer(tiny("train.steps=5", "train.eval_interval=2"), callbacks=[Report()]).fit()
     with np.load(file) as kept:
         assert kept["steps"].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_long_run_keeps_few_points(run):
-    report = Report()
+    kept = Report()
     for run.step in range(1, 5 * _POINTS):
         run.expert_counts_LE = torch.full((2, 4), run.step)
-        report.on_log(run, {"loss": 1.0})
-    assert len(report._steps) < 2 * _POINTS
-    assert report._counts[0][0, 0] == pytest.approx(np.mean(range(1, report._steps[0] + 1)))
+        kept.on_log(run, {"loss": 1.0})
+    assert len(kept._steps) < 2 * _POINTS
+    assert kept._counts[0][0, 0] == pytest.approx(np.mean(range(1, kept._steps[0] + 1)))
 
 
-def test_a_folder_without_a_run_is_said_to_be_one(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "error: report: " in capsys.readouterr().err
+@pytest.mark.parametrize("given", [["gone"], []])
+def test_a_folder_without_a_run_is_said_to_be_one(given, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"gone has no run|FOLDER"):
+        command(*given)
+
+
+def test_a_rank_beside_the_main_one_writes_nothing(run):
+    run.world = replace(run.world, rank=1)
+    shown = Report()
+    shown.on_start(run)
+    run.expert_counts_LE = torch.ones(2, 4)
+    shown.on_log(run, {"loss": 1.0})
+    shown.on_checkpoint(run, run.folder)
+    shown.on_end(run, None)
+    assert not list(run.folder.glob("r*"))

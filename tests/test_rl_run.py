@@ -137,7 +137,6 @@ def test_what_a_run_writes(even, tmp_path, capsys):
         assert row["seconds/generate"] > row["seconds/offload"]
         assert row["seconds/train"] > 0
     folder = tmp_path / "out"
-    assert (folder / "report.html").stat().st_size > 1000
     assert (folder / "hf" / "model.safetensors").exists()
     assert json.loads((folder / "config.json").read_text())["rl"]["max_tokens"] == 6
     text = (folder / "completions" / "step-00000004.txt").read_text()

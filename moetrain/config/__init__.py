@@ -102,6 +102,7 @@ _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
+_SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
@@ -140,7 +141,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
+    _Need("lora.offload_experts", {"lora.base_dtype": _NARROW}),
+    _Need("lora.layout lora.offload_experts", {Fact.EXPERTS: _HELD}),
+    _Need("rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
@@ -191,7 +194,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
-    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
+    _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
@@ -240,7 +244,7 @@ class Config(Section):
         GivenPath,
         checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
     ] = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, reports and the resolved config; unset: outputs/MODEL-DATA,
+    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -2,9 +2,18 @@
 
     output_dir/metrics.jsonl, config.json, sample.txt, routing.npz  ->  output_dir/report.html
 
-``report.html.jinja`` is the page, and this module finds what it shows. :class:`Report` writes it at
-the end of a run, ``moetrain report FOLDER`` at any time. ``routing.npz`` has what metrics.jsonl
-leaves out: how many tokens each expert got.
+It is written of a run that is over, or still training, by
+
+    python examples/report.py FOLDER
+
+or at the end of a program's own by a callback, which keeps ``routing.npz`` too: how many tokens
+each expert got, which metrics.jsonl leaves out.
+
+    from report import Report
+
+    Trainer(config, callbacks=[Report()]).fit()
+
+``report.html.jinja``, which lies beside this file, is the page.
 
 Legend: N points in time, L layers with experts, E experts.
 """
@@ -12,6 +21,7 @@ Legend: N points in time, L layers with experts, E experts.
 import base64
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -61,13 +71,15 @@ class Report(Callback):
         self._counts: list[np.ndarray] = []
 
     def on_start(self, run: RunView) -> None:
+        if not run.world.is_main:
+            return
         kept = _routing(run.folder)
         if run.step and kept is not None:
             before = kept["steps"] <= run.step
             self._steps, self._counts = kept["steps"][before].tolist(), [*kept["counts"][before]]
 
     def on_log(self, run: RunView, row: Row) -> None:
-        if run.expert_counts_LE is None or "loss" not in row:
+        if not run.world.is_main or run.expert_counts_LE is None or "loss" not in row:
             return
         self._steps.append(run.step)
         self._counts.append(run.expert_counts_LE.float().cpu().numpy())
@@ -80,7 +92,8 @@ class Report(Callback):
         self._keep(run)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
-        if error is None or isinstance(error, SystemExit):  # else the disk may be what failed
+        is_in_order = error is None or isinstance(error, SystemExit)
+        if run.world.is_main and is_in_order:  # else the disk may be what failed
             self._keep(run)
             write_report(run.folder)
 
@@ -96,7 +109,10 @@ class Report(Callback):
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``report.html`` of the run in ``folder``; return its path. OSError: there is no run."""
+    """Write ``report.html`` of the run in ``folder``; return its path.
+
+    Raises OSError or ValueError: there is no run, or it cannot be read.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     default = dict(leaves(Config().to_dict()))
@@ -217,3 +233,17 @@ def _number(value: float) -> str:
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def _main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/report.py FOLDER (the output folder of a run)")
+    try:
+        print(write_report(Path(sys.argv[1])))
+    except (OSError, ValueError) as error:
+        problem = f"{sys.argv[1]} has no run that can be read: {error}"
+        sys.exit(f"error: {problem}; give the output_dir of one")
+
+
+if __name__ == "__main__":
+    _main()
