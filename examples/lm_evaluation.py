@@ -205,14 +205,15 @@ class _Model(TemplateLM):
 
         ``parts``: texts, and how many of their last tokens to score.
         """
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
         window = self.generator.longest - 1
         made = [Request(str(i), tuple(ids[-window:]), asked) for i, (ids, _) in enumerate(parts)]
-        found = self._served(made, lambda done: [done.prompt_logprobs, done.prompt_likeliest])
+        found = self._served(made, lambda done: [done.prompt_logprobs, done.prompt_top_logprobs])
         scores: list[tuple[float, bool]] = []
-        for request, (_, count), (logprobs, likeliest) in zip(made, parts, found, strict=True):
+        for request, (_, count), (logprobs, tops) in zip(made, parts, found, strict=True):
             first = max(len(logprobs) - count, 0)
-            is_greedy = likeliest[first:] == [*request.tokens[first + 1 :]]
+            likeliest = [token for top in tops[first:] for token in top]
+            is_greedy = likeliest == [*request.tokens[first + 1 :]]
             scores.append((sum(logprobs[first:]), is_greedy))
         return scores
 

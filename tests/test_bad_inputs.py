@@ -35,7 +35,8 @@ HF_CONFIG = {
     "intermediate_size": 16,
     "max_position_embeddings": 64,
 }
-PP = "--launch.nproc 2 --parallel.pp 2 --train.micro_batch_size 4"
+RANKS = "--dry_run --launch.nproc "
+PP = RANKS + "2 --parallel.pp 2 --train.micro_batch_size 4"
 HF = "--model.path {hf} --data.source text --data.path {text}"
 
 FILES = [
@@ -86,7 +87,11 @@ FILES = [
     ("--parallel.tp 2", "parallel.tp", "world of 1 process"),
     ("--parallel.ep 2", "parallel.ep", "2 does not divide"),
     ("--parallel.dp_replicate 2", "parallel.dp_replicate", "world of 1"),
-    ("--launch.nproc 2 --parallel.pp 2", "parallel.pp", "2 is more than the 1 micro-batches"),
+    (
+        RANKS + "2 --parallel.pp 2",
+        "parallel.pp",
+        "2 is more than the 1 micro-batches",
+    ),
     (PP + " --parallel.pp_schedule 2f2b", "parallel.pp_schedule", "'gpipe', '1f1b' or 'int"),
     (PP + " --model.num_layers 1", "parallel.pp", "2 stages, and the model has 1 blocks; use 1 or"),
     (
@@ -99,7 +104,7 @@ FILES = [
     (PP + " --parallel.pp_split 1,x", "parallel.pp_split", "integer"),
     (PP + " --parallel.pp_split 0,4", "parallel.pp_split", "one block at least"),
     (
-        "--launch.nproc 4 --parallel.pp 2 --parallel.ep 2 --train.micro_batch_size 4 "
+        RANKS + "4 --parallel.pp 2 --parallel.ep 2 --train.micro_batch_size 4 "
         "--moe.dispatch_mode static --moe.dispatcher deepep",
         "moe.dispatch_mode",
         "use exact",
@@ -110,16 +115,24 @@ FILES = [
         "give yes, no, or a number of blocks from 2 on",
     ),
     (
-        "--launch.nproc 2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
+        RANKS + "2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
         "--train.global_batch_size 3 --train.micro_batch_size 1 --model.num_layers 4",
         "parallel.pp_schedule",
         "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; gpipe, 1f1b",
     ),
-    ("--launch.nproc 3", "train.global_batch_size", "3 ranks .* = 48; set .*global_batch_size 48$"),
-    ("--launch.nproc 2", "train.global_batch_size", "size 16 x 2 .* = 32; set .* 32 or .*_size 8$"),
+    (
+        RANKS + "3",
+        "train.global_batch_size",
+        "3 ranks .* = 48; set .*global_batch_size 48$",
+    ),
+    (
+        RANKS + "2",
+        "train.global_batch_size",
+        "size 16 x 2 .* = 32; set .* 32 or .*_size 8$",
+    ),
     ("--train.global_batch_size 1e11", "train.global_batch_size", "GiB of host memory .* lower it"),
     (
-        "--launch.nproc 4 --parallel.tp 4 --model.vocab_size 5 --model.num_kv_heads 4",
+        RANKS + "4 --parallel.tp 4 --model.vocab_size 5 --model.num_kv_heads 4",
         "parallel.tp",
         "too much for the model's vocab_size 5",
     ),

@@ -93,7 +93,7 @@ def check_same(found, expected):
             assert a.versions == b.versions
             assert a.logprobs == close(b.logprobs)
             assert a.prompt_logprobs == close(b.prompt_logprobs)
-            assert a.prompt_likeliest == b.prompt_likeliest
+            assert [[*x] for x in a.prompt_top_logprobs] == [[*x] for x in b.prompt_top_logprobs]
             assert len(a.top_logprobs) == len(b.top_logprobs)
             for top, other in zip(a.top_logprobs, b.top_logprobs, strict=True):
                 assert list(top) == list(other)
@@ -117,7 +117,8 @@ def count_steps(generator):
 def requests_like(name, number):
     rng = random.Random(name)
     requests = [draw_request(i, rng) for i in range(number)]
-    scored = (replace(r.params, prompt_logprobs=i % 4 == 3) for i, r in enumerate(requests))
+    asked = ({"prompt_logprobs": 1} if i % 4 == 3 else {} for i in range(number))
+    scored = (replace(r.params, **more) for r, more in zip(requests, asked, strict=True))
     return [replace(r, params=params) for r, params in zip(requests, scored, strict=True)]
 
 

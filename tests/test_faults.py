@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 from family_cases import FAMILY_CASES, architecture_of
-from silent_faults import SilentFaults, compare_replicas, first_not_finite
 from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
 from test_qk_clip import engine_of
 
@@ -17,14 +16,10 @@ from moetrain.config.sources import RunFailed
 from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import Callback
 from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas, first_not_finite
 from moetrain.train.trainer import Trainer
 
-FOUND = "numbers are not finite"
-
-
-def watched(engine):
-    SilentFaults().watch(engine)
-    return engine
+FIND = "log.find_nan=yes"
 
 
 class _Spoilt(torch.autograd.Function):
@@ -60,7 +55,7 @@ def step(engine, number=0):
 
 
 def said_of(log):
-    return [r.getMessage() for r in log.records if FOUND in r.getMessage()]
+    return [r.getMessage() for r in log.records if "log.find_nan" in r.getMessage()]
 
 
 @pytest.mark.parametrize("activation", ["none", "full"])
@@ -86,7 +81,7 @@ def said_of(log):
     ],
 )
 def test_the_first_tensor_is_named(name, how, says, activation, caplog):
-    engine = watched(make_engine(f"activation.policy={activation}"))
+    engine = make_engine(FIND, f"activation.policy={activation}")
     before = weights_of(engine)
     if how == "weight":
         engine.fsdp.members[says.split()[-1]].local.view(-1)[3] = torch.nan
@@ -101,7 +96,7 @@ def test_the_first_tensor_is_named(name, how, says, activation, caplog):
 
 
 def test_a_gradient_of_a_weight_is_named(monkeypatch, caplog):
-    engine = watched(make_engine())
+    engine = make_engine(FIND)
     (member,) = (m for n, m in engine.fsdp.members.items() if n == "layers.1.attn.wq.weight")
     whole = engine.fsdp.gradient_norm
 
@@ -118,7 +113,7 @@ def test_a_gradient_of_a_weight_is_named(monkeypatch, caplog):
 
 
 def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
-    engine = watched(make_engine())
+    engine = make_engine(FIND)
     whole, seen = engine.fsdp.gradient_norm, []
 
     def once():
@@ -134,11 +129,10 @@ def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
 
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_of_a_healthy_step_nothing_is_named(case):
-    config, arch = make_engine().config, architecture_of(case)
-    engine, callback = Engine(config, arch, join_world(config, arch)), SilentFaults()
-    callback.watch(engine)
+    config, arch = make_engine(FIND).config, architecture_of(case)
+    engine = Engine(config, arch, join_world(config, arch))
     engine.forward_backward(make_batches(0), objective_of(engine))
-    learn = callback.learn_again
+    learn = engine._learn_again
     assert first_not_finite(engine.model, engine.fsdp, engine.world, learn) is None
 
 
@@ -149,11 +143,8 @@ LORA = ["lora.rank=4", "lora.dropout=0.3", "lora.targets=*.attn.*"]
 def test_a_run_goes_on_with_the_same_bits(more, caplog):
     """Dropout draws numbers, and Muon's clip has seen the largest scores."""
     found = []
-    for is_watched in (False, True):
-        engine = engine_of("gpt_oss") if more == "clip" else make_engine(*more)
-        callback = SilentFaults()
-        if is_watched:
-            callback.watch(engine)
+    for words in ([], [FIND]):
+        engine = engine_of("gpt_oss", *words) if more == "clip" else make_engine(*words, *more)
         torch.manual_seed(0)
         train(engine, range(2))
         member = engine.fsdp.members["layers.0.moe.experts.w_down"].local
@@ -162,15 +153,15 @@ def test_a_run_goes_on_with_the_same_bits(more, caplog):
         assert step(engine).skipped
         member.copy_(kept)
         found.append((train(engine, range(2, 4)), weights_of(engine)))
-        assert len(said_of(caplog)) == is_watched
-        assert callback.given == []
+        assert len(said_of(caplog)) == len(words)
+        assert engine._given == []
     (numbers, weights), (same, others) = found
     assert numbers == same
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
 def spoilt_on_one_rank(words):
-    engine, messages = watched(make_engine(*words)), []
+    engine, messages = make_engine(*words, FIND), []
     logger = logging.getLogger("moetrain")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -181,7 +172,7 @@ def spoilt_on_one_rank(words):
     batches = make_batches(0, 4, world.data_rank, world.dims.data_ranks)
     engine.forward_backward(batches, objective_of(engine))
     skipped = bool(engine.step(1e-2).skipped)
-    return skipped, [said for said in messages if FOUND in said]
+    return skipped, [said for said in messages if "log.find_nan" in said]
 
 
 def test_the_rank_is_named():
@@ -192,14 +183,14 @@ def test_the_rank_is_named():
 
 
 def spoilt_on_a_stage(words, name, how):
-    engine, messages = watched(make_engine(*words)), []
+    engine, messages = make_engine(*words, FIND), []
     logging.getLogger("moetrain").addHandler(handler := logging.Handler())
     handler.emit = lambda record: messages.append(record.getMessage())
     if name in dict(engine.model.named_modules()):
         spoil(engine, name, how)
     engine.forward_backward(make_batches(0, 2), objective_of(engine))
     engine.step(1e-2)
-    return [said for said in messages if FOUND in said]
+    return [said for said in messages if "log.find_nan" in said]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
@@ -273,14 +264,14 @@ def run_spoilt(words):
             if run.step == 3 and dist.get_rank() == 1:
                 run.engine.fsdp.members["norm.weight"].local[0] += 1e-3
 
-    trainer = Trainer(Config.load(None, words, environ={}), callbacks=[Spoil(), SilentFaults(2)])
-    with pytest.raises(RunFailed, match=r"than their replicas: .* rank 1 in .* as norm.weight"):
+    trainer = Trainer(Config.load(None, words, environ={}), callbacks=[Spoil()])
+    with pytest.raises(RunFailed, match=r"train.compare_replicas: .* rank 1 in .* as norm.weight"):
         trainer.fit()
     return trainer.step
 
 
 def test_a_run_ends_at_the_next_comparison(tmp_path):
-    words = ["train.steps=9", "parallel.dp_replicate=2"]
+    words = ["train.steps=9", "train.compare_replicas=2", "parallel.dp_replicate=2"]
     words += [word for word in WORDS if not word.startswith(("output_dir", "data"))]
     words += [f"output_dir={tmp_path}", "data.source=synthetic", "data.seq_len=12"]
     words += ["train.micro_batch_size=4", "train.eval_interval=0", "model.vocab_size=257"]

@@ -89,7 +89,7 @@ def test_texts_follow_their_grammars_and_change_no_others_bits():
             assert reason == "stop"
             texts.add((kind, tuple(tokens)))
         # They are the model's own, whatever is allowed.
-        params = SamplingParams(max_tokens=1, prompt_logprobs=True)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         again = Request("again", (*b"Say: ", *tokens), params)
         scored = generator.generate([again])[0][0].prompt_logprobs[-len(tokens) :]
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(scored))

@@ -488,7 +488,10 @@ def test_a_port_that_is_taken_is_one_line(tmp_path, capsys):
         ("--checkpoint.interval 3", "error: checkpoint.interval: set (command line), but"),
         ("--optim.lr 1e-4", "error: optim.lr: set (command line), but python -m moetrain.jobs"),
         ("--jobs.prot 3", "error: jobs.prot: unknown setting; did you mean --jobs.port?"),
-        ("--launch.nproc 2 --train.global_batch_size 8 --lora.rank 0", "error: lora.rank: 0, but"),
+        (
+            "--dry_run --launch.nproc 2 --train.global_batch_size 8 --lora.rank 0",
+            "error: lora.rank: 0, but",
+        ),
     ],
 )
 def test_a_bad_setting_is_one_line(words, says, capsys, tmp_path):

@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,12 +91,6 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
-def at_the_gate(file):
-    open(os.path.join(folder, f"gate{rank}.{os.getpid()}"), "w").close()
-    pass_gate(file)
-
-
-pass_gate, launch.pass_gate = launch.pass_gate, at_the_gate
 module = types.ModuleType("moetrain.train.trainer")
 module.Trainer = Trainer
 sys.modules["moetrain.train.trainer"] = module
@@ -174,11 +166,11 @@ sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 class Launcher:
     """A process that starts ranks; forked, as it would take longer to import torch than to work."""
 
-    def __init__(self, folder, script, *words, nproc=3, check=None):
+    def __init__(self, folder, script, *words, nproc=3):
         (folder / "rank.py").write_text(script)
         self.texts = [folder / name for name in ("stdout", "stderr")]
         command = [str(folder / "rank.py"), *words]
-        args = (command, nproc, self.texts, check)
+        args = (command, nproc, self.texts)
         self.process = fork_server().Process(target=_launch, args=args)
         self.process.start()
 
@@ -193,16 +185,12 @@ class Launcher:
         return code, *(path.read_text() for path in self.texts)
 
 
-def _launch(command, nproc, texts, check):
+def _launch(command, nproc, texts):
     for fd, path in enumerate(texts, start=1):  # several processes write at its end
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     launch._GRACE_SECONDS = 2.0
-    try:
-        sys.exit(launch.start_ranks(command, nproc, 0, check and partial(check, texts[0].parent)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(launch.start_ranks(command, nproc))
 
 
 @pytest.fixture
@@ -268,65 +256,6 @@ def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
     assert sorted(out.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
     assert error.endswith("ValueError: the cause\n")
     assert error.count("Traceback") == 1
-
-
-# ---- what the launcher does while ranks start ---------------------------------------------------
-
-
-def refuse(folder):
-    wait_for_ranks_at_the_gate(folder)
-    raise ConfigError("train.steps", f"refused while {len(pids_of(folder))} were at work")
-
-
-def take_long(folder):
-    time.sleep(600)
-
-
-def let_through(folder):
-    wait_for_ranks_at_the_gate(folder)
-    assert not pids_of(folder)
-
-
-def keep_signals(folder):
-    with suppress(BaseException):  # as a bare except of a user does
-        time.sleep(600)
-
-
-def assert_nobody_is_at_the_gate(folder):
-    pids = [int(path.suffix[1:]) for path in folder.glob("gate*")]
-    assert len(pids) == 3
-    assert not any(map(is_running, pids))
-    assert pids_of(folder) == []
-
-
-def wait_for_ranks_at_the_gate(folder):
-    deadline = time.monotonic() + 20
-    while len(list(folder.glob("gate*"))) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.3)
-
-
-def test_a_bad_setting_ends_ranks_that_have_not_begun(start, tmp_path):
-    line = "error: train.steps: refused while 0 were at work\n"
-    assert start("succeed", check=refuse).end() == (2, "", line)
-    assert_nobody_is_at_the_gate(tmp_path)
-
-
-def test_ranks_go_on_when_settings_were_looked_at(start):
-    code, out, error = start("succeed", check=let_through).end()
-    assert (code, error) == (0, "")
-    assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_while_settings_are_looked_at_ends_all(number, start, tmp_path):
-    process = start("succeed", check=keep_signals if number == signal.SIGTERM else take_long)
-    wait_for_ranks_at_the_gate(tmp_path)
-    process.send_signal(number)
-    means = signal.SIGTERM if number == signal.SIGUSR1 else number
-    assert process.end() == (128 + means, "", "interrupted\n")
-    assert_nobody_is_at_the_gate(tmp_path)
 
 
 def test_ranks_die_with_their_launcher(start, tmp_path):
@@ -448,14 +377,11 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
         (["launch.nproc=0"], "launch.nproc", "0"),
     ],
 )
-def test_a_bad_layout_is_one_line_of_the_launcher(
-    words, field, named, tiny_words, capsys, monkeypatch
-):
+def test_a_bad_layout_is_one_line(words, field, named, tiny_words, capsys):
     if "model.preset=qwen3-0.6b" in words:
         tiny_words = [word for word in tiny_words if not word.startswith("model.")]
-    monkeypatch.setattr("moetrain.cli.launch.start_ranks", lambda *call: call[-1]())
     base = ["train.global_batch_size=8", "launch.nproc=4"]
-    assert main(settled([*tiny_words, *base, *words])) == 2
+    assert main(["--dry_run", *settled([*tiny_words, *base, *words])]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith(f"error: {field}: ")
@@ -463,11 +389,19 @@ def test_a_bad_layout_is_one_line_of_the_launcher(
     assert error.count("\n") == 1
 
 
+def test_a_bad_layout_ends_the_ranks_with_one_line(tmp_path, tiny_words):
+    words = settled([*tiny_words, "train.global_batch_size=8", "parallel.tp=3", "launch.nproc=2"])
+    words += [f"output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "moetrain.train", *settled(words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: parallel.tp: pp 1, ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        "moetrain.cli.launch.start_ranks", lambda *call: started.append(call[:3]) or 7
-    )
+    monkeypatch.setattr("moetrain.cli.launch.start_ranks", lambda *call: started.append(call) or 7)
     words = ["debug", *settled([*tiny_words, "train.global_batch_size=8"]), "--launch.nproc", "4"]
     assert main(words) == 7
     assert started == [(["-m", "moetrain.train", *words], 4, 0)]

@@ -161,7 +161,7 @@ def test_another_history_begins_a_segment():
         whole = [sample.tokens.tolist() for sample in samples]
         assert [x for tokens in whole for x in tokens] == t.tokens
         for sample in samples:
-            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, routes=True)
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, routes=True)
             request = Request("x", tuple(sample.tokens.tolist()), params)
             ((scored,),) = Watched().generate([request])
             wanted = torch.tensor(scored.prompt_logprobs)[sample.is_action[1:]]

@@ -223,7 +223,7 @@ def test_log_probabilities_of_prompts_are_the_models():
     plain = [
         Request(f"plain {i}", tuple(x), SamplingParams(max_tokens=12)) for i, x in enumerate(texts)
     ]
-    asked = SamplingParams(max_tokens=9, prompt_logprobs=True)
+    asked = SamplingParams(max_tokens=9, prompt_logprobs=3)
     scored = [Request(str(i), tuple(text), asked) for i, text in enumerate(texts)]
     mixed = [request for pair in zip(plain, scored, strict=True) for request in pair]
     found = {c.request_id: c for (c,) in generator.generate(mixed)}
@@ -234,9 +234,12 @@ def test_log_probabilities_of_prompts_are_the_models():
         assert found[beside.id].prompt_logprobs == []
         with torch.no_grad():
             expected = model(torch.tensor([request.tokens]))[0, :-1].log_softmax(-1)
-        assert completion.prompt_likeliest == expected[:, :known].argmax(-1).tolist()
         logprobs = expected.gather(1, torch.tensor(request.tokens[1:], dtype=torch.int64)[:, None])
         assert completion.prompt_logprobs == pytest.approx(logprobs[:, 0].tolist(), rel=1e-4)
+        for found_top, row in zip(completion.prompt_top_logprobs, expected, strict=True):
+            top = row[:known].topk(3)
+            assert [*found_top] == top.indices.tolist()
+            assert [*found_top.values()] == pytest.approx(top.values.tolist(), rel=1e-4)
 
 
 def test_what_begins_alike_is_read_once():

@@ -120,7 +120,9 @@ def family_answers(kind, heads=None):
         Request(
             str(i),
             tuple(rng.randrange(vocabulary) for _ in range(rng.randrange(1, 14))),
-            SamplingParams(max_tokens=8, temperature=i % 2, seed=i, prompt_logprobs=i == 3),
+            SamplingParams(
+                max_tokens=8, temperature=i % 2, seed=i, prompt_logprobs=0 if i == 3 else None
+            ),
         )
         for i in range(5)
     ]

@@ -228,6 +228,30 @@ def wait_until(is_so, seconds):
         time.sleep(0.02)
 
 
+def test_prompts_have_log_probabilities_as_vllm_gives_them(server, directly):
+    _, client = server
+    how = {"max_tokens": 1, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+    asked = {"model": "tiny", "prompt": [[65, 66, 67], [68, 69]], **how}
+    choices = client.completions.create(**asked).choices
+    parts = [part.choices[0] for part in client.completions.create(stream=True, **asked)]
+    choices += sorted(parts, key=lambda choice: choice.index)  # of one token each
+    for i, choice in enumerate(choices):
+        prompt = asked["prompt"][i // 2 % 2]
+        (done,) = directly(prompt, max_tokens=1, prompt_logprobs=2)
+        first, *rest = choice.prompt_logprobs
+        assert first is None
+        for token, logprob, top, said in zip(
+            prompt[1:], done.prompt_logprobs, done.prompt_top_logprobs, rest, strict=True
+        ):
+            found = {int(key): value["logprob"] for key, value in said.items()}
+            assert found == pytest.approx(top | {token: logprob}, rel=1e-4)
+            assert len(top) == 2
+    assert not hasattr(
+        client.completions.create(model="tiny", prompt="A").choices[0], "prompt_logprobs"
+    )
+    assert client.models.list().data[0].max_model_len == 128
+
+
 LONG = "x" * 129
 
 
@@ -262,6 +286,7 @@ LONG = "x" * 129
         ({"logprobs": 20, "n": 128, "prompt": ["A"] * 8}, "lower max_tokens, or ask in parts"),
         ({"extra_body": {"best_of": 3}}, "'best_of' is not supported"),
         ({"max_tokens": 500, "stream": True}, "more than the model's positions"),
+        ({"extra_body": {"prompt_logprobs": 10**7}}, "lower max_tokens, or ask in parts"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -408,7 +408,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
         (["parallel.tp=2"], "parallel.tp"),
         (["moe.dispatcher=deepep"], "moe.dispatcher"),
         (["moe.dispatcher=alltoall"], "moe.dispatcher"),
-        (["launch.nproc=8", "train.global_batch_size=6"], "train.global_batch_size"),
+        (["--dry_run", "launch.nproc=8", "train.global_batch_size=6"], "train.global_batch_size"),
         (["kernels.attention=flex"], "kernels.attention"),
         (["kernels.attention=cudnn"], "kernels.attention"),
     ],

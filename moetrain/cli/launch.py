@@ -10,10 +10,9 @@ checkpoint is, and after a failure as long to the other ranks, which hang in a c
     a rank is killed         a line names the signal; the others are killed: 1
     this process is killed   the ranks, which watch it, die too
 
-A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. It takes seconds
-to import torch, in which the launcher checks the settings; then it waits for a gate, a file that
-the launcher creates once it has. Left out on purpose: several machines (torchrun, srun), and other
-systems than Linux, whose kernel tells when a parent or a child has died.
+A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. Left out on
+purpose: several machines (torchrun, srun), checks (ranks make them, and the first to fail reports),
+and other systems than Linux, whose kernel tells when a parent or a child has died.
 """
 
 import ctypes
@@ -24,15 +23,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moetrain.config.environment import LaunchedPlace
-
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
-_GATE_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 """Time after a failure in which other ranks can report what they know, before they are killed."""
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -42,37 +38,22 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 _FAILED = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_Handlers = Mapping[signal.Signals, Any]
-_Check = Callable[[], None]
 
-
-def start_ranks(
-    command: Sequence[str],
-    nproc: int,
-    max_restarts: int = 0,
-    check: _Check | None = None,
-) -> int:
+def start_ranks(command: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
     Call it from the main thread, where signals arrive. After a failure all ranks start again,
-    ``max_restarts`` times. ``check`` checks the settings, once, while the ranks start, before any
-    passes :func:`pass_gate`; if it raises, the ranks end and the error is raised here.
+    ``max_restarts`` times.
     """
-    restarts, code = 0, _run_ranks(command, nproc, 0, max_restarts, check)
+    restarts, code = 0, _run_ranks(command, nproc, 0, max_restarts)
     while code == _FAILED and restarts < max_restarts:
         restarts += 1
         print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
-        code = _run_ranks(command, nproc, restarts, max_restarts, None)
+        code = _run_ranks(command, nproc, restarts, max_restarts)
     return code
 
 
-class _Stopped(BaseException):
-    """A stop signal, the argument, came while settings were checked."""
-
-
-def _run_ranks(
-    command: Sequence[str], nproc: int, restarts: int, max_restarts: int, check: _Check | None
-) -> int:
+def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: int) -> int:
     # Ranks need none of this, nor does --help.
     import torch
     from torch.distributed import TCPStore
@@ -100,8 +81,6 @@ def _run_ranks(
     follower = ("-m", "moetrain.cli.launch", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
-        gate = Path(folder) / "gate"
-        shared[LaunchedPlace.GATE] = str(gate)
         try:
             ranks = start_processes(
                 "moetrain",
@@ -111,42 +90,16 @@ def _run_ranks(
                 logs_specs=DefaultLogsSpecs(folder),
             )
             try:
-                if check is not None:
-                    _call_stoppable(check, handlers)
-                gate.touch()
                 mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
-        except (SignalException, _Stopped) as stop:  # before _watch took the signals over
+        except SignalException as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
-            return 128 + (stop.args[0] if isinstance(stop, _Stopped) else stop.sigval)
+            return 128 + stop.sigval
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-
-
-def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None]) -> None:
-    for number, was in before.items():  # what nohup ignores stays ignored
-        signal.signal(number, was if was is signal.SIG_IGN else handler)
-
-
-def _call_stoppable(check: _Check, handlers: _Handlers) -> None:
-    """Call ``check``; a stop signal ends it, or is honoured after it if a user's code caught it."""
-    got: list[_Stopped] = []
-
-    def stop(number: int, frame: Any) -> None:
-        got.append(_Stopped(_meaning(number)))
-        raise got[0]
-
-    _set_handlers(handlers, stop)
-    check()
-    if got:
-        raise got[0]
-
-
-def _meaning(number: int) -> int:
-    return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
 def _failure_mark(error_file: str) -> Path:
@@ -154,17 +107,18 @@ def _failure_mark(error_file: str) -> Path:
     return Path(error_file).parent.parent / "failed"
 
 
-def _watch(pids: Sequence[int], handlers: _Handlers, failed_mark: Path) -> int:
+def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mark: Path) -> int:
     """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        number = _meaning(number)
+        number = signal.SIGTERM if number == signal.SIGUSR1 else number
         forwarded.append(number)
         for pid in pids:
             os.kill(pid, number)
 
-    _set_handlers(handlers, forward)
+    for number, was in before.items():  # what nohup ignores stays ignored
+        signal.signal(number, was if was is signal.SIG_IGN else forward)
     deadline = float("inf")
     while True:
         codes = [_exit_code(pid) for pid in pids]
@@ -196,12 +150,6 @@ def _exit_code(pid: int) -> int | None:
 
 
 # ---- what a rank does --------------------------------------------------------------------------
-
-
-def pass_gate(file: str) -> None:
-    """Wait until the launcher has created ``file``, or its folder is gone: it was another's."""
-    while os.path.isdir(os.path.dirname(file)) and not os.path.exists(file):
-        time.sleep(_GATE_SECONDS)
 
 
 def is_first_to_fail(error_file: str, *, waits: bool) -> bool:

@@ -1,7 +1,6 @@
-"""``moetrain COMMAND``: every command under one name, what completes them, and what they share.
+"""``moetrain COMMAND``: every command under one name, and what they share.
 
-``moetrain train`` is ``python -m moetrain.train``, and so are the others. Completion reads what
-each command's ``--help`` prints, so that there is no second list of settings.
+``moetrain train`` is ``python -m moetrain.train``, and so are the others.
 
 ``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`), the other commands options
 of their own (:class:`Parser`). In both, whatever is wrong raises :class:`ConfigError`, whose one
@@ -11,15 +10,13 @@ line goes to standard error, and the exit code is 2.
 import argparse
 import atexit
 import os
-import re
 import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
-from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
@@ -39,11 +36,6 @@ _COMMANDS = {
     "plan": ("moetrain.cli.plan:main", "list layouts that fit, and how fast they would be"),
 }
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
-_SHELLS = ("bash", "zsh", "fish")
-_MEANINGS = {name: meaning for name, (_, meaning) in _COMMANDS.items()} | {
-    "completion": f"print a script for a shell: {', '.join(_SHELLS)}",
-    "version": "print the version",
-}
 
 
 # ---- what commands share -------------------------------------------------------------------------
@@ -148,48 +140,19 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None) -> int | None:
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     match name:
-        case "completion":
-            _complete(words)
         case "version" | "--version":
             print(version())
         case "" | "help" | "--help" | "-h":
             print("usage: moetrain COMMAND ...; moetrain COMMAND --help says what it takes\n")
-            print(*(f"  {name:12}{meaning}" for name, meaning in _MEANINGS.items()), sep="\n")
+            for name, (_, meaning) in _COMMANDS.items():
+                print(f"  {name:12}{meaning}")
+            print("  version     print the version")
         case _ if name in _COMMANDS:
             return resolve_name(_COMMANDS[name][0])(words)
         case _:
-            problem = f"{name!r} is none; use {', '.join(_COMMANDS)}, completion or version"
+            problem = f"{name!r} is none; use {', '.join(_COMMANDS)} or version"
             raise ConfigError("command", problem)
     return None
-
-
-def _complete(words: Sequence[str]) -> None:
-    """Print the script that completes commands, settings and their values, else files."""
-    shell = " ".join(words)
-    if shell not in _SHELLS:
-        raise ConfigError("completion", f"{shell!r} is no shell known here: {', '.join(_SHELLS)}")
-    from jinja2 import Template  # which nothing else here needs
-
-    options = {name: _options(name) for name in _COMMANDS}
-    options["completion"] = {"": list(_SHELLS)}
-    template = Path(__file__).with_name("completion.jinja").read_text("utf-8")
-    script = Template(template, trim_blocks=True)
-    print(script.render(shell=shell, options=options, meanings=_MEANINGS), end="")
-
-
-def _options(name: str) -> dict[str, list[str]]:
-    """Return a command's options and the values that each takes, and under "" its first words."""
-    printed = StringIO()
-    with redirect_stdout(printed), suppress(SystemExit):
-        resolve_name(_COMMANDS[name][0])(["--help"])
-    text = printed.getvalue()
-    first = re.search(r"^(?:recipes: (.*)|  \{(.*)\})$", text, re.MULTILINE)
-    options = {"": re.findall(r"[\w.-]+", (first[1] or first[2]) if first else "")}
-    for option, rest in re.findall(r"^  (?:-\w, )?--([\w.]+)(.*)", text, re.MULTILINE):
-        kind = rest.partition(", default")[0]  # (Literal['a', 'b'], default: ...), or {a,b}
-        braces = re.match(r" \{(.*)\}", kind)
-        options[option] = braces[1].split(",") if braces else re.findall(r"'([^']+)'", kind)
-    return options
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -45,11 +45,9 @@ class _Program(NamedTuple):
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
-    setup: str | None = None
-    """``MODULE:CLASS`` with two checks of config and architecture, which raise ConfigError for what
-    the run would refuse. ``plan``, for a dry run, returns in words how much memory the run takes.
-    ``inspect``, while several processes start, does not look at devices. None: there is no more to
-    check than the settings themselves and the memory."""
+    plan: str = "moetrain.train.plan:plan_memory"
+    """``MODULE:FUNCTION`` of a dry run, which takes config and architecture, raises ConfigError for
+    what the run would refuse, and returns in words how much memory the run takes."""
 
     def check(self, config: Config) -> None:
         config.data.check()
@@ -79,7 +77,7 @@ _PROGRAMS = {
         "moetrain.rl.trainer:RlTrainer",
         Recipes.RL,
         foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
-        setup="moetrain.rl.setup:Setup",
+        plan="moetrain.rl.setup:Setup.plan",
     ),
     "jobs": _Program(
         "jobs",
@@ -96,7 +94,7 @@ _PROGRAMS = {
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),
-        setup="moetrain.jobs.run:JobRun",
+        plan="moetrain.jobs.run:JobRun.plan",
     ),
 }
 
@@ -189,12 +187,10 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
-    from moetrain.train.plan import plan_memory  # imports torch, as all below
-    from moetrain.train.setup import resolve_run
+    from moetrain.train.setup import resolve_run  # imports torch, as all below
 
     config, arch = resolve_run(config)
-    plan = plan_memory if program.setup is None else resolve_name(program.setup).plan
-    estimate = plan(config, arch)
+    estimate = resolve_name(program.plan)(config, arch)
     if shows:
         with reader_may_leave():
             print(json.dumps(config.to_dict(), indent=2))
@@ -210,35 +206,25 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     max_restarts = config.launch.max_restarts
     if nproc == 1 and not max_restarts:
         return _fit(config, program, None)
+    families: Any = sys.modules.get("moetrain.models.families")  # there, if some were registered
+    if families is not None and families.FAMILIES.keys() - families.SHIPPED:
+        from moetrain.train.setup import resolve_run
 
-    def check() -> None:
-        from moetrain.models.families import SHIPPED
-        from moetrain.parallel.world import plan_world
-        from moetrain.train.setup import prepare
-
-        resolved = prepare(config)
-        family = resolved[1].family
-        if family not in SHIPPED:
+        if (family := resolve_run(config)[1].family) not in families.SHIPPED:
             raise ConfigError(
                 "launch.nproc",
                 f"{nproc}, but family {family!r} was registered in this process, and those that "
                 "would be started know nothing of it; leave it out, and start your script by "
                 f"torchrun --nproc-per-node {nproc} SCRIPT.py",
             )
-        plan_world(*resolved, nproc)
-        if program.setup is not None:
-            resolve_name(program.setup).inspect(*resolved)
-
     command = ["-m", f"moetrain.{program.name}", *words]
-    return launch.start_ranks(command, nproc, max_restarts, check)
+    return launch.start_ranks(command, nproc, max_restarts)
 
 
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     from safetensors import SafetensorError
 
     run = resolve_name(program.run)
-    if place is not None and place.gate is not None:
-        launch.pass_gate(place.gate)  # the launcher has worked while we imported torch and more
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()

@@ -67,10 +67,6 @@ class LaunchedPlace(NamedTuple):
     """How often the launcher has restarted the ranks."""
     max_restarts: int = 0
     """How often it will restart them at most."""
-    gate: str | None = None
-    """File that the launcher creates when ranks may go on; None: they need not wait."""
-
-    GATE = "_MOETRAIN_GATE"  # the variable by which our launcher names that file
 
 
 _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
@@ -112,7 +108,7 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, most = (_number(variables, name) if name in variables else 0 for name in counts)
     address = f"{host}:{port}"
-    told = (error_file, on_machine, is_served, restarts, most, variables.get(LaunchedPlace.GATE))
+    told = (error_file, on_machine, is_served, restarts, most)
     return LaunchedPlace(rank, local_rank, world_size, address, *told)
 
 

@@ -79,7 +79,8 @@ class RlSection(Section):
     teacher: MaybePath = None
     """Checkpoint of a model with the same tokens, a folder or a hub id, whose distribution the
     policy learns from what it writes itself (on-policy distillation), beside the rewards or, with
-    rl.advantage none, alone. It is loaded beside the policy and split as that is."""
+    rl.advantage none, alone. It is loaded beside the policy and split as that is. Or the URL
+    http://HOST:PORT of a server that has it (python -m moetrain.serve, vLLM)."""
     teacher_coef: float = Field(default=1.0, gt=0)
     """Weight of the KL divergence of the policy from the teacher."""
     teacher_top_k: NonNegativeInt = 0
@@ -171,6 +172,10 @@ class RlSection(Section):
     """Memory of generation that is freed while weights are updated. never: none; cache: keys and
     values; all: its copy of the weights too; auto: the least with which the estimate fits the
     device. On CUDA graphs are then captured again each step."""
+
+    @property
+    def is_teacher_served(self) -> bool:
+        return (self.teacher or "").startswith(("http://", "https://"))
 
     @property
     def clip_range(self) -> tuple[float, float]:

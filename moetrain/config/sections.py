@@ -282,6 +282,9 @@ class TrainSection(Section):
     They are stored in the compute dtype, without gradients or moments."""
     max_bad_steps: PositiveInt = 5
     """A step whose loss or gradient norm is not finite is skipped. So many in a row end the run."""
+    compare_replicas: NonNegativeInt = 0
+    """Steps between comparisons of the bits of weights that several ranks hold; a difference, which
+    is a machine's fault, ends the run and names the rank. 0: none."""
     gc_interval: PositiveInt = 50
     """Steps between runs of Python's garbage collector, which never runs in between."""
     eval_interval: NonNegativeInt = 100
@@ -348,6 +351,9 @@ class LoraSection(Section):
     """How blocks' frozen matrices are stored. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
     (QLoRA's): as codes of 8, 4 and 4 bits with scales, in 0.52, 0.27 and 0.26 of bf16's memory,
     which are converted whenever a block runs."""
+    offload_experts: bool = False
+    """Keep the codes of frozen routed experts in host memory, pinned where there is a GPU. Each
+    block's are copied to the device while the block before it runs, in forward and backward."""
     path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True
@@ -425,6 +431,10 @@ class LogSection(Section):
     output_dir/profile."""
     profile_after: PositiveInt = 4
     """Steps of this process before the profiled ones; one more warms up the profiler."""
+
+    find_nan: bool = False
+    """If a step's loss or gradient is not finite, compute it again, and say which tensor of which
+    module was the first, and on which rank. Each step then waits for the device."""
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""

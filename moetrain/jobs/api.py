@@ -286,7 +286,7 @@ class Sampling(_JobBody):
             stop_ids=tuple(ids),
             stop=tuple(x for x in stop or () if isinstance(x, str)),
             logprobs=self.topk_sample_logprobs,
-            prompt_logprobs=bool(self.prompt_logprobs),
+            prompt_logprobs=0 if self.prompt_logprobs else None,
         )
 
     def check(self, limits: Limits) -> None:

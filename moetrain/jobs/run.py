@@ -38,10 +38,6 @@ class JobRun:
         self.config = config
 
     @classmethod
-    def inspect(cls, config: Config, arch: Architecture) -> None:
-        cls(config)
-
-    @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
         """Refuse what the service would refuse, and describe the memory that it takes."""
         return plan_memory(cls(config).config, arch)

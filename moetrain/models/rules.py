@@ -60,6 +60,8 @@ class Rule:
     form: Form | None = None
     """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
     stored as it is."""
+    is_hosted: bool = False
+    """Whether these lie in host memory, and are copied to the device wherever they are used."""
     generated: Form | None = None
     """How codes and scales of the copy that generation has are stored; None: as it is used."""
     stacked: int = 1
@@ -176,7 +178,9 @@ class ShardingPlan(NamedTuple):
             # because their rounding costs most (QLoRA leaves them too).
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
-                rule = replace(rule, form=FORMS.get(config.lora.base_dtype))
+                hosted = config.lora.offload_experts and rule.style == "expert"
+                form = FORMS.get(config.lora.base_dtype)
+                rule = replace(rule, form=form, is_hosted=hosted)
             if is_hidden and rule.style == "expert":
                 rule = replace(rule, generated=FORMS.get(config.rl.generator_dtype))
             # Norms, biases and adapters are small.

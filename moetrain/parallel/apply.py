@@ -77,7 +77,8 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
-    fsdp = FSDP(config.parallel, device, frees_memory(config, world.size), reshard)
+    frees, turns = frees_memory(config, world.size), turning_regions(config, world.size)
+    fsdp = FSDP(config.parallel, device, frees, reshard, turns)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     all_styles = model.arch.plan().styles
@@ -109,6 +110,11 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
 def frees_memory(config: Config, world_size: int) -> bool:
     """Whether a rank frees unsharded values after their last use, and gradients after a step."""
     return world_size == 1 and config.compile.cuda_graphs is not True
+
+
+def turning_regions(config: Config, world_size: int) -> int:
+    """Count the regions in which resharded blocks take turns: two where parameters travel."""
+    return 1 if frees_memory(config, world_size) and not config.lora.offload_experts else 2
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
@@ -233,6 +239,7 @@ def _shard_model(
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
+    on_host |= {id(group) for unit in found for group in unit if group[0].rule.is_hosted}
     blocks = set(model.layers)
     for modules, unit in zip(units, found, strict=True):
         buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]
@@ -270,17 +277,17 @@ def _places(members: Sequence[Member]) -> list[int]:
 
 
 def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link | None) -> Bucket:
-    """Make a bucket, with its master on the host if a ``link`` there is given."""
+    """Make a bucket, with its master or its codes on the host if a ``link`` there is given."""
     *starts, size = _places(members)
     rule, host, coded = members[0].rule, None, None
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
-    if link is not None:
+    if rule.form is not None:
+        coded = CodedShard(rule.form, size, gathered, fsdp.weights, link)
+        shard_N = coded.shape_N
+    elif link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
-    elif rule.form is not None:
-        coded = CodedShard(rule.form, size, gathered, fsdp.weights)
-        shard_N = coded.shape_N
     else:
         # Where blocks use the shard itself, copies of experts lie behind it.
         is_used = members[0].layout.group.size() == 1 and rule.storage == gathered

@@ -220,6 +220,10 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             f"of host memory in each process, and this machine has {room:,.0f}; lower it, to "
             f"{int(room / need * t.global_batch_size):.0e} at the most",
         )
+    if config.lora.offload_experts and dims.efsdp > 1:
+        problem = f"true, but {dims.efsdp} ranks shard the same experts"
+        remedy = f"use parallel.ep {dims.sharding_ranks}, or unset it"
+        raise ConfigError("lora.offload_experts", f"{problem}; {remedy}")
     if dims.pp > 1:
         StagePlan(config, arch).check(dims)
     pieces = 2 * dims.cp if dims.cp_method == "all_gather" else dims.cp

@@ -19,6 +19,7 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
+from moetrain.rl.teacher import ServedTeacher
 from moetrain.train.engine import Engine
 from moetrain.train.memory import teacher_of
 from moetrain.train.objectives import Objective, Pretraining, token_losses
@@ -84,8 +85,11 @@ class Learner:
         self.policy = Pretraining.of(config, engine.arch, own=PolicyObjective(config.rl))
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
-        name = config.rl.teacher
-        self.teacher = None if name is None else _Teacher(config, name, engine)
+        self.teacher = None
+        if config.rl.is_teacher_served:
+            self.teacher = ServedTeacher(config, self.world)
+        elif config.rl.teacher is not None:
+            self.teacher = _Teacher(config, config.rl.teacher, engine)
         self.compared = self.differing = 0
         """Tokens of all ranks that the trainer scored with the very weights that generated them,
         and those of them whose log-probability differs from generation's by a bit or more."""

@@ -18,16 +18,17 @@ from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
+from moetrain.config.environment import launched_place
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
+from moetrain.rl.teacher import ServedTeacher
 from moetrain.rollout.pages import Pages
 from moetrain.train.memory import teacher_of
 from moetrain.train.plan import plan_memory
@@ -69,7 +70,11 @@ class Setup:
                 f"model's vocabulary of {arch.vocab_size}; use the model's own",
             )
         least = max(tokenizer.vocab_size, rl.teacher_top_k)
-        if rl.teacher is not None and teacher_of(rl.teacher).vocab_size < least:
+        place = launched_place()
+        if rl.is_teacher_served:
+            if place is None or place.rank == 0:
+                ServedTeacher(config).check(tokenizer)
+        elif rl.teacher is not None and teacher_of(rl.teacher).vocab_size < least:
             problem = f"{rl.teacher!r} has less than the {least} tokens of data.tokenizer"
             raise ConfigError("rl.teacher", f"{problem}; name a teacher with the same tokenizer")
         self.environment = environment = open_environment(rl, tokenizer)
@@ -89,14 +94,6 @@ class Setup:
             "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
             "data.tokenizer": tokenizer.fingerprint,
         }
-
-    @classmethod
-    def inspect(cls, config: Config, arch: Architecture) -> None:
-        """Raise ConfigError as a run would on the device that it would take here."""
-        wanted = config.train.device
-        has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
-        on_gpu = wanted == "cuda" or (has_gpu and wanted == "auto")
-        cls(config, arch, "cuda" if on_gpu else "cpu")
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:

@@ -238,20 +238,14 @@ class Generator:
 
     def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
         """Append the scores of the prompts' tokens that those just read come before."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        owners: list[Running] = []
         first = 0
         for sequence, start, number in chunks:
-            if sequence.params.prompt_logprobs:
-                after = sequence.request.tokens[start + 1 :][:number]
-                rows += range(first, first + len(after))
-                tokens += after
-                owners += [sequence] * len(after)
+            after = sequence.request.tokens[start + 1 :][:number]
+            most = sequence.params.prompt_logprobs
+            if after and most is not None:
+                read_ND = read_TD[first : first + len(after)]
+                sequence.scores += self.steps.score(read_ND, after, most)
             first += number
-        scores = self.steps.score(read_TD[rows], tokens) if rows else ()
-        for sequence, score in zip(owners, scores, strict=True):
-            sequence.scores.append(score)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
@@ -346,9 +340,9 @@ class Generator:
         completion = sequence.completion
         if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
-        for logprob, likeliest in sequence.scores:
+        for logprob, top in sequence.scores:
             completion.prompt_logprobs.append(logprob)
-            completion.prompt_likeliest.append(likeliest)
+            completion.prompt_top_logprobs.append(top)
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):

@@ -210,9 +210,9 @@ class Running:
         """How far its grammar has come (:mod:`moetrain.rollout.steps`); None: it has none."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
-        self.scores: list[tuple[float, int]] = []
+        self.scores: list[tuple[float, dict[int, float]]] = []
         """Of each token of the prompt but the first, if asked for: its log-probability, and the
-        likeliest token in its place."""
+        likeliest tokens in its place."""
 
     @property
     def num_unread(self) -> int:
@@ -334,7 +334,7 @@ class Scheduler:
 
     def _shares(self, sequence: Running) -> bool:
         params = sequence.params  # either of the two takes reading every token for itself
-        return self.shares and not (params.routes or params.prompt_logprobs)
+        return self.shares and not params.routes and params.prompt_logprobs is None
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Allocate pages for ``number`` more tokens than were read; False: there are too few."""

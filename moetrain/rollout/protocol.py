@@ -10,7 +10,7 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import count
@@ -22,7 +22,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.families.tool_calls import call_grammar, parse_tools
-from moetrain.rollout.request import JsonBody, chat_ids
+from moetrain.rollout.request import Completion, JsonBody, chat_ids
 from moetrain.rollout.serving import Update
 
 _MOST_COMPLETIONS = 128
@@ -135,6 +135,9 @@ class Completions(_Asked):
     prompt: Any
     """A text or token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list.
+    A stream's last part has them."""
 
     @property
     def likeliest(self) -> int | None:
@@ -162,6 +165,13 @@ class Completions(_Asked):
         """Return a choice's text, of a stream a part, and why it ended (None: it goes on)."""
         return {"text": text, "finish_reason": reason}
 
+    @staticmethod
+    def scored(prompt: Sequence[int], done: Completion) -> list[dict[int, dict[str, float]] | None]:
+        """Return each token of ``prompt``, by id, with the likeliest there; None: the first."""
+        found = zip(prompt[1:], done.prompt_logprobs, done.prompt_top_logprobs, strict=True)
+        each = ({**top, token: logprob}.items() for token, logprob, top in found)
+        return [None, *({t: {"logprob": max(p, _LEAST_LOGPROB)} for t, p in x} for x in each)]
+
     def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
         """Return a choice's log-probabilities; ``name`` gives a token's text."""
         tops = [update.top_logprobs.items() for update in updates]
@@ -176,6 +186,8 @@ class Completions(_Asked):
 
 class Chat(_Asked):
     """A request to answer the last turn of a chat."""
+
+    prompt_logprobs: ClassVar = None
 
     kind: ClassVar = "chat.completion"
     kind_of_parts: ClassVar = ".chunk"

@@ -67,8 +67,9 @@ class SamplingParams:
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
     """Whether to report which experts each token was sent to."""
-    prompt_logprobs: bool = False
-    """Whether to report the log-probability of every token of the prompt but the first."""
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """How many of the likeliest tokens to report beside the log-probability of every token of the
+    prompt but the first; None: neither."""
     tempered: bool = False
     """Report log-probabilities at ``temperature``, as training at it needs; otherwise, and at
     temperature 0, they are those at 1. They ignore filters, so there must be none."""
@@ -131,8 +132,8 @@ class Completion:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token of the prompt but the first, nats, at temperature 1; empty: not
     asked for."""
-    prompt_likeliest: list[int] = field(default_factory=list)
-    """The likeliest token in the place of each of those."""
+    prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """The likeliest tokens in the place of each of those, and their log-probabilities."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token: how often they had been updated."""
     routes: torch.Tensor | None = None

@@ -85,16 +85,17 @@ class CompletionServer(JsonServer):
         await self.serving.close()
 
     @staticmethod
-    def described(name: str, wanted: str | None) -> dict[str, Any]:
+    def described(name: str, wanted: str | None, **more: Any) -> dict[str, Any]:
         """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain"}
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain", **more}
         return {"object": "list", "data": [entry]} if wanted is None else entry
 
     async def models(self, request: HTTPRequest) -> Response:
         wanted = request.path_params.get("model")
         if wanted not in (None, self.name):
             raise HTTPException(404, f"no model {shortened(wanted)} is here; ask for {self.name!r}")
-        return self.reply(self.described(self.name, wanted))
+        most = self.generator.longest
+        return self.reply(self.described(self.name, wanted, max_model_len=most))
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
@@ -227,6 +228,7 @@ class _Served(Answer):
             stop=tuple(asked.stop),
             stop_ids=server.stop_ids,
             logprobs=asked.likeliest or 0,
+            prompt_logprobs=asked.prompt_logprobs,
             grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
             **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
         )
@@ -234,18 +236,28 @@ class _Served(Answer):
         if count > server.max_queue:
             problem = f"{len(prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
-        number = count * params.max_tokens * (1 + params.logprobs)
-        if asked.likeliest is not None and number > _MOST_LOGPROBS:
-            each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
-            problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
+        read, number = sum(map(len, prompts)), 0
+        if asked.likeliest is not None:
+            number += count * params.max_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            number += read * params.n * (1 + params.prompt_logprobs)
+        if number > _MOST_LOGPROBS:
+            problem = f"{number} log-probabilities are more than {_MOST_LOGPROBS}"
             raise ValueError(f"logprobs: {problem}; lower {limit}, or ask in parts")
         self.requests = [
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
         texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
-        super().__init__(server, asked, server.name, texts, sum(map(len, prompts)))
+        super().__init__(server, asked, server.name, texts, read)
         self.drafts = server.generator.steps.draft > 0
+
+    def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
+        choice = super()._choice(number, text, updates)
+        if self.params.prompt_logprobs is not None and updates[-1].finish_reason:
+            prompt = self.requests[number // self.params.n].tokens
+            choice["prompt_logprobs"] = Completions.scored(prompt, updates[-1].completion)
+        return choice
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
         serving, most = self.server.serving, self.server.max_queue

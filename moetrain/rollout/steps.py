@@ -48,6 +48,7 @@ _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAG
 """Columns of a lane, or of a chunk's last token: how many drafts there are up to it, the token
 behind it or -1, and how many tokens its sequence has pages for."""
 
+_ROWS = 128
 _LARGEST_FACTOR = 10_000
 _FACTORS = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]*)')
 
@@ -343,17 +344,23 @@ class Steps:
 
     # ---- tokens of prompts, and tokens chosen from all logits ----------------------------------
 
-    def score(self, hidden_ND: torch.Tensor, tokens: Sequence[int]) -> list[tuple[float, int]]:
-        """Return each token's log-probability behind ``hidden_ND``, and the likeliest there."""
-        model, count = self.model, len(tokens)
-        tokens_N = torch.tensor(tokens, device=self.device)
+    def score(
+        self, hidden_ND: torch.Tensor, tokens: Sequence[int], most: int
+    ) -> list[tuple[float, dict[int, float]]]:
+        """Return each token's log-probability behind ``hidden_ND``, and ``most`` likeliest there.
+
+        For these the logits of 128 rows exist at once.
+        """
+        model, tokens_N = self.model, torch.tensor(tokens, device=self.device)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)
-        keys_N = torch.zeros(count, dtype=torch.int32, device=self.device)
-        greedy_N, scales_N = torch.zeros(count, device=self.device), torch.ones_like(losses.loss_T)
-        how = self.known, model.kernels.backend, model.arch.logit_softcap
-        words = (keys_N, greedy_N, scales_N, *how)
-        likeliest_N, _ = sample_tokens(hidden_ND, model.head_weight, *words)
-        return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
+        tops: list[dict[int, float]] = [] if most else [{}] * len(tokens)
+        parts = hidden_ND.split(_ROWS), losses.lse_T.split(_ROWS)
+        for part_ND, lse_N in zip(*parts, strict=True) if most else ():
+            logits_NV = model.vocabulary.logits(part_ND[None], model.head_weight)[0]
+            top = logits_NV[:, : self.known].float().topk(min(most, self.known))
+            values = (top.values - lse_N[:, None]).tolist()
+            tops += map(dict, map(zip, top.indices.tolist(), values))
+        return list(zip((-losses.loss_T).tolist(), tops, strict=True))
 
     def consider(
         self, planned: Sequence[Chunk], hidden_ND: torch.Tensor, allowed_NV: np.ndarray | None

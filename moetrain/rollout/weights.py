@@ -35,7 +35,6 @@ from moetrain.data.loader import Data
 from moetrain.kernels.quant.groups import FORMS, quantise_matrices
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import Experts
-from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
@@ -97,36 +96,23 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 
 def _replica_bytes(engine: Engine) -> int:
-    total = 0
-    for name, rule in engine.stages.rules.items():
-        if _frozen_here(engine, name) is not None:
-            continue
-        shape, each = engine.stages.table[name].shape, _dtype(engine, rule).itemsize
-        if rule.generated is not None:
-            shape, each = shape[:1], rule.generated.num_bytes(shape[1:].numel())
-        ranks = engine.world.dims.ep if rule.style == "expert" else 1  # which divides them
-        total += shape.numel() // ranks * each
+    assert engine.model.compute_dtype is not None  # place_model has set it
+    model, total = blank(engine.config, engine.arch, engine.model.compute_dtype), 0
+    for name, planned in model.named_parameters():
+        if _frozen_here(engine, name) is None:
+            is_expert = engine.stages.rules[name].style == "expert"
+            total += planned.nbytes // (engine.world.dims.ep if is_expert else 1)
     return total
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
     """Return the engine's own parameter if it is frozen, of a replica's dtype and shape."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
-    if (
-        member is None
-        or rule.trainable
-        or rule.generated
-        or member.local.dtype != _dtype(engine, rule)
-    ):
+    if member is None or rule.trainable or rule.generated is not None:
         return None
-    return None if member.layout.is_gathered else member.local.detach()
-
-
-def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
-    """Return the dtype in which training and generation compute with a parameter."""
-    dtype = rule.gather or engine.model.compute_dtype
-    assert dtype is not None  # place_model has set it
-    return dtype
+    used = rule.gather or engine.model.compute_dtype
+    is_like = member.local.dtype == used and not member.layout.is_gathered
+    return member.local.detach() if is_like else None
 
 
 class WeightUpdate:
@@ -235,7 +221,7 @@ class _Pair:
         offset = 0 if self.shape == layout.shape else layout.gathered_box[0].start
         boxes = [layout.box_of(rank) for rank in ranks]
         if self.member.rule.generated is not None:  # each expert's bytes are a row
-            boxes = [(rows, slice(0, self.target.shape[1])) for rows, *_ in boxes]
+            boxes = [(box[0], slice(0, self.target.shape[1])) for box in boxes]
         return [(slice(r.start - offset, r.stop - offset), *rest) for r, *rest in boxes]
 
 

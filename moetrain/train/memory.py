@@ -35,7 +35,7 @@ from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
-from moetrain.parallel.apply import frees_memory, resharded_blocks
+from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -251,12 +251,19 @@ class RankSizes:
             for name, rule in rules.items()
         )
         """Bytes of weights that generation has for itself, over all stages."""
+        codes: Counter[str] = Counter()
         widened: Counter[str] = Counter()
-        for name, rule in rules.items():
+        for name, numel in numels.items():
+            rule, layer = rules[name], name.split(".")[1]
             if rule.generated is not None and not config.rl.apart:
-                widened[name.split(".")[1]] += numels[name] // ep * dtype.itemsize
+                widened[layer] += numel // ep * dtype.itemsize
+            if rule.form is not None and rule.is_hosted and name in mine:
+                codes[layer] += rule.form.num_bytes(numel // dims.sharding_ranks)
         self._widened = max(widened.values(), default=0)
         """Bytes of a layer's experts that generation widens, where it stores them in codes."""
+        self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
+        """Bytes of codes that lie on the host, and on the device: a block's, and the next one's."""
+        self._regions = turning_regions(config, dims.world_size)
         self._peers = self._shared_bytes(mine, rules, dtype)
         """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
 
@@ -340,10 +347,11 @@ class RankSizes:
         ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
         masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
-        weights = self._stored / self.dims.sharding_ranks - masters
+        weights = self._stored / self.dims.sharding_ranks - masters - self._hosted_codes
         kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
-        if sleep is not None and self.config.rl.teacher is not None:
-            teacher = teacher_of(self.config.rl.teacher).num_params() * self.share.width
+        rl = self.config.rl
+        if sleep is not None and rl.teacher is not None and not rl.is_teacher_served:
+            teacher = teacher_of(rl.teacher).num_params() * self.share.width
             kept = replace(kept, teacher=teacher / self.dims.sharding_ranks)
         training = kept
         generation = {"generator": self._generator, "cache": self._cache()}
@@ -371,6 +379,7 @@ class RankSizes:
         """Return the bytes of host memory of one process, by the setting that asks for them."""
         wanted = {
             "optim.offload_fraction": int(_HOSTED_BYTES * self._hosted),
+            "lora.offload_experts": int(self._hosted_codes),
             "rl.offload": int(self.config.rl.offload * self.moment_bytes()),
         }
         return +Counter(wanted)  # without zeros
@@ -411,7 +420,8 @@ class RankSizes:
             updated -= self._share_updated * (first.numbers + vocabulary)
         gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
         if self._frees:  # its own, and the embedding
-            gathered = first.unsharded + self._unsharded_vocabulary() / (1 if tied else 2)
+            gathered = self._regions * first.unsharded + self._staged
+            gathered += self._unsharded_vocabulary() / (1 if tied else 2)
         return replace(
             kept,
             gradients=self._gradients(updated),
@@ -454,7 +464,7 @@ class RankSizes:
         blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
-        return kept + min(1 if self._frees else 2, turns) * largest  # it and a neighbour
+        return kept + min(self._regions, turns) * largest + self._staged  # it and a neighbour
 
     def _unsharded_vocabulary(self) -> float:
         numbers = self.matrices * self.vocabulary_numbers

@@ -31,6 +31,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas
 from moetrain.train.metrics import MetricsLog, RoutingWatch, Throughput
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
@@ -272,6 +273,8 @@ class Run(ABC):
         self.watch.update(result.skipped, self.sum_requests())
         if self.due(config.log.interval) or self.step in (1, self.total_steps):
             self.log_step(result)
+        if self.due(config.train.compare_replicas):
+            compare_replicas(self.engine.fsdp, self.world)
         if self.due(config.train.eval_interval):
             self.evaluate()
         # What was asked for before the last checkpoint has come with that.

@@ -77,6 +77,19 @@ class Groups(NamedTuple):
     shared: torch.Tensor | None = None
     """fp32 [W, 2 S], factor and offset in turn; None: scales are powers of two."""
 
+    def units(self, form: "Form", first: int, stop: int) -> "Groups":
+        """Return views of units ``first:stop`` of each rank."""
+        size, sharing = form.unit * form.bits // 8, form.sharing
+        codes = self.codes[:, first * size : stop * size]
+        scales = self.scales[:, first * sharing : stop * sharing]
+        shared = None if self.shared is None else self.shared[:, 2 * first : 2 * stop]
+        return Groups(codes, scales, shared)
+
+    def to(self, device: torch.device) -> "Groups":
+        """Return them on ``device``."""
+        shared = None if self.shared is None else self.shared.to(device)
+        return Groups(self.codes.to(device), self.scales.to(device), shared)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -302,22 +315,19 @@ def widen_groups(
         if out_N.numel():
             _widen_groups(*given, table, out_N, start, numel, form.bits, form.size, form.sharing)
         return
-    first, last = start // form.unit, -(-(start + numel) // form.unit)
-    bytes_WB = given.codes[
-        :, first * form.unit * form.bits // 8 : last * form.unit * form.bits // 8
-    ]
+    first, stop = start // form.unit, -(-(start + numel) // form.unit)
+    bytes_WB, scales_WG, shared_WS = given.units(form, first, stop)
     if table is None:
         whole_WN = bytes_WB.view(E4M3).float()
     else:
         codes_WN = torch.stack((bytes_WB & 15, bytes_WB >> 4), -1).flatten(1)
         whole_WN = table.index_select(0, codes_WN.flatten().int()).view(codes_WN.shape)
-    scales_WG = given.scales[:, first * form.sharing : last * form.sharing].int()
-    if given.shared is None:
+    scales_WG = scales_WG.int()
+    if shared_WS is None:
         wide_WG = (scales_WG << 23).view(torch.float32)
     else:
         assert table is not None
-        shared_WS2 = given.shared[:, 2 * first : 2 * last].unflatten(1, (-1, 2))
-        factor_WS1, offset_WS1 = shared_WS2.split(1, -1)
+        factor_WS1, offset_WS1 = shared_WS.unflatten(1, (-1, 2)).split(1, -1)
         shares_WSG = table[len(form.codebook) :][scales_WG].unflatten(1, (-1, form.sharing))
         wide_WG = (shares_WSG * factor_WS1 + offset_WS1).flatten(1)  # rounded twice
     whole_WN = whole_WN.unflatten(1, (-1, form.size)) * wide_WG[..., None]

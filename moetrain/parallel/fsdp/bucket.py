@@ -267,7 +267,9 @@ class Bucket:
     @property
     def staging_bytes(self) -> int:
         """The bytes that are gathered to be copied out."""
-        return self.gathered_bytes if self.needs_copies and self.group.size() > 1 else 0
+        comes_up = self.coded is not None and self.coded.link is not None
+        travels = comes_up or self.group.size() > 1
+        return self.gathered_bytes if self.needs_copies and travels else 0
 
     @property
     def region_bytes(self) -> int:
@@ -309,11 +311,9 @@ class Bucket:
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
-        ranks = self.group.size()
         if self.coded is not None:
-            bytes_W = self.coded.gathered(ranks, staging)
-            sent = self.coded.bytes
-            return None if ranks == 1 else all_gather_start(sent, self.group, bytes_W)[1].wait
+            return self.coded.start_gather(self.group, staging)
+        ranks = self.group.size()
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.

@@ -18,8 +18,8 @@ outside the compiled block, which sees plain tensors: inside, it could not start
 
 Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
 With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
-computes; in a single process, where nothing travels, in one. What autograd saved are tensors in a
-region, which has the right values whenever they are read.
+computes; where nothing travels, in one. What autograd saved are tensors in a region, which has the
+right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -129,7 +129,9 @@ class FSDP(Sharding):
     """Whether full parameters are freed after their last use, and gradients are allocated at their
     first, as a single process does."""
     reshards: int
-    """How many of the first blocks take turns in two regions, instead of having one each."""
+    """How many of the first blocks take turns in the same regions, instead of having one each."""
+    num_turns: int = 2
+    """These regions: two, of which one is filled while the other is in use; 1: nothing travels."""
 
     def __post_init__(self) -> None:
         device = self.device
@@ -141,7 +143,7 @@ class FSDP(Sharding):
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = [GatherBuffer(device) for _ in range(1 if self.frees else 2)]
+        self._turns = [GatherBuffer(device) for _ in range(self.num_turns)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""

@@ -8,9 +8,11 @@ a copy up and computing overlap.
 
 :class:`CodedShard` holds frozen weights in codes of 8 or 4 bits with scales
 (``lora.base_dtype``, :mod:`moetrain.kernels.quant.groups`). Codes and scales are what is gathered;
-they are widened where the parameters lie gathered; widened to fp32 and written again they are the
-same. Groups are of neighbours in a rank's shard: the same on any layout that leaves every rank's
-part of a row a multiple of a form's unit (32 numbers, of nf4 2,048).
+they are widened where the parameters lie gathered. Those of experts may lie in host memory
+(``lora.offload_experts``): a copy to the device then takes the place of the gather, at the same
+moments. Widened to fp32 and written again they are the same. Groups are of neighbours in a rank's
+shard: the same on any layout that leaves every rank's part of a row a multiple of a form's unit (32
+numbers, of nf4 2,048).
 
 Legend: N numbers of one rank's shard of a bucket, W ranks.
 """
@@ -19,10 +21,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moetrain.kernels.memory import HostMemory
 from moetrain.kernels.quant.formats import Dequantised
-from moetrain.kernels.quant.groups import Form, quantise_groups, widen_groups
+from moetrain.kernels.quant.groups import Form, Groups, quantise_groups, widen_groups
+from moetrain.parallel.fsdp.transport import Wait
+from moetrain.parallel.mesh import all_gather_start
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -110,18 +115,36 @@ class HostShard:
 class CodedShard:
     """One rank's shard of a bucket: ``numel`` numbers stored in ``form``, used in ``dtype``."""
 
-    def __init__(self, form: Form, numel: int, dtype: torch.dtype, weights: Arena) -> None:
-        self.form, self.dtype = form, dtype
-        self.bytes = weights.empty(form.num_bytes(numel), torch.uint8).zero_()
+    def __init__(
+        self, form: Form, numel: int, dtype: torch.dtype, weights: Arena, link: Link | None = None
+    ) -> None:
+        """``link``: the way from the host, where codes lie then; None: they lie on the device.
+
+        Raises RunFailed if the system does not give as much pinned memory.
+        """
+        self.form, self.dtype, self.device, self.link = form, dtype, weights.device, link
+        remedy = "unset it, or use a machine with more memory"
+        self._memory = HostMemory(self.device, "lora.offload_experts", remedy)
+        size = form.num_bytes(numel)
+        own = weights.empty(size if link is None else 1, torch.uint8)
+        self.bytes = own if link is None else self._memory.reserve(size)[:size]
         """Codes, and scales behind them: all that is gathered."""
-        self.shape_N = self.bytes[:1].expand(numel)
+        self.bytes.zero_()
+        self.shape_N = own[:1].expand(numel)
         """A tensor of the shard's size that holds nothing: a number has no bytes of its own."""
-        self._table = form.table(self.bytes.device)
+        self._table = form.table(self.device)
+
+    def _units(self, first: int, stop: int) -> Groups:
+        """Give what is stored of units ``first:stop``, in views."""
+        return self.form.split(self.bytes[None]).units(self.form, first, stop)
 
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
-        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.bytes.device)
-        self.widen(out.view(-1), self.bytes[None], start, out.numel())
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        unit, numel = self.form.unit, out.numel()
+        first, stop = start // unit, -(-(start + numel) // unit)
+        stored, at = self._units(first, stop).to(self.device), start - first * unit
+        widen_groups(self.form, stored, self._table, out.view(-1), at, numel)
         return out
 
     @torch.no_grad()
@@ -139,24 +162,40 @@ class CodedShard:
         begin = start + int(view.storage_offset())
         numel = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         # The units that hold these numbers; they begin and end within the tensor's own.
-        outer, end = begin // unit * unit, -(-(begin + numel) // unit) * unit
+        first, stop = begin // unit, -(-(begin + numel) // unit)
+        outer, size = first * unit, (stop - first) * unit
         made = None
-        if isinstance(given, Dequantised) and (outer, end - outer) == (begin, view.numel()):
+        if isinstance(given, Dequantised) and (outer, size) == (begin, view.numel()):
             made = given.groups(self.form, there)
         if made is None:
-            wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
+            wide_N = self.read(outer, torch.Size([size]), torch.float32)
             target = wide_N.as_strided(view.shape, view.stride(), begin - outer)
             values: Any = given[there] if there else given
             target.copy_(values)
             made = quantise_groups(self.form, wide_N)
-        for own, new in zip(self.form.split(self.bytes[None]), made, strict=True):
+        for own, new in zip(self._units(first, stop), made, strict=True):
             if own is not None and new is not None:
-                first = outer * new.shape[1] // (end - outer)
-                own[:, first : first + new.shape[1]].copy_(new)
+                own.copy_(new)
+
+    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> Wait | None:
+        """Begin to bring every rank's bytes to the device, to ``staging`` where they are not."""
+        if group.size() > 1:
+            return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1].wait
+        if self.link is None:
+            return None
+        up, target = self.link.up, self.gathered(1, staging)[0]
+        if up is None:
+            target.copy_(self.bytes)
+            return None
+        up.wait_stream(torch.cuda.current_stream(self.device))  # which may still read the last
+        with torch.cuda.stream(up):
+            target.copy_(self.bytes, non_blocking=True)
+        came = up.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(came)
 
     def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
-        """Give every rank's gathered bytes [W, bytes]."""
-        if ranks == 1:
+        """Give every rank's bytes [W, bytes] once they are on the device."""
+        if ranks == 1 and self.link is None:
             return self.bytes[None]
         return staging[: ranks * self.bytes.numel()].view(ranks, -1)
 

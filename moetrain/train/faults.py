@@ -1,26 +1,17 @@
 """Silent faults: numbers that are not finite, and ranks that compute wrong bits.
 
-    from silent_faults import SilentFaults
+A step that is not finite changes no weight. So (``log.find_nan``) its micro-batches can go through
+the same weights once more, now without the compiler, while hooks look at what each module gives and
+at the gradients that come back to it. The first tensor in time that is not finite is the source, or
+follows from it: the source lies behind the tensor before it. Left out on purpose: tensors within a
+module, such as those of a kernel.
 
-    Trainer(config, callbacks=[SilentFaults(compare_replicas=100)]).fit()
-
-or, with settings as ``python -m moetrain.train`` takes them:
-
-    python examples/silent_faults.py [--compare_replicas N] --model.path MODEL ...
-
-A step that is not finite changes no weight. So its micro-batches can go through the same weights
-once more, now without the compiler, while hooks look at what each module gives and at the gradients
-that come back to it. The first tensor in time that is not finite is the source, or follows from it:
-the source lies behind the tensor before it. Left out on purpose: tensors within a module, such as
-those of a kernel. Each step waits for the device.
-
-Ranks that hold the same weights (``parallel.dp_replicate``) update them by the same sums, and so
-must have the same bits: a difference is a fault of a machine.
+Ranks that hold the same weights update them by the same sums, and so must have the same bits
+(``train.compare_replicas``): a difference is a fault of a machine.
 """
 
-import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,75 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import checksum
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.world import World
-from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.engine import Engine, Totals
-from moetrain.train.objectives import Objective
-from moetrain.train.trainer import Trainer
 
 _Note = tuple[tuple[int, float], str, torch.Tensor]
 """What is noted, and whether it is finite. First, an order in which numbers go from one rank of a
 pipeline to another: in forwards to later blocks, in backwards to earlier ones."""
-
-
-class SilentFaults(Callback):
-    """Names the first tensor of a step that is not finite, and ranks with bits of their own.
-
-    ``compare_replicas``: steps between comparisons of the weights that several ranks hold, of which
-    a difference ends the run (RunFailed); 0: none.
-    """
-
-    def __init__(self, compare_replicas: int = 0) -> None:
-        self.compare_replicas = compare_replicas
-        self.given: list[tuple[Sequence[Any], Objective[Any], torch.Tensor]] = []
-        """What the step's gradients are of, and with which random numbers."""
-
-    def on_start(self, run: RunView) -> None:
-        self.watch(run.engine)
-
-    def on_update(self, run: RunView) -> None:
-        if self.compare_replicas and run.step % self.compare_replicas == 0:
-            compare_replicas(run.engine.fsdp, run.world)
-
-    def watch(self, engine: Engine) -> None:
-        """Look at all further steps of ``engine``."""
-        self._engine = engine
-        self._learn, self._step = engine.forward_backward, engine.step
-        engine.forward_backward, engine.step = self._noted, self._watched
-
-    def learn_again(self) -> None:
-        """Compute the gradients of the step again, with the same random numbers."""
-        graphs, self._engine.graphs = self._engine.graphs, None  # a replay calls no hook
-        try:
-            with torch.random.fork_rng([]):
-                for batches, objective, state in self.given:
-                    torch.set_rng_state(state)
-                    self._learn(batches, objective)
-        finally:
-            self._engine.graphs = graphs
-
-    def _noted(self, batches: Sequence[Any], objective: Objective[Any]) -> Totals:
-        self.given.append((batches, objective, torch.get_rng_state()))
-        try:
-            return self._learn(batches, objective)
-        except BaseException:  # the engine has forgotten the step
-            self.given = []
-            raise
-
-    def _watched(self, lr: float) -> Any:
-        outcome, engine = self._step(lr), self._engine
-        if outcome.skipped.item():
-            where = first_not_finite(engine.model, engine.fsdp, engine.world, self.learn_again)
-            said = f"the first is {where}" if where else "computed again, all of them are finite"
-            logger.warning("a step's numbers are not finite: %s", said)
-            engine.forget()
-        self.given = []
-        return outcome
 
 
 def first_not_finite(
@@ -159,8 +90,8 @@ def compare_replicas(fsdp: FSDP, world: World) -> None:
     if unlike:
         said = (f"rank {r} in {len(n)} weights, as {min(n)}" for r, n in sorted(unlike.items()))
         raise RunFailed(
-            "ranks that hold the same weights have other bits than their replicas: "
-            f"{'; '.join(said)}. Resume from a checkpoint before that, on other machines"
+            "train.compare_replicas: ranks that hold the same weights have other bits than their "
+            f"replicas: {'; '.join(said)}. Resume from a checkpoint before that, on other machines"
         )
 
 
@@ -190,14 +121,3 @@ def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--compare_replicas", type=int, default=0, help="steps between; 0: never")
-    given, words = parser.parse_known_args()
-    Trainer(Config.load(None, words), callbacks=[SilentFaults(**vars(given))]).fit()
-
-
-if __name__ == "__main__":
-    _main()
