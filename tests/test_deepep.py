@@ -46,6 +46,7 @@ from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
+from moetrain.parallel.mesh import ParallelDims, build_meshes
 from moetrain.train.trainer import Trainer
 
 # Tokens of each rank.
@@ -267,15 +268,31 @@ def check_agreement() -> None:
         assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
 
 
+def check_machines(choose, lines: list[str]) -> None:
+    """Of several machines the package makes no buffer: its kernels here are for one."""
+    dims = ParallelDims(2, dp_shard=2, ep=2, per_machine=1)
+    hops = build_meshes(dims, "cpu").expert_hops
+    buffers = fake_deep_ep.calls["buffer"]
+    chosen = choose(hops=hops)
+    assert type(chosen) is AllToAll
+    assert "its 2 expert parallel ranks are on 2 machines, not on one" in lines[-1]
+    for words in ("moe.dispatcher=deepep", "moe.dispatch_mode=static"):
+        with pytest.raises(
+            ConfigError, match=r"DeepEP cannot run: its 2 expert .* 2 machines, not"
+        ):
+            choose(words, hops=hops)
+    assert fake_deep_ep.calls["buffer"] == buffers
+
+
 def check_choice() -> None:
     use_fake()
     lines: list[str] = []
     apply.logger.info = lambda text, *args: lines.append(text % args)
 
-    def choose(*overrides: str, device=GPU) -> Any:
+    def choose(*overrides: str, device=GPU, hops=()) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16)
+        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, hops)
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)
@@ -297,6 +314,7 @@ def check_choice() -> None:
     cpu = torch.device("cpu")
     assert isinstance(choose(device=cpu), AllToAll)
     assert "all-to-all: it takes CUDA devices" in lines[-1]
+    check_machines(choose, lines)
     for name, value in (("dispatcher", "deepep"), ("dispatch_mode", "static")):
         with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: it "):
             choose(f"moe.{name}={value}", device=cpu)

@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 
 from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
 from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.norm.rope_scaling import RotaryEmbedding
 from moetrain.models.architecture import Workload
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
-from moetrain.models.layers import Context, RotaryEmbedding
+from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams

@@ -357,8 +357,10 @@ class Checkpoint:
                 yield group, name, stored
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, *, is_whole: bool = True) -> Checkpoint:
     """Open a checkpoint, and check all that can be checked without reading its tensors.
+
+    Files with tensors may be missing unless it ``is_whole``.
 
     Raises:
         ConfigError: it is not a checkpoint, or has another version of the format.
@@ -367,7 +369,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
         raise _without_manifest(folder)
-    contents, state = _read_manifest(folder)
+    contents, state = _read_manifest(folder, is_whole)
     if step_of(folder) not in (None, state["step"]):
         problem = f"its 'step' is {shortened(state['step'])}, not that of its folder"
         raise DamagedCheckpoint(folder / STATE, problem)
@@ -410,7 +412,7 @@ def _read_file(path: Path, most: int = -1) -> bytes:
         return file.read(most)
 
 
-def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
+def _read_manifest(folder: Path, is_whole: bool) -> tuple[Contents, dict[str, Any]]:
     """Read the manifest and the state of ``folder``, and check the size and header of each file."""
     path = folder / MANIFEST
     try:
@@ -422,6 +424,8 @@ def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
         contents = Contents.from_json(value)
         for name, known in contents.files.items():
             path = folder / name
+            if not is_whole and not os.path.lexists(path):
+                continue
             head, size = _read_file(path, known.head), path.stat().st_size
             if size != known.size:
                 problem = f"it has {size} bytes, not {known.size}: cut short, or changed"

@@ -5,7 +5,9 @@
 
 Ranks talk through their store, on the host, so no collective is in the way of a step that runs
 meanwhile. A save that fails on one rank fails on all with one message and leaves nothing behind;
-complete checkpoints stay as they were. The machines of a run must share one file system.
+complete checkpoints stay as they were. The machines of a run must share one file system, except for
+checkpoints in memory (:mod:`moetrain.checkpoint.memory`): one rank of each machine makes a folder
+there, ranks send one another copies, and all folders get the same manifest.
 
 :class:`Saver` writes tensors that do not change meanwhile. :class:`Staging` copies a rank's state
 to host memory while the next step already runs, so that the saver can write the copies.
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import (
     CHUNK,
     DTYPE_NAMES,
@@ -78,6 +81,8 @@ class SavePlan:
     remove nothing else."""
     keeps: int | None = None
     """The checkpoint of this step is kept too, as the best one; None: there is none."""
+    memory: Memory | None = None
+    """The machines' memories, in which ``root`` then lies; None: on a disk that all share."""
 
     @property
     def path(self) -> Path:
@@ -85,6 +90,8 @@ class SavePlan:
 
     def outdated(self) -> list[Path]:
         """List the checkpoints to remove once this one is complete."""
+        if self.memory is not None:  # one is complete while the next is written
+            return list_checkpoints(self.root)[:-2]
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
         intact = [path for path in list_checkpoints(self.root) if _is_intact(path)]
@@ -156,18 +163,35 @@ class Saver:
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
+        memory = plan.memory
+        is_here = self._rank == 0 if memory is None else memory.keeps
+        if memory is not None:
+            new = plan.root / new.name
+            self._do(lambda: begin(plan.path, new), plan, is_here and self._rank > 0)
         mine = {group: _written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
         reports = self._rendezvous.gather(report)
         try:
-            self._tell_all(lambda: _complete(plan, new, reports, state), plan)
+            if memory is None:
+                self._tell_all(lambda: _complete(plan, new, reports, state), plan)
+            else:
+                told = self._tell_all(lambda: json.dumps([_joined(reports).to_json(), state]), plan)
+                value, state = json.loads(told)
+                contents = Contents.from_json(value)
+                self._do(lambda: memory.carry(new, memory.copies(contents)), plan)
+                self._do(lambda: commit(new, plan.path, contents, state), plan, memory.keeps)
         finally:
-            if self._rank == 0:
+            if is_here:
                 shutil.rmtree(new, ignore_errors=True)
-        for path in plan.outdated() if self._rank == 0 else ():
+        for path in plan.outdated() if is_here else ():
             _remove(path)
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
+
+    def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
+        """Let each rank, or those whose work it is, ``act``; RunFailed on all if one fails."""
+        reports = self._rendezvous.gather(_attempt(lambda: str(act()) if is_mine else ""))
+        self._tell_all(lambda: str(len(_values(reports))), plan)
 
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
         """Return on every rank what the main rank's ``act`` returns; RunFailed if that fails."""
@@ -224,11 +248,7 @@ def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice
 
 def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[str, Any]) -> str:
     """Write the manifest of what all ranks have written, and rename the folder."""
-    answers = [json.loads(report) for report in reports]
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            raise OSError(f"rank {rank}: {answer['error']}" if rank else answer["error"])
-    contents = Contents.together([Contents.from_json(a["value"]) for a in answers])
+    contents = _joined(reports)
     for name in contents.files:
         if not (new / name).is_file():
             raise OSError(
@@ -237,6 +257,19 @@ def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[
             )
     commit(new, plan.path, contents, state)
     return str(plan.path)
+
+
+def _joined(reports: Sequence[str]) -> Contents:
+    return Contents.together([Contents.from_json(value) for value in _values(reports)])
+
+
+def _values(reports: Sequence[str]) -> list[Any]:
+    """Return what all ranks' :func:`_attempt` returned; OSError: the first that failed."""
+    answers = [json.loads(report) for report in reports]
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise OSError(f"rank {rank}: {answer['error']}" if rank else answer["error"])
+    return [answer["value"] for answer in answers]
 
 
 class Staging:
@@ -374,9 +407,9 @@ def remove_leftovers(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def begin(final: Path) -> Path:
+def begin(final: Path, new: Path | None = None) -> Path:
     """Make an empty folder beside ``final`` for :func:`commit`; OSError: it cannot be made."""
-    new = _hidden(final, str(os.getpid()))
+    new = new or _hidden(final, str(os.getpid()))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     return new

@@ -90,7 +90,7 @@ _PROGRAMS = {
             *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
             *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-            "train.patience",
+            *("train.patience", "launch.hang_seconds"),
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),

@@ -102,6 +102,7 @@ _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
+_SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
@@ -193,7 +194,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
-    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
+    _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),

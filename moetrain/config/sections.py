@@ -389,9 +389,16 @@ class CheckpointSection(Section):
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
+    memory_interval: NonNegativeInt = 0
+    """Steps between checkpoints in the machines' memory, from which a run that starts again goes
+    on; 0: none. Two are kept, and removed at the end of the run."""
+    memory: GivenPath = "/dev/shm"
+    """Folder for them, which each machine has for itself."""
+    replicas: PositiveInt = 1
+    """Machines, if there are so many, that have each part of them. 2: a machine may be lost."""
     resume: GivenPath = "auto"
-    """Where to resume from. auto: the newest checkpoint of output_dir, if there is one; never:
-    start anew; or the folder of a checkpoint."""
+    """Where to resume from. auto: the newest checkpoint of output_dir or in memory, if there is
+    one; never: start anew; or the folder of a checkpoint."""
     save_hf: bool = False
     """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights, config,
     tokenizer, and the other tensors and files of model.path."""

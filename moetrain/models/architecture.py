@@ -22,7 +22,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.norm.rope_scaling import RopeScaling
+from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
@@ -217,16 +217,6 @@ QKNormed = Literal["head", "width", "rotated"]
 """What a norm of queries and keys takes together: ``head``: each head, before it is rotated;
 ``width``: all heads, before; ``rotated``: each head, after."""
 RouterScore = Literal["softmax", "sigmoid"]
-
-
-class Rotation(NamedTuple):
-    """The rotary embeddings of a layer."""
-
-    dim: int
-    """How many numbers of a head rotate."""
-    theta: float
-    scaling: RopeScaling
-    max_positions: int
 
 
 class LayerKind(NamedTuple):

@@ -1,4 +1,4 @@
-"""The dense parts of a decoder: norm, linear, embedding, rotary positions, vocabulary and MLP.
+"""The dense parts of a decoder: norm, linear, embedding, vocabulary and MLP.
 
 They exist in our own form for one reason: parameters stay in their master dtype, and each module
 casts its weight to the activations' dtype where it uses it. ``self.weight`` is read once per
@@ -35,30 +35,9 @@ from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.small_m import add_low_rank, low_rank_products
-from moetrain.models.architecture import Part, Rotation, Weight, Workload, linear
+from moetrain.models.architecture import Part, Weight, Workload, linear
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import COLWISE, ROWWISE
-
-
-class RotaryEmbedding(nn.Module):
-    """Computes rotary angles (arXiv 2104.09864) by the frequencies of its scaling."""
-
-    def __init__(self, rotation: Rotation) -> None:
-        super().__init__()
-        # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
-        # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        dim, theta, scaling, max_positions = rotation
-        self.inv_freq, self.scale = scaling.frequencies(theta, dim, max_positions)
-        self._copies: dict[torch.device, torch.Tensor] = {}
-
-    def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine of the positions' angles, fp32 [B or 1, S, 1, d/2]."""
-        device = positions_BS.device
-        if device not in self._copies:
-            # non_blocking: a copy from pageable memory would otherwise wait for the device.
-            self._copies[device] = self.inv_freq.to(device, non_blocking=True)
-        angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
-        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 class Vocabulary:
@@ -258,7 +237,7 @@ class Context(NamedTuple):
     """What a block gets beside the residual stream; blocks of one kind share it."""
 
     rotation: tuple[torch.Tensor, torch.Tensor]
-    """What :class:`RotaryEmbedding` returns."""
+    """What :class:`~moetrain.kernels.norm.rope_scaling.RotaryEmbedding` returns."""
     mask: AttentionMask
     cu_seqlens: torch.Tensor | None = None
     """int32 [documents + 1]: 0, then the documents' ends over the B * S tokens; None: every row is

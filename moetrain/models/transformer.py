@@ -25,13 +25,14 @@ from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
+from moetrain.kernels.norm.rope_scaling import RotaryEmbedding
 from moetrain.kernels.recompute import forward_keeping, recomputed
 from moetrain.models.architecture import Architecture, LayerKind
 from moetrain.models.families import FAMILIES
 from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
-from moetrain.models.layers import Context, Linear, RMSNorm, RotaryEmbedding, Vocabulary
+from moetrain.models.layers import Context, Linear, RMSNorm, Vocabulary
 from moetrain.models.lora import add_adapters
 from moetrain.models.rules import ADAPTER, Rule
 

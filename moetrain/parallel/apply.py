@@ -100,7 +100,8 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     if meshes.dims.ep > 1:
         experts = meshes.expert_parameters.get_group("ep")
         dtype = compute_dtype(config, device)
-        dispatcher = _choose_dispatcher(config, model.arch, experts, device, dtype)
+        how = device, dtype, meshes.expert_hops
+        dispatcher = _choose_dispatcher(config, model.arch, experts, *how)
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -143,12 +144,18 @@ def _choose_dispatcher(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
+    hops: Sequence[dist.ProcessGroup] = (),
 ) -> ExpertParallelDispatcher:
-    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective."""
+    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
+
+    ``hops`` are those of :class:`~moetrain.parallel.mesh.Meshes`; none: the ranks are on one
+    machine.
+    """
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        reason = why_not(arch, group, device, dtype, kernels.precision, moe.redundant_experts)
+        spare, machines = moe.redundant_experts, hops[0].size() if hops else 1
+        reason = why_not(arch, group, device, dtype, kernels.precision, spare, machines)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -156,7 +163,7 @@ def _choose_dispatcher(
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, **how)
+        return AllToAll(arch.num_experts, group, hops=hops, **how)
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.

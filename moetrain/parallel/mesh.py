@@ -192,6 +192,8 @@ class Meshes:
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     everyone: dist.ProcessGroup
     """The world."""
+    expert_hops: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    """Expert parallel ranks in this one's place on each machine, and those on its own."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -224,6 +226,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
+    placed_ranks = expert_ranks.unflatten(3, (dims.machines(dims.ep), -1))
     return Meshes(
         dims,
         groups.mesh(dense_ranks, *_DENSE_AXES),
@@ -234,6 +237,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
+        (groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)),
         tuple(groups.made.values()),
     )
 

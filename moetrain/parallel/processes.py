@@ -257,8 +257,10 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
             timeout=TIMEOUT,
             wait_for_workers=False,
         )
-        # A launcher's store outlives the ranks, and knows those that it has started before.
-        store = dist.PrefixStore(f"moetrain/{place.restarts}", store)
+        # A launcher's store outlives the ranks, and knows those that it has started before. A store
+        # of rank 0 ends with it, and torchrun's agents of several machines count for themselves.
+        restarts = place.restarts if place.store_is_served else 0
+        store = dist.PrefixStore(f"moetrain/{restarts}", store)
         if not again:
             _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:

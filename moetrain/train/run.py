@@ -6,16 +6,18 @@ stop is decided here. Within a step nothing here waits for the device: skipped s
 it and read one step late.
 """
 
+import faulthandler
 import gc
 import json
 import math
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO, cast
 
 import torch
 
@@ -158,6 +160,8 @@ class Run(ABC):
         with self.claim():
             # Before anything slow.
             self.run_folder.check_shared(self.world)
+            if config.checkpoint.memory_interval:
+                self.run_folder.use_memory(config.checkpoint, self.world)
             found = self.find(None)
             self.build(arch)
             config.log.check(self.total_steps)
@@ -212,6 +216,7 @@ class Run(ABC):
                     self.run_folder.set_aside(self.continues, self.step)
                     self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
+                self.run_folder.open_memory(self.world, self.step)
                 with self.callbacks.running(self):
                     yield
                     self.report_saved(self.snapshots.wait())
@@ -232,6 +237,7 @@ class Run(ABC):
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
                 yield
+            self.allow(0)
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
@@ -266,6 +272,7 @@ class Run(ABC):
         ``result`` is :meth:`log_step`'s; its ``skipped`` (0-d bool) is the same on every rank.
         """
         config = self.config
+        self.allow(config.launch.hang_seconds)
         if 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time:
             self.ask_to_save()
         for callback in self.callbacks:
@@ -276,19 +283,35 @@ class Run(ABC):
         if self.due(config.train.compare_replicas):
             compare_replicas(self.engine.fsdp, self.world)
         if self.due(config.train.eval_interval):
+            self.allow(0)
             self.evaluate()
         # What was asked for before the last checkpoint has come with that.
         by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
-        if self.due(config.checkpoint.interval) or by_time:
+        to_disk = self.due(config.checkpoint.interval) or by_time
+        if to_disk or self.due(config.checkpoint.memory_interval):
             if self.watch.in_row():  # a bad one would push out a good one
                 self.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
             else:
-                self.begin_save()
+                self.allow(0 if to_disk else config.launch.hang_seconds)
+                self.begin_save(in_memory=not to_disk)
         self.report_saved(self.snapshots.finished())
         for callback in self.callbacks:
             callback.on_step(self)
         if self.due(config.train.gc_interval):
             gc.collect()
+        self.allow(config.launch.hang_seconds)
+
+    def allow(self, seconds: float) -> None:
+        """End this process in so many seconds, unless this is called again; 0: never.
+
+        The other ranks of one that hangs, or is stopped, wait for it, and end themselves likewise;
+        then the launcher, which has lost some, kills all and starts them again.
+        """
+        if self.config.launch.hang_seconds:
+            faulthandler.cancel_dump_traceback_later()
+        if seconds:
+            error = cast("TextIO", sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds, file=error, exit=True)
 
     def end_steps(self) -> None:
         """Save what the steps have made, and leave if a stop signal has come to any rank."""
@@ -385,9 +408,11 @@ class Run(ABC):
         self.report_saved(self.snapshots.wait())
         return path
 
-    def begin_save(self, *, failed: bool = False) -> Path:
+    def begin_save(self, *, failed: bool = False, in_memory: bool = False) -> Path:
         """Begin a checkpoint; with ``checkpoint.asynchronous`` training goes on meanwhile."""
-        path = self.run_folder.checkpoints / checkpoint_name(self.step, failed=failed)
+        memory = self.run_folder.memory if in_memory else None
+        root = self.run_folder.checkpoints if memory is None else memory.root
+        path = root / checkpoint_name(self.step, failed=failed)
         if self.saved_at == self.step and not failed:
             return path
         self.clock.stop()
@@ -397,18 +422,20 @@ class Run(ABC):
         progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
         progress |= own | self.callbacks.state()
         keeps = self.best.step if self.config.checkpoint.best else None
-        self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
+        how: dict[str, Any] = {"failed": failed, "keeps": keeps, "memory": memory}
+        self.snapshots.save(root, progress, tensors, **how)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())
         self.clock.blocked += time.perf_counter() - started
-        self.saved_at, self.continues = self.step, path
-        self.saved_time = time.monotonic()
+        if memory is None:
+            self.saved_at, self.continues = self.step, path
+            self.saved_time = time.monotonic()
         self.clock.start()
         return path
 
     def report_saved(self, saved: Saved | None) -> None:
-        """Say that a checkpoint is complete, if one is."""
-        if saved is not None:
+        """Say that a checkpoint is complete, if one is, and not in memory."""
+        if saved is not None and saved.path.parent == self.run_folder.checkpoints:
             self.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
             for callback in self.callbacks:
                 callback.on_checkpoint(self, saved.path)
@@ -419,6 +446,8 @@ class Run(ABC):
             saved = self.save(failed=True)
         except RunFailed as failure:
             return str(failure)
+        if self.run_folder.memory is not None:
+            self.run_folder.memory.remove()  # its steps are those that led there
         good = list_checkpoints(saved.parent)[-1:]
         return (
             f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume "
@@ -428,10 +457,13 @@ class Run(ABC):
     def find(self, before: int | None) -> Checkpoint | None:
         """Find the checkpoint to resume, of an earlier step than ``before``. Collective."""
         place, resume = launched_place(), self.config.checkpoint.resume
+        memory = self.run_folder.memory
+        kept = memory is not None and any(self.world.gather(bool(list_checkpoints(memory.root))))
         if place is not None and self.world.is_main:
-            resume = self.run_folder.resume_now(resume, place.restarts)
+            resume = self.run_folder.resume_now(resume, place.restarts, kept)
         self.resume_from = self.world.broadcast(resume)
-        return self.run_folder.open(self.resume_from, self.session.arch, self.world, before)
+        arch, world = self.session.arch, self.world
+        return self.run_folder.open(self.resume_from, arch, world, before)
 
     def resume(self, found: Checkpoint) -> None:
         """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""
@@ -440,11 +472,16 @@ class Run(ABC):
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:
                 logger.warning("a damaged checkpoint is passed over: %s", damaged)
-            earlier = self.find(before=found.state["step"])
+            before: int | None = found.state["step"]
+            if (memory := self.run_folder.memory) and found.folder.parent == memory.root:
+                memory.remove(before)
+                before = None
+            earlier = self.find(before)
             if earlier is None:
                 raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")
             found = earlier
-        self.step = self.saved_at = found.state["step"]
+        self.step = found.state["step"]
+        self.saved_at = -1 if self.run_folder.is_in_memory(found.folder) else self.step
         self.tokens = found.state["tokens"]
         self.continues = found.folder
         if ("under_way" in found.state) != self.generates:

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import (
     Checkpoint,
     DamagedCheckpoint,
@@ -31,14 +32,14 @@ from moetrain.checkpoint.read import (
     step_of,
 )
 from moetrain.checkpoint.save import remove_leftovers
-from moetrain.config import Config, ConfigError, logger
+from moetrain.config import CheckpointSection, Config, ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
-_BEGUN, _LOCK, _MARK = ".begun", ".lock", ".rank-{}"
-"""Files of a folder: whose content is that of the run last started there; whose lock a run holds;
-which a rank writes to show that its machine has the folder."""
+_RUN, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
+"""Files of a folder: which names the run that has begun there; whose lock a run holds; which a rank
+writes to show that its machine has the folder."""
 _VISIBLE_SECONDS = 60.0
 """Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
@@ -57,6 +58,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.memory: Memory | None = None
+        """The run's folder in each machine's memory; None: it uses none."""
 
     def check_usable(self) -> None:
         """Check that a run can write here, without creating anything.
@@ -196,11 +199,28 @@ class RunFolder:
                 "run share",
             )
 
-    def find(self, resume: str, before: int | None = None) -> Path | None:
+    def use_memory(self, settings: CheckpointSection, world: World) -> None:
+        """Use the machines' memory too, until the end of the run. Collective."""
+        self.memory = Memory(settings, self.path, world.rank, world.gather)
+        self.open_memory(world)
+        world.endings.append(self.memory.remove)
+
+    def open_memory(self, world: World, since: int | None = None) -> None:
+        """Keep in memory what is of the run whose checkpoints are here, up to step ``since``."""
+        if self.memory is not None:
+            mark = self.path / _RUN
+            run = mark.read_text() if world.is_main and mark.exists() else ""
+            self.memory.open(world.broadcast(run), since)
+
+    def is_in_memory(self, checkpoint: Path) -> bool:
+        return self.memory is not None and checkpoint.parent == self.memory.root
+
+    def find(self, resume: str, before: int | None = None, least: int = 0) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
 
         ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
-        of step ``before`` and later are known to be damaged.
+        of step ``before`` and later are known to be damaged, and those before step ``least`` are
+        of no use.
 
         Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
         that is not damaged has another version of the format.
@@ -211,6 +231,8 @@ class RunFolder:
             return open_checkpoint(newest_in(Path(resume))).folder
         damaged: list[str] = []
         for newest in reversed(list_checkpoints(self.checkpoints)):
+            if (step_of(newest) or 0) < least:
+                return None
             if before is not None and (step_of(newest) or 0) >= before:
                 damaged.append(f"{newest.name}, as said before")
                 continue
@@ -222,7 +244,7 @@ class RunFolder:
             for problem in damaged if before is None else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
             return newest
-        if damaged:
+        if damaged and not least:
             raise ConfigError(
                 "checkpoint.resume",
                 f"every checkpoint in {str(self.checkpoints)!r} is damaged ({'; '.join(damaged)}); "
@@ -233,9 +255,13 @@ class RunFolder:
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> Checkpoint | None:
-        """Open what :meth:`find` finds on the main rank; ConfigError also for another model's."""
-        path = self.find(resume, before) if world.is_main else None
+        """Open what :meth:`find` finds on the main rank, or with auto what lies in memory if that
+        is newer; ConfigError also for another model's."""
+        step = -1 if self.memory is None or resume != "auto" else self.memory.newest()
+        path = self.find(resume, before, step + 1) if world.is_main else None
         shared = world.broadcast("" if path is None else str(path))
+        if self.memory is not None and not shared and step >= 0:
+            shared = self.memory.fetch(step)
         if not shared:
             return None
         found = open_checkpoint(Path(shared))
@@ -250,17 +276,17 @@ class RunFolder:
                 )
         return found
 
-    def resume_now(self, resume: str, restarts: int) -> str:
+    def resume_now(self, resume: str, restarts: int, in_memory: bool = False) -> str:
         """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
 
         It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
         before that, the run begins where it first did.
         """
-        mark = self.path / _BEGUN
-        if restarts and mark.exists():
-            return "auto" if list_checkpoints(self.checkpoints) else resume
-        mark.unlink(missing_ok=True)
-        return resume
+        mark = self.path / _RUN
+        if not restarts and resume != "auto":
+            mark.unlink(missing_ok=True)
+        has_saved = in_memory or list_checkpoints(self.checkpoints)
+        return "auto" if mark.exists() and has_saved else resume
 
     def set_aside(self, resumed: Path | None, step: int) -> None:
         """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
@@ -270,7 +296,11 @@ class RunFolder:
         metrics, whose later lines it will drop.
         """
         folder, root = self.path, self.checkpoints
-        is_continued = resumed is not None and resumed.resolve().parent == root.resolve()
+        is_continued = resumed is not None and (
+            self.is_in_memory(resumed) or resumed.resolve().parent == root.resolve()
+        )
+        if not is_continued or not (folder / _RUN).exists():
+            (folder / _RUN).write_text(secrets.token_hex(8))
         since = step if is_continued else -1
         if going := [path for path in list_checkpoints(root) if (step_of(path) or 0) > since]:
             names = (folder / f"earlier-{number}" for number in count(1))
@@ -288,7 +318,6 @@ class RunFolder:
                     if (folder / name).exists():
                         (folder / name).rename(old / name)
                 logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
-        (folder / _BEGUN).touch()
 
 
 def _is_of_a_run(file: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
+from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import Config, ConfigError, logger
@@ -321,7 +322,8 @@ class Snapshots(Saver):
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
-            if self.settings.interval or self.settings.minutes:
+            saves = self.settings.interval or self.settings.minutes
+            if saves or self.settings.memory_interval:
                 self.staging.memory.reserve(engine.state_bytes())
 
     def save(
@@ -332,6 +334,7 @@ class Snapshots(Saver):
         *,
         failed: bool,
         keeps: int | None = None,
+        memory: Memory | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
@@ -343,6 +346,7 @@ class Snapshots(Saver):
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
+            memory: the machines' memories, if ``root`` lies there.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -362,7 +366,7 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps)
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

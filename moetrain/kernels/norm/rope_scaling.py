@@ -1,4 +1,4 @@
-"""The frequencies of rotary embeddings, and the variants that reach longer rows than the base.
+"""The angles of rotary embeddings, and the variants that reach longer rows than the base.
 
     angle = position * frequency_p,    frequency_p = theta^(-2 p / d), scaled by the variant
 
@@ -7,10 +7,11 @@ Legend: d numbers of a head that rotate, in d / 2 pairs p.
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
 
 _Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -159,3 +160,34 @@ class RopeScaling(BaseModel):
         if self.mscale and self.mscale_all_dim:
             return (self.mscale * log_factor + 1) / (self.mscale_all_dim * log_factor + 1)
         return log_factor + 1
+
+
+class Rotation(NamedTuple):
+    """The rotary embeddings of a layer."""
+
+    dim: int
+    """How many numbers of a head rotate."""
+    theta: float
+    scaling: RopeScaling
+    max_positions: int
+
+
+class RotaryEmbedding(nn.Module):
+    """Computes rotary angles (arXiv 2104.09864) by the frequencies of its scaling."""
+
+    def __init__(self, rotation: Rotation) -> None:
+        super().__init__()
+        # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
+        # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
+        dim, theta, scaling, max_positions = rotation
+        self.inv_freq, self.scale = scaling.frequencies(theta, dim, max_positions)
+        self._copies: dict[torch.device, torch.Tensor] = {}
+
+    def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of the positions' angles, fp32 [B or 1, S, 1, d/2]."""
+        device = positions_BS.device
+        if device not in self._copies:
+            # non_blocking: a copy from pageable memory would otherwise wait for the device.
+            self._copies[device] = self.inv_freq.to(device, non_blocking=True)
+        angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
+        return angles.cos() * self.scale, angles.sin() * self.scale

@@ -15,13 +15,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from moetrain.models.architecture import (
-    Architecture,
-    AttentionPart,
-    Part,
-    RopeScaling,
-    Rotation,
-)
+from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
+from moetrain.models.architecture import Architecture, AttentionPart, Part
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.gemma_layers import (
     GemmaAttention,

@@ -156,14 +156,17 @@ def why_not(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
+    machines: int = 1,
 ) -> str | None:
-    """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
+    """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective.
+
+    ``machines`` are those that the settings speak of; there may be more hosts.
+    """
     mine = machine(), _why_not_here(arch, group.size(), device, dtype, precision, spare)
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    hosts = {host for host, _ in ranks}
-    if len(hosts) > 1:
-        return f"its {group.size()} expert parallel ranks are on {len(hosts)} machines, not on one"
+    if (machines := max(machines, len({host for host, _ in ranks}))) > 1:
+        return f"its {group.size()} expert parallel ranks are on {machines} machines, not on one"
     return next((reason for _, reason in ranks if reason), None)
 
 

@@ -23,14 +23,14 @@ Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel
 
 Left out on purpose: hiding the exchange behind compute.
 
-Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
-token, N rows to send (room for T * min(K, W)), S tokens that arrive, R rows of the local experts,
-D width.
+Legend: W expert parallel ranks, on M machines in G places, E experts, L = E / W local experts, T
+tokens here, K experts a token, A tokens that come to this machine by this rank, S tokens that
+arrive, R rows of the local experts, P places that tokens are sorted by, D width.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -146,73 +146,115 @@ class AllToAll(ExpertParallelDispatcher):
     known on the host at run time alone, rows past these stay unspecified, several tensors travel
     together in one order on all ranks, and a rank without tokens must still take part. The compiler
     sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
-    whatever the routing. The host waits for the device once in a forward, for these numbers; the
-    backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
+    whatever the routing. The host waits for the device once a hop in a forward, for these numbers;
+    the backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
     recomputation policy keeps the results of both ops.
+
+    Over several machines there are two ``hops``: the ranks in this one's place on every machine,
+    then those of its own. A token comes to each machine once, and is passed on over the faster
+    links inside (as DeepEP does, arXiv 2412.19437). Worked example, two machines of four::
+
+        a token of rank 1, whose experts are on ranks 0, 4, 5, 7
+        across   1 -> 1 (stays)   1 -> 5
+        inside   1 -> 0           5 -> 4    5 -> 5 (stays)    5 -> 7
+
+    What arrives is in the order of one hop, and every rank's sum comes back by itself, to be added
+    up at home in the order of one hop: so all bits are the same. Sums on the way would be rounded
+    once more, and be grouped by machine.
     """
 
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        backend: Backend = "auto",
+        hops: Sequence[dist.ProcessGroup] = (),
+        **how: Any,
+    ) -> None:
+        super().__init__(num_experts, group, backend, **how)
+        self.hops = [hop for hop in hops if hop.size() > 1] or [group]
+
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        (tokens, slots), ranks = ids_TK.shape, self.num_ranks
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
-        is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
-        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, rank_TK)
-        room = tokens * min(slots, ranks)
-        route = expert_indices(first_TK, ranks, self.backend, num_rows=room)
+        home, slots_W = self._route(rank_TK, self.num_ranks)
+        route, handle = home, [*home]
+        *across, inside = self.hops
+        for hop in across:
+            machine, places = hop.rank(), inside.size()
+            once, _ = self._route(rank_TK // places, hop.size())
+            rows_M = home.counts_E.view(-1, places).sum(1, dtype=torch.int32)
+            tokens_A0, rows_N0, *counts = _exchange_counts(once.counts_E, rows_M, hop.group_name)
+            handle += [*once, *counts]
+            # The ranks that a token goes to, as numbers that tell its own machine too.
+            from_TK = torch.where(rank_TK < 0, -1, rank_TK + machine * self.num_ranks)
+            how = tokens_A0.shape[0], False, hop.group_name, "bf16", self.backend
+            (from_AK,) = _exchange_rows([from_TK], handle, *how)
+            is_here_AK = (from_AK >= 0) & (from_AK % self.num_ranks // places == machine)
+            key_AK = from_AK // self.num_ranks * places + from_AK % places
+            key_AK = torch.where(is_here_AK, key_AK, -1)
+            route, slots_W = self._route(key_AK, self.num_ranks, rows_N0.shape[0])
+        tokens_S0, rows_R0, *counts = _exchange_counts(route.counts_E, slots_W, inside.group_name)
+        handle += [*route, *counts]
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
-        x_ND, _ = permute(x_TD, None, route, self.backend)
-        routing_NC, _ = permute(routing_TC, None, route, self.backend)
-
-        every_rank_W = torch.arange(ranks, dtype=rank_TK.dtype, device=rank_TK.device)
-        slots_W = (rank_TK[..., None] == every_rank_W).sum((0, 1), dtype=torch.int32)
-        tokens_S0, rows_R0, sent_W, received_W = _exchange_counts(
-            torch.stack((route.counts_E, slots_W), dim=1), self.group_name
-        )
-        how = tokens_S0.shape[0], self.group_name, self.precision, "forward"
-        x_SD, routing_SC = _exchange_rows([x_ND, routing_NC], sent_W, received_W, *how)
-        weights_SK, ids_SK = routing_SC.split(slots, dim=1)
+        x_SD, routing_SC = self._exchange([x_TD, routing_TC], handle, tokens_S0.shape[0], False)
+        weights_SK, ids_SK = routing_SC.split(ids_TK.shape[1], dim=1)
         local_SK = ids_SK.int() - self.rank * self.num_local_experts
         is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
-        return Received(
-            x_SD,
-            torch.where(is_here_SK, local_SK, -1),
-            weights_SK,
-            rows_R0.shape[0],
-            handle=(*route, sent_W, received_W),
-        )
+        local_SK = torch.where(is_here_SK, local_SK, -1)
+        return Received(x_SD, local_SK, weights_SK, rows_R0.shape[0], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
-        how = route.row_slot_R.shape[0], self.group_name, self.precision, "backward"
-        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, *how)
-        return unpermute(y_ND, route, self.backend)
+        (y_TD,) = self._exchange([y_SD], ctx, ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True)
+        return y_TD
+
+    def _route(
+        self, place_TK: torch.Tensor, places: int, room: int | None = None
+    ) -> tuple[ExpertIndices, torch.Tensor]:
+        """Sort tokens by the places that they go to, each once a place; count slots of each."""
+        tokens, slots = place_TK.shape
+        is_same_TKK = place_TK[:, :, None] == place_TK[:, None, :]
+        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, place_TK)
+        room = tokens * min(slots, places) if room is None else room
+        every_place_P = torch.arange(places, dtype=place_TK.dtype, device=place_TK.device)
+        slots_P = (place_TK[..., None] == every_place_P).sum((0, 1), dtype=torch.int32)
+        return expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
+
+    def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
+        ways = " ".join(hop.group_name for hop in self.hops)
+        return _exchange_rows(rows, list(handle), *how, ways, self.precision, self.backend)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
 def _exchange_counts(
-    counts_W2: torch.Tensor, group: str
+    tokens_P: torch.Tensor, rows_P: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tell every rank the tokens for it and the rows that they become there.
 
+    P are the ranks of ``group``, as often as there are machines that tokens come from, [M, G].
+
     Returns two tensors that hold nothing and have S and R rows (a shape is how a number comes out
-    of an op as a size), and the tokens to send to and to receive from every rank (int64 [W] on the
-    host).
+    of an op as a size), and tokens and rows to send to and to receive from every rank (int64
+    [2, M, G] on the host).
     """
-    received_W2 = torch.empty_like(counts_W2)
-    all_to_all_single(received_W2, counts_W2, group=_resolve_group(group))
+    ranks = _resolve_group(group)
+    sent_2MG = torch.stack((tokens_P, rows_P)).view(2, -1, ranks.size())
+    sent_G2M = sent_2MG.movedim(2, 0).contiguous()
+    received_G2M = torch.empty_like(sent_G2M)
+    all_to_all_single(received_G2M, sent_G2M, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
-    sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
-    tokens, rows = received_W2.sum(0).tolist()
-    tokens_S0 = counts_W2.new_empty(tokens, 0)
-    rows_R0 = counts_W2.new_empty(rows, 0)
-    return tokens_S0, rows_R0, sent_W2[:, 0].clone(), received_W2[:, 0].clone()
+    sent_2MG, received_2MG = torch.stack((sent_2MG, received_G2M.movedim(0, 2))).cpu().long()
+    tokens, rows = received_2MG.sum((1, 2)).tolist()
+    tokens_S0, rows_R0 = tokens_P.new_empty(tokens, 0), tokens_P.new_empty(rows, 0)
+    return tokens_S0, rows_R0, sent_2MG.clone(), received_2MG.clone()
 
 
 @_exchange_counts.register_fake
-def _(counts_W2, group):
-    ctx = torch.library.get_ctx()
-    sizes = (counts_W2.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
-    counts = (torch.empty(counts_W2.shape[0], dtype=torch.int64, device="cpu") for _ in range(2))
+def _(tokens_P, rows_P, group):
+    ctx, ranks = torch.library.get_ctx(), _resolve_group(group).size()
+    sizes = (tokens_P.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
+    shape = (2, tokens_P.shape[0] // ranks, ranks)
+    counts = (torch.empty(shape, dtype=torch.int64, device="cpu") for _ in range(2))
     return *sizes, *counts
 
 
@@ -221,35 +263,86 @@ def _(counts_W2, group):
 @torch.library.custom_op("moetrain::exchange_rows", mutates_args=())
 def _exchange_rows(
     rows: Sequence[torch.Tensor],
-    sent_W: torch.Tensor,
-    received_W: torch.Tensor,
-    num_received: int,
-    group: str,
+    handle: Sequence[torch.Tensor],
+    num_rows: int,
+    is_back: bool,
+    ways: str,
     precision: str,
-    narrow_pass: str,
+    backend: str,
 ) -> list[torch.Tensor]:
-    """Send the first rows of each tensor to rank 0, the next to rank 1, ...
+    """Bring rows of tokens to the ranks of their experts, or back, added up for each token.
 
-    ``num_received`` is how many rows each result has; what is past the sum of ``received_W``, in
-    results as in ``rows``, is unspecified. In ``narrow_pass``, "forward" or "backward", the
-    first tensor's rows travel as ``precision`` quantises them.
+    ``handle`` is the order in which rows lie at home, then for each hop, over a group of ``ways``,
+    the order in which they leave, and their counts. ``num_rows`` is how many rows each result has.
+    On the way there the first tensor's rows travel as ``precision`` quantises them. Each way is the
+    other's backward.
     """
-    sent, received, first = sent_W.tolist(), received_W.tolist(), rows[0]
-    recipe = RECIPES.get(precision) if narrow_pass == "forward" else None
+    home, kernels, first = ExpertIndices(*handle[:4]), cast("Backend", backend), rows[0]
+    hops = [(way, *handle[4 + 6 * i : 10 + 6 * i]) for i, way in enumerate(ways.split())]
+    if is_back:
+        # A rank's sums come back from it, and are passed on as they are.
+        for column, (way, *_, sent_2MG, received_2MG) in enumerate(reversed(hops)):
+            counts = received_2MG[column], sent_2MG[column]
+            rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
+        return [unpermute(x, home, kernels) for x in rows]
+    recipe = RECIPES.get(precision)
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
-    outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
-    leaving = [given[: sum(sent)] for given in rows]
-    with annotate("exchange_rows", *leaving):
-        how: Any = {"group": _resolve_group(group), "async_op": True}
-        works = [
-            all_to_all_single(out[: sum(received)], given, received, sent, **how)
-            for out, given in zip(outputs, leaving, strict=True)
-        ]
-        for work in works:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+    for way, *route, sent_2MG, received_2MG in hops:
+        leaving = [permute(x, None, ExpertIndices(*route), kernels)[0] for x in rows]
+        rows = _travel(leaving, sent_2MG[0], received_2MG[0], way)
+    rows = list(rows)
     if recipe is not None:
-        outputs[0] = _unpack(outputs[0], first, recipe)
+        rows[0] = _unpack(rows[0], first, recipe)
+    return rows
+
+
+@_exchange_rows.register_fake
+def _(rows, handle, num_rows, is_back, ways, precision, backend):
+    return [given.new_empty(num_rows, *given.shape[1:]) for given in rows]
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    rows, handle, _, ctx.is_back, *ctx.how = inputs
+    ctx.save_for_backward(*handle)
+    ctx.num_rows = rows[0].shape[0]
+
+
+def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
+    handle, d_outputs = list(ctx.saved_tensors), [d.contiguous() for d in d_outputs]
+    d_rows = _exchange_rows(d_outputs, handle, ctx.num_rows, not ctx.is_back, *ctx.how)
+    return d_rows, [None] * len(handle), *[None] * 5
+
+
+_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
+
+
+def _travel(
+    rows: Sequence[torch.Tensor],
+    sent_MG: torch.Tensor,
+    received_MG: torch.Tensor,
+    group: str,
+    room: int = 0,
+) -> list[torch.Tensor]:
+    """Send the first rows of each tensor to rank 0, the next to rank 1, ...; so M times.
+
+    What comes of each time follows the former's. Results have ``room`` or more rows, which are
+    unspecified past those received.
+    """
+    sent, received = sent_MG.tolist(), received_MG.tolist()
+    sizes = [[sum(each) for each in counts] for counts in (received, sent)]
+    arriving, leaving = (sum(each) for each in sizes)
+    outputs = [given.new_empty(max(arriving, room), *given.shape[1:]) for given in rows]
+    pairs = [(x[:arriving], y[:leaving]) for x, y in zip(outputs, rows, strict=True)]
+    with annotate("exchange_rows", *(given for _, given in pairs)):
+        works: list[Any] = []
+        for pair in pairs:
+            blocks = (x.split(each) for x, each in zip(pair, sizes, strict=True))
+            for each in zip(*blocks, received, sent, strict=True):
+                how: Any = {"group": _resolve_group(group), "async_op": True}
+                works.append(all_to_all_single(*each, **how))
+        for work in works:
+            work.wait()
     return outputs
 
 
@@ -264,28 +357,6 @@ def _unpack(bytes_SC: torch.Tensor, like_ND: torch.Tensor, recipe: Recipe) -> to
     rows = Quantised.received(values.view(E4M3), scales.view(torch.float32), recipe.tiled)
     return rows.to(like_ND.dtype, "auto")
 
-
-@_exchange_rows.register_fake
-def _(rows, sent_W, received_W, num_received, group, precision, narrow_pass):
-    return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
-
-
-def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, sent_W, received_W, _, ctx.group, ctx.precision, ctx.narrow_pass = inputs
-    ctx.save_for_backward(sent_W, received_W)
-    ctx.num_sent = rows[0].shape[0]
-
-
-def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
-    sent_W, received_W = ctx.saved_tensors
-    d_outputs = [d.contiguous() for d in d_outputs]
-    turned = "forward" if ctx.narrow_pass == "backward" else "backward"
-    how = ctx.group, ctx.precision, turned
-    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, *how)
-    return d_rows, *[None] * 6
-
-
-_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
 
 # The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
 # ranks would wait for it for ever.
