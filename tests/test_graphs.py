@@ -13,9 +13,9 @@ from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.kernels.graphs import Graphs, _Captured, alike
 from moetrain.parallel import apply
 from moetrain.train import setup
-from moetrain.train.graphs import Graphs, _Captured, alike
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
 from moetrain.train.setup import Session, resolve_run
