@@ -153,6 +153,18 @@ def test_micro_batches_get_as_many_documents():
             assert new.tokens_BS is old.tokens_BS
 
 
+@pytest.mark.parametrize("theirs", [(9,), (20,), (9, 9)])
+def test_micro_batches_of_ranks_get_as_many_documents_or_none(theirs):
+    mine, others = [packed(0, 9)[0]], [packed(1, number)[0] for number in theirs]
+    heard = []
+    alike(others, heard.append)
+    found = alike(mine, lambda own: torch.maximum(own, heard[0], out=own))
+    if len(theirs) == 2:
+        assert found is None
+    else:
+        assert len(found[0].cu_seqlens) == 1 + (32 if theirs == (20,) else 16)
+
+
 # ---- steps --------------------------------------------------------------------------------------
 
 DOCUMENTS = [9, 12, 16, 20, 9, 30, 16, 9]
