@@ -51,9 +51,9 @@ from moetrain.checkpoint.store import Store
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
+from moetrain.kernels.arena import aligned
 from moetrain.kernels.memory import HostMemory
 from moetrain.parallel.mesh import TensorSlice
-from moetrain.parallel.offload.arena import aligned
 from moetrain.parallel.processes import Rendezvous
 
 FILE_BYTES = 2 << 30

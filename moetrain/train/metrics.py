@@ -130,12 +130,11 @@ class MetricsLog:
         write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
         self.console = Console(highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
+        step, numbers = TextColumn("step"), TextColumn("{task.description}")
+        columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self.console)
+        self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
         if config.progress and self.console.is_terminal:
-            step, numbers = TextColumn("step"), TextColumn("{task.description}")
-            columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
-            self._bar = Progress(*columns, console=self.console)
-            self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
             self._bar.start()
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
@@ -143,12 +142,10 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
         text = _describe(row)
-        if self._bar is None:
-            self.console.print(f"step {step}  {text}")
-        elif "loss" in row:
+        if "loss" in row and self._bar.live.is_started:
             self._bar.update(self._task, completed=step, description=text)
         else:
-            self._bar.print(f"step {step}  {text}")
+            self.console.print(f"step {step}  {text}")
 
     def say(self, text: str) -> None:
         """Print a line of prose, above the progress bar if there is one."""
@@ -156,9 +153,7 @@ class MetricsLog:
 
     def end_progress(self) -> None:
         """Leave the bar where it is; later lines are printed below it."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.live.stop()
 
     def close(self) -> None:
         self.end_progress()

@@ -272,7 +272,7 @@ class ModelState:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
         Tensors keep their identity, and on a GPU their addresses. Until then methods that need
-        them raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may
+        them raise :class:`~moetrain.kernels.arena.OffloadedError`, and nobody else may
         touch them. Host memory is kept for the next time. Workspaces (gathered parameters) are only
         freed, and come back with their next use.
 

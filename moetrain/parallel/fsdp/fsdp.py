@@ -36,10 +36,10 @@ from torch.utils import _pytree as pytree
 
 from moetrain.config import ParallelSection
 from moetrain.kernels.annotate import annotate, annotated
+from moetrain.kernels.arena import Arena
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
 from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
-from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.waits import waiting
 
 
