@@ -62,7 +62,8 @@ class Throughput:
     def start(self) -> None:
         self._started = time.perf_counter()
         self.mark("")
-        noted.append(None)
+        if noted[-1:] != [None]:
+            noted.append(None)
 
     def mark(self, part: str) -> None:
         """End the ``part`` of a step that began with the last mark; an empty name is no part.
