@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from moetrain.config import ConfigError, OptimSection
+from moetrain.kernels.arena import Arena
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.adamw import Settings, adamw, adamw_on_host
 from moetrain.kernels.optim.adamw_float8 import Float8Moments, moment_place
@@ -41,7 +42,6 @@ from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
-from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages, check_like
 
 

@@ -10,7 +10,12 @@ from torch.nn import functional as F
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.products import router_logits
-from moetrain.kernels.loss.balancing import RoutingStats, load_balancing_loss, router_z_loss
+from moetrain.kernels.loss.balancing import (
+    RouterStats,
+    RoutingStats,
+    load_balancing_loss,
+    router_z_loss,
+)
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models import moe
 from moetrain.models.architecture import Architecture
@@ -385,6 +390,25 @@ def test_loss_values():
 def routing_of(counts_LE: torch.Tensor, tokens: int) -> RoutingStats:
     layers = torch.ones(len(counts_LE))
     return RoutingStats(counts_LE, counts_LE / tokens, layers, layers, torch.tensor(tokens))
+
+
+def test_sums_come_out_of_rows_as_they_went_in():
+    counts = torch.tensor([2**24 + 1, 3], dtype=torch.int32)
+    numbers = torch.tensor([0.1, 0.2]), torch.tensor(0.3), torch.tensor(0.4)
+    stats = RouterStats(counts, *numbers)
+    routing = RoutingStats.of_layers([stats, stats], 2)
+    assert routing is not None
+    rows = [RouterStats.of_packed(row) for row in routing.packed()]
+    found = RoutingStats.of_layers(rows, 2)
+    assert found is not None
+    for name, before, after in zip(routing._fields, routing, found, strict=True):
+        if before is not None:
+            assert before.dtype == after.dtype, name
+            assert torch.equal(before, after), name
+    few = stats._replace(counts_E=torch.tensor([2**24, 3], dtype=torch.int32))
+    assert few.packed().dtype == torch.float32
+    for before, after in zip(few[:4], RouterStats.of_packed(few.packed()), strict=False):
+        assert torch.equal(before, after)
 
 
 def test_routing_health_names_layers_and_finds_the_worst():

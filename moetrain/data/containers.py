@@ -177,9 +177,7 @@ def _rows(piece: FilePart, batches: Iterator[Any]) -> Iterator[Raw]:
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
     for batch in batches:
-        columns = batch if isinstance(batch, dict) else batch.to_pydict()
-        for values in zip(*columns.values(), strict=True):
-            row = _without_nulls(dict(zip(columns, values, strict=True)))
+        for row in map(_without_nulls, batch.to_pylist()):
             key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
             encoded = key.encode(errors="replace")
             yield Raw(f"{place}, row {number}", encoded, row, len(encoded))

@@ -279,9 +279,6 @@ class RecordReader:
             raise BadLineError(f"{said}; write texts there, or name another data.text_field")
         return [Document(text)] if text.strip() else []
 
-    def _messages(self, record: dict[str, Any]) -> list[Document]:
-        return self._dialogue(record["messages"], record)
-
     def _dialogue(self, messages: object, record: dict[str, Any], given: int = 0) -> list[Document]:
         """Render ``messages``, of which nothing is learned in the first ``given`` turns."""
         variables = ChatTemplate.variables_of(record)
@@ -345,7 +342,7 @@ class RecordReader:
 _FORMS: dict[
     str, tuple[tuple[str, ...], Callable[[RecordReader, dict[str, Any]], list[Document]]]
 ] = {
-    "messages": (("messages",), RecordReader._messages),
+    "messages": (("messages",), lambda reader, x: reader._dialogue(x["messages"], x)),
     "sharegpt": (("conversations",), RecordReader._sharegpt),
     "preference": (("chosen", "rejected"), RecordReader._preference),
     "completion": (("prompt", "completion"), RecordReader._completion),

@@ -19,6 +19,19 @@ class RouterStats(NamedTuple):
     dropped: torch.Tensor | None = None
     """int32: rows for which a dispatcher of fixed sizes had no room; None: sizes are not fixed."""
 
+    def packed(self) -> torch.Tensor:
+        """Return all but ``dropped`` as a row [2E + 2], fp32: exact for counts of up to 2^24."""
+        sums = torch.stack([self.z_sum, self.entropy_sum])
+        return torch.cat([self.counts_E.to(sums.dtype), self.prob_sum_E, sums])
+
+    @classmethod
+    def of_packed(cls, row_N: torch.Tensor) -> "RouterStats":
+        """Invert :meth:`packed`, in fp32, of a row that may be wider."""
+        num_experts = len(row_N) // 2 - 1
+        counts_E, prob_sum_E, z_sum, entropy_sum = row_N.split([num_experts, num_experts, 1, 1])
+        counts_E = counts_E.detach().to(torch.int32)
+        return cls(counts_E, prob_sum_E.float(), z_sum[0].float(), entropy_sum[0].detach().float())
+
 
 class RoutingStats(NamedTuple):
     """:class:`RouterStats` of every MoE layer, stacked in layer order."""
@@ -54,6 +67,11 @@ class RoutingStats(NamedTuple):
         parts = zip(cls._fields, zip(*several, strict=True), strict=True)
         given = {name: [x for x in part if x is not None] for name, part in parts}
         return cls(**{name: torch.stack(part).sum(0) for name, part in given.items() if part})
+
+    def packed(self) -> torch.Tensor:
+        """Return each layer's row [L, 2E + 2] of :meth:`RouterStats.packed`, fp64."""
+        sums_L2 = torch.stack([self.z_sum_L, self.entropy_sum_L], 1)
+        return torch.cat([self.counts_LE.double(), self.prob_sum_LE, sums_L2], 1)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
         """Apply ``function`` to every sum: a sum over ranks, say."""

@@ -226,21 +226,15 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     if not sites:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
-    lora = {}  # all of it is read and checked before the model is changed
-    for name, module in modules.items():
-        own = [f"{name}.{leaf}" for leaf in module.weights]
-        ranks = [halves[key][0].shape[-2] for key in own if key in halves]
-        if ranks:
-            rank = max(ranks)
-            if len(shapes[own[0]]) == 3:
-                rank = -(-rank // 8) * 8  # as its kernels need it
-            if rank > _MAX_RANK:
-                raise _error(files.folder, f"{name} needs rank {rank}, and {_MAX_RANK} is the most")
-            lora[name] = LoraSection(rank=rank, alpha=rank, targets=(name,))
-    for section in lora.values():
-        add_adapters(model.layers, section)
+    # All of it is read and checked before the model is changed. One rank serves all, which experts'
+    # kernels need in multiples of 8; what lies beyond a weight's own is 0.
+    rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
+    if rank > _MAX_RANK:
+        raise _error(files.folder, f"it needs rank {rank}, and {_MAX_RANK} is the most")
+    adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
+    add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, targets=tuple(adapted)))
     with torch.no_grad():
-        for name in (f"{module}.{leaf}" for module in lora for leaf in modules[module].weights):
+        for name in (f"{module}.{leaf}" for module in adapted for leaf in modules[module].weights):
             halves_here = [model.get_parameter(name + half).zero_() for half in ADAPTER]
             for half, value in zip(halves_here, halves.get(name, ()), strict=False):
                 half[..., : value.shape[-2], : value.shape[-1]] = value

@@ -45,6 +45,7 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.waits import waiting
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -254,7 +255,8 @@ def _exchange_counts(
     sent_CMG = counts_CP.view(len(counts_CP), -1, ranks.size())
     sent_GCM = sent_CMG.movedim(2, 0).contiguous()
     received_GCM = torch.empty_like(sent_GCM)
-    all_to_all_single(received_GCM, sent_GCM, group=ranks)
+    with waiting(counts_CP.device):
+        all_to_all_single(received_GCM, sent_GCM, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_CMG, received_CMG = torch.stack((sent_CMG, received_GCM.movedim(0, 2))).cpu().long()
     tokens, rows = int(received_CMG[0].sum()), int(received_CMG[1:].sum())
@@ -352,8 +354,9 @@ def _travel(
             for each in zip(*blocks, received, sent, strict=True):
                 how: Any = {"group": _resolve_group(group), "async_op": True}
                 works.append(all_to_all_single(*each, **how))
-        for work in works:
-            work.wait()
+        with waiting(rows[0].device):
+            for work in works:
+                work.wait()
     return outputs
 
 

@@ -50,9 +50,9 @@ from torch.distributed import _symmetric_memory
 
 from moetrain.config import ConfigError, ParallelSection, logger
 from moetrain.kernels.annotate import annotate
+from moetrain.kernels.arena import aligned
 from moetrain.kernels.memory import DeviceBytes, on_words
 from moetrain.kernels.optim.reduction import sum_chunks
-from moetrain.parallel.offload.arena import aligned
 from moetrain.parallel.processes import machine
 
 Wait = Callable[[], object]

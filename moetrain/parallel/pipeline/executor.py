@@ -14,7 +14,6 @@ a stage's output between its sending and its backward.
 Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stages so far.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,20 +92,14 @@ class Pipeline:
         """Give all ranks ``count`` sums (fp64) and the routing statistics of the last stage's rank,
         in one broadcast. Collective."""
         arch, last = self.stages.arch, self.stages.plan.rank_of_stage[-1]
-        layers, experts = len(arch.moe_layer_indices), arch.num_experts
-        shapes = [(layers, experts), (layers, experts), (layers,), (layers,), ()] if layers else []
-        sizes = [count, *map(math.prod, shapes)]
-        flat_N = None
+        layers, flat_N = len(arch.moe_layer_indices), None
         if sums is not None:
-            parts = [] if routing is None else [x for x in routing if x is not None]
-            flat_N = torch.cat([x.double().flatten() for x in (sums, *parts)])
-        flat_N = self.stages.broadcast(last, flat_N, (sum(sizes),), torch.float64)
-        sums, *parts = flat_N.split(sizes)
-        if not parts:
-            return sums, None
-        dtypes = (torch.int32, *[torch.float32] * 3, torch.int64)
-        together = zip(parts, shapes, dtypes, strict=True)
-        return sums, RoutingStats(*(x.view(shape).to(dtype) for x, shape, dtype in together))
+            rows = () if routing is None else (routing.packed().flatten(),)
+            flat_N = torch.cat([sums.double(), *rows])
+        size = count + layers * (2 * arch.num_experts + 2)
+        flat_N = self.stages.broadcast(last, flat_N, (size,), torch.float64)
+        found = map(RouterStats.of_packed, flat_N[count:].view(layers, -1) if layers else ())
+        return flat_N[:count], RoutingStats.of_layers([*found], arch.num_experts_per_token)
 
 
 @dataclass
@@ -152,14 +145,14 @@ class _Run:
         x = inputs[0] if inputs else model.embed_tokens(batch.inputs.tokens_BS)
         blocks = self.stages.plan.ranges[stage]
         x, layers = model.run(x, rows, blocks.start, blocks.stop)
-        counts = [*inputs[1:], *map(_pack, layers)]
+        counts = [*inputs[1:], *(layer.packed()[None] for layer in layers)]
         stats = (torch.cat(counts),) if counts else ()
         outputs: _Tensors = (x, *stats)
         if stage == self.schedule.num_stages - 1:
             if model.lm_head is None and stage > 0:
                 self.fsdp.open(model.embed)  # whose matrix is also the head's
             hidden_BSD = model.head(x, rows)
-            layers = [_unpack(row_N) for stats_LN in stats for row_N in stats_LN]
+            layers = [RouterStats.of_packed(row_N) for stats_LN in stats for row_N in stats_LN]
             outputs = (self.finish(hidden_BSD, model.routing(layers), batch),)
         else:
             self.made[action, stage + 1] = tuple(y.detach() for y in outputs)
@@ -234,17 +227,3 @@ def _wait_for(works: list[dist.Work]) -> None:
     """Wait once for each: gloo would take a second wait for one on the next message."""
     while works:
         works.pop().wait()
-
-
-def _pack(stats: RouterStats) -> torch.Tensor:
-    """A row [1, 2E + 2], fp32: exact for counts of up to 2^24, of one micro-batch on one rank."""
-    sums = torch.stack([stats.z_sum, stats.entropy_sum])
-    return torch.cat([stats.counts_E.to(sums.dtype), stats.prob_sum_E, sums])[None]
-
-
-def _unpack(row_N: torch.Tensor) -> RouterStats:
-    """Invert :func:`_pack`, for one row."""
-    num_experts = (row_N.shape[0] - 2) // 2
-    counts_E, prob_sum_E, z_sum, entropy_sum = row_N.split([num_experts, num_experts, 1, 1])
-    counts_E = counts_E.detach().to(torch.int32)
-    return RouterStats(counts_E, prob_sum_E, z_sum[0], entropy_sum[0].detach())

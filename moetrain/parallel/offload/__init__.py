@@ -1,1 +1,0 @@
-"""State and activations that wait in host memory."""
