@@ -1,7 +1,7 @@
 """Dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
 
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
-        [--mode exact|static] [--precision bf16|fp8] [--results FILE.jsonl]
+        [--mode exact|static] [--precision bf16|fp8] [--results FILE.jsonl] [--per-machine N]
 
 For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
 that all ranks begin together), and for all four calls together the GB/s and the share of the floor.
@@ -9,6 +9,16 @@ Both count the bytes that must travel: each token once to every other rank where
 at NVLink's 450 GB/s; all of them in bf16, of which fp8 sends half in two of the calls. Both
 transports are compiled, and a spin before each call hides its launches, as a busy queue does in
 training; what the host launches after it waited for counts is not hidden.
+
+With ``--per-machine`` N ranks count as a machine, and the all-to-all that sends a token once to
+each is timed in DeepEP's place. NCCL takes ranks of different ``NCCL_HOSTID`` for those of several
+machines, so that one machine can stand for two::
+
+    for node in 0 1; do
+        NCCL_HOSTID=machine$node CUDA_VISIBLE_DEVICES=$((2 * node)),$((2 * node + 1)) torchrun \\
+            --nnodes 2 --node-rank $node --nproc-per-node 2 --master-addr 127.0.0.1 \\
+            --master-port 29500 scripts/bench_dispatch.py --per-machine 2 &
+    done; wait
 """
 
 import argparse
@@ -26,6 +36,7 @@ from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.mesh import ParallelDims, build_meshes
 
 TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
 NUM_SMS = (16, 20, 24, 32, 48)
@@ -43,6 +54,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("exact", "static"), default="exact")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--per-machine", type=int, default=0)
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -55,13 +67,16 @@ def main() -> None:
         print(f"{hardware}, torch {torch.__version__}, {WIDTH} wide, top-{TOP_K} of {EXPERTS}")
         print(f"tokens {'ms':22}" + "".join(f"{c:>19}" for c in CALLS) + "   GB/s  floor")
     all_to_all = compiled(AllToAll(EXPERTS, group, precision=args.precision))
+    ranks = {"dp_shard": group.size(), "ep": group.size(), "per_machine": args.per_machine}
+    hops = build_meshes(ParallelDims(group.size(), **ranks), "cuda").expert_hops
+    across = compiled(AllToAll(EXPERTS, group, hops=hops, precision=args.precision))
     for tokens in args.tokens:
         x_TD, ids_TK, weights_TK = make_batch(tokens, device)
         remote_bytes = count_remote(ids_TK, group) * WIDTH * x_TD.element_size()
-        for name, transport in [
-            ("all-to-all", all_to_all),
-            *deepep_transports(group, tokens, args.num_sms, args.mode, args.precision),
-        ]:
+        others = deepep_transports(group, tokens, args.num_sms, args.mode, args.precision)
+        if args.per_machine:
+            others = [(f"machines of {args.per_machine}", across)]
+        for name, transport in [("all-to-all", all_to_all), *others]:
             calls_ms = times(transport, x_TD, ids_TK, weights_TK, group)
             rate = len(CALLS) * remote_bytes / sum(calls_ms) * 1e3
             row: dict[str, Any] = {

@@ -14,8 +14,9 @@ on this one's CPU, with a checkpoint in memory after each step. At random moment
 
 Each time what is measured is the time until a step is done that was not done before, in seconds,
 and how many finished steps were computed again. In the end the run is stopped, and its losses are
-compared with those of one process that nothing disturbs. A JSON line says what was found; exit code
-1: a step is missing, more than one was lost to one kill, or the losses differ.
+compared with those of one process that nothing disturbs. An agent that ends by itself, as one does
+if another's answer has not come within 60 s, is started again, and counted. A JSON line says what
+was found; exit code 1: a step is missing, more than one was lost to one kill, or the losses differ.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Kills:
         self.agents = [self.start(0), self.start(1)]
         self.seconds: list[tuple[str, float]] = []
         self.lost: list[int] = []
+        self.gave_up = 0
 
     def start(self, number: int) -> subprocess.Popen[bytes]:
         """One machine's torchrun."""
@@ -99,6 +101,10 @@ class Kills:
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + self.options.patience
         while not is_so():
+            for number, agent in enumerate(self.agents):
+                if agent.poll() is not None:  # nobody has killed it: it gave up
+                    self.gave_up += 1
+                    self.agents[number] = self.start(number)
             check(time.monotonic() < end, f"{what} did not come: {self.log.read_text()[-3000:]}")
             time.sleep(0.02)
 
@@ -228,7 +234,12 @@ def main() -> int:
     row = {"kills": dict(Counter(kind for kind, _ in kills.seconds)), "steps": steps}
     means = {k: [s for kind, s in kills.seconds if kind == k] for k in options.kinds}
     row |= {"mean_seconds": {k: round(sum(s) / len(s), 1) for k, s in means.items() if s}}
-    row |= {"lost": dict(Counter(kills.lost)), "deviation": deviation, "load": os.getloadavg()[0]}
+    row |= {
+        "agents_that_gave_up": kills.gave_up,
+        "lost": dict(Counter(kills.lost)),
+        "deviation": deviation,
+        "load": os.getloadavg()[0],
+    }
     print(json.dumps(row | {"seconds": time.monotonic() - began, "problem": problem}))
     return int(bool(problem))
 

@@ -30,7 +30,7 @@ INSIDE = 20e-6
 combine takes 0.18 to 0.65 ms."""
 
 
-_DIRECT = ("reduce", "cp")
+_DIRECT = ("reduce", "cp", "dispatch")
 """Collectives in which every rank sends each other rank something of its own."""
 
 
@@ -251,7 +251,7 @@ class Team:
             ) == 1 or not size:
                 continue
             inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
-            if axis == "ep":  # what came from any machine is passed on
+            if hop:  # what came from any machine is passed on
                 inside = size * (1 - 1 / local)
             elif kind in _DIRECT:
                 inside = size * (local - 1) / ranks
@@ -297,13 +297,12 @@ class Team:
                 if axis != "ep":
                     self.wait(self.collective(axis, f"{axis} {label}", axis, size))
                     continue
-                # Tokens go to each machine once, and are passed on; sums come back one by one.
-                hops = [("across", part.once * size), ("inside", size)]
-                if not first:
-                    hops = [("inside", size), ("across", size)]
+                # Tokens go to each machine once, and are passed on; sums come straight back.
+                hops = [("across", part.once * size), ("inside", size)] if first else [("", size)]
                 for hop, amount in hops:
-                    how = "dispatch", f"{'dispatch' if first else 'combine'} {label}, {hop}"
-                    self.wait(self.collective(*how, axis, amount, hop))
+                    name = f"{'dispatch' if first else 'combine'} {label}"
+                    name += f", {hop}" * bool(hop)
+                    self.wait(self.collective("dispatch", name, axis, amount, hop))
 
     # ---- FSDP, as moetrain/parallel/fsdp/fsdp.py orders it --------------------------------------
 

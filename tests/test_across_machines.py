@@ -3,7 +3,9 @@
 A machine is simulated by a number of ranks; what crosses is counted at the collectives.
 """
 
+import random
 from collections import Counter
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -34,18 +36,22 @@ from moetrain.parallel.mesh import ParallelDims, build_meshes
 SMALL, WIDE = Size(16, 3, 16, 16), Size(8, 3, 256, 16)
 # Tokens of each rank.
 UNEVEN, ALL_ON_ONE, NONE = (9, 0, 1, 40, 7, 0, 0, 13), (0, 11, 0, 0, 0, 0, 0, 0), (0,) * 8
-MACHINES = [(2, 1), (4, 1), (2, 2), (4, 2)]
+
+
+@cache
+def hops_of(per_machine: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    world = dist.get_world_size()
+    dims = ParallelDims(world, dp_shard=world, ep=world, per_machine=per_machine)
+    hops = build_meshes(dims, "cpu").expert_hops
+    assert [hop.size() for hop in hops] == [world // per_machine, per_machine]
+    return hops
 
 
 def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, AllToAll]:
     """One all-to-all over all ranks, and the one that knows machines."""
-    world = dist.get_world_size()
-    dims = ParallelDims(world, dp_shard=world, ep=world, per_machine=per_machine)
-    meshes = build_meshes(dims, "cpu")
-    group, hops = meshes.expert_parameters.get_group("ep"), meshes.expert_hops
-    assert [hop.size() for hop in hops] == [world // per_machine, per_machine]
-    flat, near = (AllToAll(size.experts, group, hops=x, **how) for x in ((), hops))
-    assert [hop.size() for hop in near.hops] == [hop.size() for hop in hops if hop.size() > 1]
+    hops, world = hops_of(per_machine), dist.group.WORLD
+    flat, near = (AllToAll(size.experts, world, hops=x, **how) for x in ((), hops))
+    assert (flat.hops, near.hops) == ([], list(hops) if per_machine > 1 else [])
     near.hops = list(hops)  # one rank a machine is two hops here, of which one stays
     return flat, near
 
@@ -80,32 +86,98 @@ def equal(got: dict, want: dict, case: object) -> None:
         assert torch.equal(got[name], value), f"rank {dist.get_rank()}, {case}: {name} differs"
 
 
-def check_bits(per_machine: int) -> None:
+def machines_of(world: int) -> list[int]:
+    """Ranks of a machine, where there are several machines."""
+    return [n for n in (1, 2, 4) if n < world]
+
+
+def check_bits() -> None:
+    """Of every routing, and of every number of machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Fills fresh memory with NaN: nothing may come of rows past the counts.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    flat, near = both(SMALL, per_machine)
-    totals: Counter[str] = Counter()
+    be_strict()
     cases = [(tokens, r) for tokens in (UNEVEN, ALL_ON_ONE, NONE) for r in ROUTINGS]
+    ways = {n: both(SMALL, n) for n in machines_of(world)}
+    totals: Counter[tuple[int, str]] = Counter()
     for seed, (tokens, routing) in enumerate(cases):
         dtype = torch.bfloat16 if seed % 2 else torch.float32
         batch = make_batch(SMALL, tokens[rank], routing, seed, dtype=dtype)
         experts = make_experts(SMALL, dtype=dtype)
-        found = {}
-        for name, transport in (("flat", flat), ("near", near)):
-            with Crossing(per_machine) as counted:
-                run = lambda *args, t=transport: run_layer(t, *args)  # noqa: E731
-                found[name] = run_step(run, batch, experts)
-            totals[name] += counted["across"]
-        case = f"{world // per_machine} machines of {per_machine}, {tokens}, {routing}"
-        equal(found["near"], found["flat"], case)
-        check_order(near, batch, case)
-        if dtype == torch.float32:
-            check_one_process(found["near"], batch, case)
-    sums = torch.tensor([totals["near"], totals["flat"]])
-    dist.all_reduce(sums)
-    near_bytes, flat_bytes = sums.tolist()
-    assert near_bytes < flat_bytes or per_machine == 1, "nothing is saved"
+        for per_machine, (flat, near) in ways.items():
+            found = {}
+            for name, transport in (("flat", flat), ("near", near)):
+                with Crossing(per_machine) as counted:
+                    found[name] = run_step(partial(run_layer, transport), batch, experts)
+                totals[per_machine, name] += counted["across"]
+            case = f"{world // per_machine} machines of {per_machine}, {tokens}, {routing}"
+            equal(found["near"], found["flat"], case)
+            check_order(near, batch, case)
+            if dtype == torch.float32:
+                check_one_process(found["near"], batch, case)
+    for per_machine in ways:
+        sums = torch.tensor([totals[per_machine, name] for name in ("near", "flat")])
+        dist.all_reduce(sums)
+        assert sums[0] < sums[1] or per_machine == 1, f"machines of {per_machine} save nothing"
+
+
+def be_strict() -> None:
+    """Let fresh memory hold NaN: nothing may come of rows past the counts."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+
+
+def check_random(seeds: int) -> None:
+    """Random sizes, tokens and routings: bit for bit, with two calls in flight."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    be_strict()
+    for seed in range(seeds):
+        alike, own = random.Random(seed), random.Random(seed * 100 + rank)
+        num_experts = world * alike.choice([1, 2, 5])
+        size = Size(num_experts, alike.randint(1, min(num_experts, 9)), alike.choice([8, 24]), 8)
+        dtype = alike.choice([torch.float32, torch.bfloat16])
+        experts = make_experts(size, dtype=dtype)
+        pair = [random_batch(size, own, alike, seed * 2 + i, dtype) for i in range(2)]
+        ways = {n: both(size, n) for n in machines_of(world)}
+        flat, _ = ways[1]
+        want = [run_step(partial(run_layer, flat), batch, experts) for batch in pair]
+        for per_machine, (_, near) in ways.items():
+            case = f"seed {seed}, machines of {per_machine}, {size}"
+            for got, one in zip(run_two(near, pair, experts), want, strict=True):
+                equal(got, one, case)
+
+
+def random_batch(size: Size, own, alike, seed: int, dtype: torch.dtype) -> Batch:
+    """Some tokens, few or none, whose experts are anywhere, or mostly on some ranks."""
+    tokens = own.choice([0, 1, 2, own.randint(3, 90)])
+    batch = make_batch(size, tokens, "uniform", seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(own.randrange(1000))
+    likely_E = torch.rand(size.experts, generator=generator) ** own.choice([1, 8])
+    if alike.random() < 0.3:  # a range of experts, of one rank or of one machine
+        first = alike.randrange(size.experts)
+        likely_E[:first] = 0
+        likely_E[first + alike.randint(1, size.experts) :] = 0
+    likely_TE = (likely_E + 1e-9).expand(tokens, -1)
+    ids_TK = batch.ids_TK
+    if tokens:
+        ids_TK = torch.multinomial(likely_TE, size.top_k, generator=generator)
+    ids_TK[torch.rand(ids_TK.shape, generator=generator) < own.choice([0, 0.3, 0.9])] = -1
+    return batch._replace(ids_TK=ids_TK.int().contiguous())
+
+
+def run_two(transport: AllToAll, pair: list[Batch], experts) -> list[dict[str, torch.Tensor]]:
+    """:func:`run_step` of both, whose forwards run before either's backward."""
+    steps = []
+    for batch in pair:
+        x_TD, weights_TK = (x.clone().requires_grad_() for x in (batch.x_TD, batch.weights_TK))
+        steps.append(
+            (x_TD, weights_TK, run_layer(transport, x_TD, batch.ids_TK, weights_TK, *experts))
+        )
+    found = []
+    for batch, (x_TD, weights_TK, y_TD) in zip(pair, steps, strict=True):
+        grads = torch.autograd.grad(y_TD, (x_TD, weights_TK, *experts), batch.slope_TD)
+        names = ("output", "tokens", "weights", "gate_up", "down")
+        found.append(dict(zip(names, (y_TD.detach(), *grads), strict=True)))
+        found[-1]["weights"] = found[-1]["weights"].masked_fill(batch.ids_TK < 0, 0)
+    return found
 
 
 def check_order(near: AllToAll, batch: Batch, case: str) -> None:
@@ -143,27 +215,37 @@ def check_one_process(found: dict, batch: Batch, case: str) -> None:
     equal(found, want, f"{case}, beside one process")
 
 
-@pytest.mark.parametrize(("machines", "ranks"), MACHINES)
-def test_bits_are_those_of_one_machine(machines, ranks):
-    spawn(machines * ranks, check_bits, ranks, timeout=180.0)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_bits_are_those_of_one_machine(world):
+    spawn(world, check_bits, timeout=180.0)
 
 
-def check_narrow(per_machine: int) -> None:
-    """In e4m3 rows are quantised for each way, to the same bits."""
-    flat, near = both(WIDE, per_machine, precision="fp8")
-    for seed, routing in enumerate(ROUTINGS):
-        tokens = UNEVEN[dist.get_rank()]
-        batch = make_batch(WIDE, tokens, routing, seed, dtype=torch.bfloat16)
-        experts = make_experts(WIDE, dtype=torch.bfloat16)
-        found = [
-            run_step(lambda *args, t=transport: run_narrow(t, *args), batch, experts)
-            for transport in (flat, near)
-        ]
-        equal(found[1], found[0], routing)
+@pytest.mark.parametrize(("world", "seeds"), [(4, 40), (8, 10)])
+def test_bits_of_random_routings(world, seeds):
+    spawn(world, check_random, seeds, timeout=180.0)
 
 
-def test_bits_in_e4m3():
-    spawn(4, check_narrow, 2)
+def check_kernels() -> None:
+    """Kernels in Triton's interpreter; and in e4m3, rows that are quantised once for both hops."""
+    be_strict()
+    few = (0, 7, 1, 3)[dist.get_rank()]
+    layer = partial(run_layer, backend="triton")
+    for size, tokens, way, how in (
+        (SMALL, few, layer, {"backend": "triton"}),
+        (WIDE, UNEVEN[dist.get_rank()], run_narrow, {"precision": "fp8"}),
+    ):
+        flat, near = both(size, 2, **how)
+        for seed, routing in enumerate(ROUTINGS):
+            batch = make_batch(size, tokens, routing, seed, dtype=torch.bfloat16)
+            experts = make_experts(size, dtype=torch.bfloat16)
+            found = [
+                run_step(partial(way, transport), batch, experts) for transport in (flat, near)
+            ]
+            equal(found[1], found[0], (how, routing))
+
+
+def test_bits_of_kernels_and_in_e4m3():
+    spawn(4, check_kernels, timeout=180.0)
 
 
 def check_compiled(per_machine: int) -> None:
@@ -180,7 +262,7 @@ def check_compiled(per_machine: int) -> None:
         for seed, routing in enumerate(("natural", "one-hot", "empty")):
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             experts = make_experts(SMALL)
-            want = run_step(lambda *args: run_layer(near, *args), batch, experts)
+            want = run_step(partial(run_layer, near), batch, experts)
             equal(run_step(compiled, batch, experts), want, (again.__name__, routing))
         assert counter.frame_count == 1, f"{again.__name__} was compiled again"
 
@@ -226,18 +308,16 @@ def test_a_token_crosses_once():
     spawn(4, check_savings)
 
 
-def train(words: list[str]) -> list[tuple]:
+def train(words: list[str]) -> None:
     """The same run where all ranks are on one machine, on two, and on four."""
-    answers = []
-    for per_machine in (4, 2, 1):
-        answer = run([*words, f"launch.gpus_per_machine={per_machine}"])
-        answers.append(answer)
-    return answers
+    one, *others = (run([*words, f"launch.gpus_per_machine={n}"]) for n in (4, 2, 1))
+    for per_machine, other in zip((2, 1), others, strict=True):
+        case = f"machines of {per_machine}"
+        assert torch.equal(other[0], one[0]), f"{case}: losses and norms {other[0] - one[0]}"
+        equal(other[1], one[1], case)
+        equal(other[2], one[2], case)
 
 
 @pytest.mark.parametrize("more", [[], ["activation.policy=selective", "parallel.tp=1"]])
 def test_a_run_has_the_bits_of_one_machine(more, tiny_words):
-    words = words_of(tiny_words, "parallel.ep=4", *more)
-    for one, *others in spawn(4, train, words, timeout=180.0):
-        for other in others:
-            assert str(other) == str(one)
+    spawn(4, train, words_of(tiny_words, "parallel.ep=4", *more), timeout=180.0)

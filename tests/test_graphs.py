@@ -13,9 +13,9 @@ from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
+from moetrain.kernels.graphs import Graphs, _Captured, alike
 from moetrain.parallel import apply
 from moetrain.train import setup
-from moetrain.train.graphs import Graphs, _Captured, alike
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
 from moetrain.train.setup import Session, resolve_run
@@ -151,6 +151,18 @@ def test_micro_batches_get_as_many_documents():
             assert set(ends[count:].tolist()) <= {TOKENS}
             assert ends.dtype == torch.int32
             assert new.tokens_BS is old.tokens_BS
+
+
+@pytest.mark.parametrize("theirs", [(9,), (20,), (9, 9)])
+def test_micro_batches_of_ranks_get_as_many_documents_or_none(theirs):
+    mine, others = [packed(0, 9)[0]], [packed(1, number)[0] for number in theirs]
+    heard = []
+    alike(others, heard.append)
+    found = alike(mine, lambda own: torch.maximum(own, heard[0], out=own))
+    if len(theirs) == 2:
+        assert found is None
+    else:
+        assert len(found[0].cu_seqlens) == 1 + (32 if theirs == (20,) else 16)
 
 
 # ---- steps --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -220,9 +221,11 @@ def test_stale_trajectories_teach_too(tmp_path):
     assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.9
 
 
+EXAMPLES = str(Path(__file__).parents[1] / "examples")
 AGENT = """
-import functools, json, urllib.request
-from moetrain.rl.code_reward import score_code
+import functools, json, sys, urllib.request
+sys.path.append("EXAMPLES")
+from code_reward import score_code
 
 score = functools.cache(lambda: score_code({"answer": "assert x"}, "x = 1"))
 
@@ -249,7 +252,7 @@ def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
     """Agents talk to a server in the generator's process; a teacher is the learners'."""
     one = mortal | {"train.steps": 1, "rl.supervised_steps": 1, "checkpoint.save_hf": "true"}
     assert launched(1, words_of(tmp_path / "teacher", **one, **QUIET)) == [0]
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(AGENT.replace("EXAMPLES", EXAMPLES))
     values = QUIET | {"rl.env": f"agent:{tmp_path}/agent.py:run", "rl.supervised_steps": 0}
     values |= {"rl.teacher": tmp_path / "teacher" / "hf", "train.steps": 2, "data.seq_len": 256}
     values |= {

@@ -4,10 +4,9 @@ import socket
 import subprocess
 import time
 
+import code_reward
 import pytest
-
-from moetrain.rl import code_reward
-from moetrain.rl.code_reward import score_code
+from code_reward import score_code
 
 TESTS = {"answer": "assert add(3, 4) == 7"}
 GOOD = "def add(a, b):\n    return a + b\n"

@@ -3,7 +3,6 @@
 The references walk samples and tokens one by one and know nothing of rows, masks or shards.
 """
 
-import dataclasses
 from itertools import product
 from types import SimpleNamespace
 
@@ -227,8 +226,8 @@ def make_case(seed=0):
     """
     samples = make_samples(*LENGTHS, vocabulary=VOCABULARY)
     per_token = np.linspace(-1, 2, LENGTHS[3], dtype=np.float32)
-    samples[3] = dataclasses.replace(samples[3], advantage=per_token)
-    samples[4] = dataclasses.replace(samples[4], advantage=0.0)
+    samples[3].advantage = per_token
+    samples[4].advantage = np.zeros(())
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):

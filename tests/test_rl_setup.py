@@ -93,7 +93,7 @@ REFUSED = [
     ),
     (
         {"rl.env": "jsonl", "rl.reward": "good", "rl.prompts": "FOLDER/p.jsonl"},
-        "rl.reward: 'good' is neither exact, math, code, zero nor FILE.py:NAME",
+        "rl.reward: 'good' is neither exact, math, zero nor FILE.py:NAME",
     ),
     ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
     ({"rl.cache_tokens": 10**15}, "rl.cache_tokens: 1000000000000000 takes about "),

@@ -47,6 +47,7 @@ from moetrain.checkpoint.read import (
     sealed,
     step_of,
 )
+from moetrain.checkpoint.store import Store
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
@@ -83,6 +84,8 @@ class SavePlan:
     """The checkpoint of this step is kept too, as the best one; None: there is none."""
     memory: Memory | None = None
     """The machines' memories, in which ``root`` then lies; None: on a disk that all share."""
+    store: Store | None = None
+    """Where a copy goes, unless the run has failed; None: nowhere."""
 
     @property
     def path(self) -> Path:
@@ -94,9 +97,13 @@ class SavePlan:
             return list_checkpoints(self.root)[:-2]
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
-        intact = [path for path in list_checkpoints(self.root) if _is_intact(path)]
-        older = [path for path in intact[: -self.keep] if step_of(path) != self.keeps]
-        return [p for p in older if not self.keep_every or (step_of(p) or 0) % self.keep_every]
+        intact = {step_of(p) or 0: p for p in list_checkpoints(self.root) if _is_intact(p)}
+        return [intact[step] for step in intact.keys() - self.kept([*intact])]
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Select of ``steps``, in order, those whose checkpoints are kept."""
+        kept = {*steps[-self.keep :], self.keeps}
+        return {n for n in steps if n in kept or (self.keep_every and n % self.keep_every == 0)}
 
 
 def _is_intact(folder: Path) -> bool:
@@ -183,10 +190,21 @@ class Saver:
         finally:
             if is_here:
                 shutil.rmtree(new, ignore_errors=True)
+        if plan.store is not None and not plan.failed:
+            self._copy_to(plan.store, plan)
         for path in plan.outdated() if is_here else ():
             _remove(path)
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
+
+    def _copy_to(self, store: Store, plan: SavePlan) -> None:
+        is_main, path = self._rank == 0, plan.path
+        # Of this step there may be one, complete, whose files are now replaced.
+        self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
+        self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
+        self._do(lambda: store.put(path, STATE) + store.put(path, MANIFEST), plan, is_main)
+        done = [step for step in store.steps() if step <= plan.step]
+        self._do(lambda: store.remove_but(plan.kept(done)), plan, is_main)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
         """Let each rank, or those whose work it is, ``act``; RunFailed on all if one fails."""

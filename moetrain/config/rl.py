@@ -120,9 +120,8 @@ class RlSection(Section):
     needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify); code: 1 if the program that is written passes the tests in the
-    line's answer; zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called with the line
-    and the text."""
+    same value (by math-verify); zero: always 0, for rl.advantage none; or FILE.py:FUNCTION, called
+    with the line and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere

@@ -396,6 +396,9 @@ class CheckpointSection(Section):
     """Folder for them, which each machine has for itself."""
     replicas: PositiveInt = 1
     """Machines, if there are so many, that have each part of them. 2: a machine may be lost."""
+    store: str | None = None
+    """URL of a folder in an object store (s3://, gs:// or another that fsspec knows), where each
+    checkpoint has a copy. auto fetches the newest from there, if none in output_dir is as new."""
     resume: GivenPath = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir or in memory, if there is
     one; never: start anew; or the folder of a checkpoint."""

@@ -11,7 +11,7 @@ Legend: B rows, S tokens of a row.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -189,14 +189,14 @@ class _Datum(JsonBody):
     def sample(self, group: int) -> Sample:
         """Return the text as :mod:`moetrain.rl.rows` packs it, weights in place of advantages."""
         factors = self.weights if self.advantages is None else self.advantages
-        found = Sample.of(
+        return Sample(
             [*self.tokens, 0],
             [0] + [1] * len(self.tokens),
             1.0 if factors is None else [0.0, *factors],
             group,
             None if self.logprobs is None else [0.0, *self.logprobs],
+            targets=self.target_tokens,
         )
-        return replace(found, targets=np.array(self.target_tokens, np.int64))
 
 
 class Pass(_JobBody):

@@ -201,8 +201,7 @@ class Meshes:
     def sharding(self) -> frozenset[tuple[int, int]]:
         """The size of every group that shards parameters, and this rank in it."""
         meshes = (self.split_parameters, self.shared_parameters, self.expert_parameters)
-        groups = [mesh.get_group(mesh.ndim - 1) for mesh in meshes]
-        return frozenset((group.size(), group.rank()) for group in groups)
+        return frozenset((mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)) for mesh in meshes)
 
     def warm_up(self, device: torch.device) -> None:
         """Make every communicator connect now, one after another, and wait until it has.

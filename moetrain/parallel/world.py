@@ -29,6 +29,7 @@ from moetrain.parallel.processes import (
     find_ranks,
     num_processes,
 )
+from moetrain.parallel.waits import waiting
 
 _T = TypeVar("_T")
 
@@ -120,7 +121,8 @@ class World:
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
     if group.size() > 1:
-        dist.all_reduce(x, group=group)
+        with waiting(x.device):
+            dist.all_reduce(x, group=group)
     return x
 
 

@@ -21,7 +21,7 @@ Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -41,61 +41,52 @@ _PER_TOKEN = {
 """What trajectories know of each token, as a checkpoint has it."""
 
 
-@dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory to train on, n tokens; ValueError where arrays differ in length, or n < 2."""
+    """One trajectory to train on, n tokens."""
 
-    tokens: np.ndarray
-    """int64 [n]."""
-    is_action: np.ndarray
-    """bool [n]: chosen by the policy, and trained; the first token cannot be."""
-    logprobs: np.ndarray
-    """fp32 [n]: of each token when it was chosen, at the sampling temperature; 0 elsewhere."""
-    versions: np.ndarray
-    """int64 [n]: the weights that chose each token, -1 where the policy did not."""
-    advantage: float | np.ndarray
-    """One for all actions, or fp32 [n], one for each."""
-    group: int
-    """Number of the prompt."""
-    routes: np.ndarray | None = None
-    """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
-    targets: np.ndarray | None = None
-    """int64 [n - 1]: what every token but the last predicts; None: the token after it."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tokens: ArrayLike,
         is_action: ArrayLike,
         advantage: ArrayLike,
         group: int,
         logprobs: ArrayLike | None = None,
         versions: ArrayLike | None = None,
-    ) -> Self:
-        """Make a sample of values in any form; None: log-probabilities and versions are 0."""
-        acts = np.array(is_action, bool)
-        return cls(
-            tokens=np.array(tokens, np.int64),
-            is_action=acts,
-            logprobs=np.array(np.zeros(len(acts)) if logprobs is None else logprobs, np.float32),
-            versions=np.array(np.where(acts, 0, -1) if versions is None else versions, np.int64),
-            advantage=np.array(advantage, np.float32),
-            group=group,
-        )
+        routes: np.ndarray | None = None,
+        targets: ArrayLike | None = None,
+    ) -> None:
+        """Make a sample of values in any form; None: log-probabilities and versions are 0.
 
-    def __post_init__(self) -> None:
+        Raises ValueError: arrays differ in length, or n < 2.
+        """
+        self.tokens = np.array(tokens, np.int64)
+        """int64 [n]."""
         n = len(self.tokens)
+        self.is_action = np.array(is_action, bool)
+        """bool [n]: chosen by the policy, and trained; the first token cannot be."""
+        self.logprobs = np.array(np.zeros(n) if logprobs is None else logprobs, np.float32)
+        """fp32 [n]: of each token when it was chosen, at the sampling temperature; 0 elsewhere."""
+        versions = np.where(self.is_action, 0, -1) if versions is None else versions
+        self.versions = np.array(versions, np.int64)
+        """int64 [n]: the weights that chose each token, -1 where the policy did not."""
+        self.advantage = np.array(advantage, np.float32)
+        """fp32: one for all actions, or [n], one for each."""
+        self.group = group
+        """Number of the prompt."""
+        self.routes = routes
+        """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
+        self.targets = np.array(self.tokens[1:] if targets is None else targets, np.int64)
+        """int64 [n - 1]: what every token but the last predicts; by default the token after it."""
         if n < 2:
             raise ValueError(f"Sample: {n} tokens; it takes two, of which one predicts the other")
-        for name in ("is_action", "logprobs", "versions"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"Sample: {len(getattr(self, name))} {name} of {n} tokens")
+        for name in ("is_action", "logprobs", "versions", "advantage"):
+            values = getattr(self, name)
+            if values.ndim and len(values) != n:
+                raise ValueError(f"Sample: {len(values)} {name} of {n} tokens")
         if self.is_action[0]:
             raise ValueError("Sample: the first token is an action, and nothing predicts it")
-        if np.ndim(self.advantage) and len(np.asarray(self.advantage)) != n:
-            raise ValueError(f"Sample: {len(np.asarray(self.advantage))} advantages of {n} tokens")
-        if self.routes is not None and len(self.routes) != n - 1:
-            raise ValueError(f"Sample: routes of {len(self.routes)} tokens; {n - 1} were read")
+        if routes is not None and len(routes) != n - 1:
+            raise ValueError(f"Sample: routes of {len(routes)} tokens; {n - 1} were read")
 
 
 @dataclass(eq=False)
@@ -175,9 +166,9 @@ class Trajectory:
         for i, (start, stop) in enumerate(zip([0, *self.starts], ends, strict=True)):
             parts = (self.tokens, self.is_action, self.logprobs, self.versions)
             tokens, acts, logprobs, versions = (part[start:stop] for part in parts)
-            sample = Sample.of(tokens, acts, advantage, self.group, logprobs, versions)
             routes = None if self.routes is None else self.routes[start - i : stop - i - 1]
-            found.append(replace(sample, routes=routes))
+            known = self.group, logprobs, versions, routes
+            found.append(Sample(tokens, acts, advantage, *known))
         return found
 
     @staticmethod
@@ -349,9 +340,8 @@ def _batch(
     for i, start, length in places:
         sample, here = samples[i], slice(start, start + length)
         acts = sample.is_action[1:]
-        ahead = sample.tokens[1:] if sample.targets is None else sample.targets
         rows["tokens_BS"][here] = sample.tokens[:-1]
-        rows["targets_BS"][here] = np.where(acts, ahead, IGNORE_INDEX)
+        rows["targets_BS"][here] = np.where(acts, sample.targets, IGNORE_INDEX)
         rows["is_pad_BS"][here] = False
         rows["logprobs_BS"][here] = np.where(acts, sample.logprobs[1:], 0)
         rows["advantages_BS"][here] = np.broadcast_to(sample.advantage, length + 1)[1:]

@@ -204,7 +204,7 @@ class RlTrainer(Run):
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
             shown = self.collector.demonstrations(tasks)
-        samples = [Sample.of(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
+        samples = [Sample(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
             raise ConfigError("data.seq_len", f"{problem}; raise it, or make the task smaller")

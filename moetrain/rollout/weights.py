@@ -357,8 +357,7 @@ def _continue(ids: list[int], generator: Generator, config: Config) -> bool:
     assert tokenizer is not None
     window = min(config.data.seq_len, generator.longest)
     start, end = len(ids), len(ids) + train.sample_tokens
-
-    def request() -> Request:
+    while len(ids) < end:
         seen = ids if len(ids) < window else ids[-(window // 2) :]
         params = SamplingParams(
             max_tokens=min(end - len(ids), window - len(seen)),
@@ -367,18 +366,14 @@ def _continue(ids: list[int], generator: Generator, config: Config) -> bool:
             seed=(train.seed + len(ids) - start) % 2**63,
             stop_ids=(tokenizer.eos_id,),
         )
-        return Request("sample", tuple(seen), params)
-
-    is_finite = True
-    for completion in generator.stream([request()]):
-        reason = completion.finish_reason
-        if reason is None:
-            continue
-        is_finite = all(map(math.isfinite, completion.logprobs))
-        ids += completion.tokens[:-1] if reason == "stop" else completion.tokens
-        if is_finite and reason == "length" and len(ids) < end:
-            generator.submit(request())
-    return is_finite
+        ((done,),) = generator.generate([Request("sample", tuple(seen), params)])
+        if not all(map(math.isfinite, done.logprobs)):
+            return False
+        if done.finish_reason == "stop":
+            ids += done.tokens[:-1]
+            break
+        ids += done.tokens
+    return True
 
 
 def _free_bytes(device: torch.device) -> float:

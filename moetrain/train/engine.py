@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
+from moetrain.kernels.graphs import Graphs, alike
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
@@ -37,7 +39,6 @@ from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.faults import first_not_finite
-from moetrain.train.graphs import Graphs, alike
 from moetrain.train.objectives import MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState, StateKind
 
@@ -102,7 +103,10 @@ class Engine(ModelState):
         if self.graphs is not None:
             world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
         shared = captures and world.size > 1
-        self._hosts = dist.new_group(backend="gloo") if shared else None
+        self._agree: Any = None
+        if shared:
+            hosts: Any = dist.new_group(backend="gloo")
+            self._agree = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=hosts)
         self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------
@@ -148,7 +152,7 @@ class Engine(ModelState):
             run = self._learn(given[0], objective, given[1])
             return run.totals(), run.lost
 
-        same = alike(batches, self._hosts)
+        same = alike(batches, self._agree)
         if same is not None and not (self.static and self._since_step):
             self.before_forward()
             self.fsdp.refresh()

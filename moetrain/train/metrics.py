@@ -9,7 +9,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import DeviceBytes
+from moetrain.parallel.waits import elapsed, noted, now, share_waited
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 _UNHEALTHY_LOGS = 20
 """Logged steps in a row in which a layer's routing must be unhealthy before the user is told: the
-first steps of a run are uneven, and so is a single small batch."""
+first steps of a run are uneven, and so is a single small batch. As many a rank must be slow."""
+_SLOW = 1.1
+"""Times the others' mean that a slow rank takes for a step."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -59,17 +62,14 @@ class Throughput:
     def start(self) -> None:
         self._started = time.perf_counter()
         self.mark("")
+        noted.append(None)
 
     def mark(self, part: str) -> None:
         """End the ``part`` of a step that began with the last mark; an empty name is no part.
 
         On CUDA that is an event on the device's own time, which :meth:`take` reads: nothing waits.
         """
-        now: Any = time.perf_counter()
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            now = torch.cuda.current_stream(self.device).record_event(event)
-        self._marks.append((part, now))
+        self._marks.append((part, now(self.device)))
 
     def stop(self) -> None:
         """Wait for the device, and stop the clock."""
@@ -108,9 +108,7 @@ class Throughput:
         found: dict[str, float] = {}
         for (_, begin), (part, end) in pairwise(self._marks):
             if part:
-                is_cuda = self.device.type == "cuda"
-                seconds = begin.elapsed_time(end) / 1e3 if is_cuda else end - begin
-                found[part] = found.get(part, 0.0) + seconds
+                found[part] = found.get(part, 0.0) + elapsed(begin, end)
         return found and {**found, "other": max(0.0, self._seconds - sum(found.values()))}
 
 
@@ -132,12 +130,11 @@ class MetricsLog:
         write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
         self.console = Console(highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
+        step, numbers = TextColumn("step"), TextColumn("{task.description}")
+        columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self.console)
+        self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
         if config.progress and self.console.is_terminal:
-            step, numbers = TextColumn("step"), TextColumn("{task.description}")
-            columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
-            self._bar = Progress(*columns, console=self.console)
-            self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
             self._bar.start()
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
@@ -145,12 +142,10 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
         text = _describe(row)
-        if self._bar is None:
-            self.console.print(f"step {step}  {text}")
-        elif "loss" in row:
+        if "loss" in row and self._bar.live.is_started:
             self._bar.update(self._task, completed=step, description=text)
         else:
-            self._bar.print(f"step {step}  {text}")
+            self.console.print(f"step {step}  {text}")
 
     def say(self, text: str) -> None:
         """Print a line of prose, above the progress bar if there is one."""
@@ -158,9 +153,7 @@ class MetricsLog:
 
     def end_progress(self) -> None:
         """Leave the bar where it is; later lines are printed below it."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.live.stop()
 
     def close(self) -> None:
         self.end_progress()
@@ -191,6 +184,31 @@ def _describe(row: Mapping[str, float | None]) -> str:
         elif isinstance(value, float | int) and not (name == "skipped_steps" and not value):
             shown.append(f"{label} {form.format(value)}")
     return "  ".join(shown)
+
+
+class RankWatch:
+    """Compares ranks' times, and says which one the others wait for in many logged steps."""
+
+    def __init__(self, gather: Callable[[float], list[float]], say: Callable[[str], None]) -> None:
+        self._gather, self._say = gather, say
+        self._slowest, self._in_row = -1, 0
+
+    def row(self, seconds: float) -> dict[str, float]:
+        """Return how long of a step of ``seconds`` ranks do not wait, by name. Collective."""
+        own_R = self._gather(seconds * (1 - share_waited()))
+        if len(own_R) == 1:
+            return {}
+        longest = max(own_R)
+        slowest, others = own_R.index(longest), (sum(own_R) - longest) / (len(own_R) - 1)
+        in_row = self._in_row if slowest == self._slowest else 0
+        self._slowest, self._in_row = slowest, (in_row + 1) * (longest > _SLOW * others)
+        if self._in_row == _UNHEALTHY_LOGS:
+            self._say(
+                f"rank {slowest} is slow: beside its waits its steps take {longest:.3f} s, where "
+                f"others take {others:.3f} s, in {_UNHEALTHY_LOGS} logged steps in a row"
+            )
+        mean = sum(own_R) / len(own_R)
+        return {"own_seconds": mean, "own_seconds_max": longest, "slowest_rank": slowest}
 
 
 class RoutingWatch:

@@ -8,7 +8,7 @@ The reference is the model that the run begins from. A resumed run reads its log
 
 Left out on purpose: pairs that share a row, and a reference other than the first weights.
 
-Legend: P pairs of a micro-batch, G segments of a pair (2, or 3 for KTO), T tokens, S of a row.
+Legend: P pairs of a micro-batch, T tokens, S of a row.
 """
 
 import json
@@ -59,7 +59,8 @@ class Preference:
         self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Sizes
     ) -> dict[str, Term]:
         loss_T = token_losses(model, outputs.hidden_BSD, batch).loss_T
-        scores = self._scores(-loss_T - batch.extra["reference"].flatten(), batch)
+        ratio_T = -loss_T - batch.extra["reference"].flatten()
+        scores = Scores.of_pairs(ratio_T, batch.targets_BS, batch.cu_seqlens)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
         found = {
@@ -70,22 +71,6 @@ class Preference:
         share = outputs.share / sizes["pairs"]
         sums = {name: torch.where(is_pair_P, x, 0.0).sum() * share for name, x in found.items()}
         return {name: Term(x, float(name == "preference")) for name, x in sums.items()}
-
-    def _scores(self, ratio_T: torch.Tensor, batch: Batch) -> Scores:
-        pairs, segments = len(batch.targets_BS), len(batch.cu_seqlens) - 1
-        index_T = torch.arange(len(ratio_T), device=ratio_T.device)
-        segment_T = torch.bucketize(index_T, batch.cu_seqlens[1:], right=True)
-        learned_T = (batch.targets_BS.flatten() >= 0).float()
-        both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
-        sums_P2 = both_T2.new_zeros(segments, 2).index_add(0, segment_T, both_T2)
-        sums_PG2 = sums_P2.view(pairs, segments // pairs, 2)
-        (chosen, rejected), numbers = sums_PG2[:, :2, 0].unbind(1), sums_PG2[:, :, 1]
-        kl = chosen.new_zeros(())
-        if self.kind == "kto":
-            is_some = numbers[:, 2] > 0
-            kl = sums_PG2[:, 2, 0].detach().sum() / is_some.sum().clamp(min=1)
-        counted = numbers.clamp(min=1)
-        return Scores(chosen, rejected, counted[:, 0], counted[:, 1], kl.clamp(min=0))
 
 
 class Reference(Callback):

@@ -34,7 +34,7 @@ from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas
-from moetrain.train.metrics import MetricsLog, RoutingWatch, Throughput
+from moetrain.train.metrics import MetricsLog, RankWatch, RoutingWatch, Throughput
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
@@ -137,7 +137,7 @@ class Run(ABC):
         config, arch = self.config, self.session.arch
         self.device = self.world.device
         self.folder = Path(config.output_dir)
-        self.run_folder = RunFolder(self.folder)
+        self.run_folder = RunFolder(self.folder, config.checkpoint.store)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time, self.wants_save = time.monotonic(), False
         self.stop: list[int] = []
@@ -153,6 +153,7 @@ class Run(ABC):
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
         self.moe_layers = arch.moe_layer_indices
         self.routing_watch = RoutingWatch(self.moe_layers)
+        self.rank_watch = RankWatch(self.world.gather, self.say)
         self.expert_counts_LE: torch.Tensor | None = None
         is_frozen = config.lora.rank > 0
         flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)

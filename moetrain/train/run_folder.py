@@ -26,14 +26,16 @@ from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import (
     Checkpoint,
     DamagedCheckpoint,
+    checkpoint_name,
     list_checkpoints,
     newest_in,
     open_checkpoint,
     step_of,
 )
-from moetrain.checkpoint.save import remove_leftovers
+from moetrain.checkpoint.save import begin, remove_leftovers
+from moetrain.checkpoint.store import Store
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
-from moetrain.config.sources import shortened
+from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
@@ -55,8 +57,10 @@ _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions
 class RunFolder:
     """The output folder of a run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, store: str | None = None) -> None:
+        """``store``: the URL that checkpoint.store is."""
         self.path = path
+        self.store = Store(store) if store else None
         self.checkpoints = path / "checkpoints"
         self.memory: Memory | None = None
         """The run's folder in each machine's memory; None: it uses none."""
@@ -225,6 +229,8 @@ class RunFolder:
         Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
         that is not damaged has another version of the format.
         """
+        if self.store is not None:
+            self._fetch(self.store, resume, before, least)
         if resume == "never":
             return None
         if resume != "auto":
@@ -251,6 +257,24 @@ class RunFolder:
                 "name another one, or start afresh with never",
             )
         return None
+
+    def _fetch(self, store: Store, resume: str, before: int | None, least: int) -> None:
+        """Fetch the newest checkpoint of ``store``, as :meth:`find` looks for it, if none here is
+        as new; ConfigError: there is one, and ``resume`` is not auto."""
+        try:
+            there = [n for n in store.steps() if before is None or n < before]
+            here = [step_of(path) or 0 for path in list_checkpoints(self.checkpoints)]
+            here = [n for n in here if before is None or n < before]
+            if there and resume != "auto":
+                problem = f"it holds step {there[-1]}, which checkpoint.resume {resume} passes over"
+                raise ConfigError("checkpoint.store", f"{problem}; empty it, or choose another")
+            if there and there[-1] > max([least - 1, *here]):
+                final = self.checkpoints / checkpoint_name(there[-1])
+                new = begin(final)
+                store.get(there[-1], new)
+                new.rename(final)
+        except OSError as error:
+            raise RunFailed(f"cannot fetch from checkpoint.store: {error}") from error
 
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None

@@ -20,6 +20,7 @@ import torch
 from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
+from moetrain.checkpoint.store import Store
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
@@ -317,6 +318,7 @@ class Snapshots(Saver):
         """Reserve host memory for copies; raises RunFailed if there is too little."""
         super().__init__(engine.world.own_rendezvous())
         self.engine, self.settings = engine, engine.config.checkpoint
+        self.store = Store(url) if (url := self.settings.store) else None
         self.staging: Staging | None = None
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
@@ -366,7 +368,8 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory)
+        store = self.store if memory is None else None
+        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory, store)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

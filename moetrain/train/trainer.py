@@ -192,12 +192,14 @@ class Trainer(Run):
     def log_step(self, result: _StepResult) -> None:
         """Log the step just done; this waits for the device."""
         self.clock.stop()
+        speed = self.clock.take()
         row: dict[str, float | None] = {
             **_named(result.terms),
             "grad_norm": result.grad_norm.item(),
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens": self.tokens,
-            **self.clock.take(),
+            **speed,
+            **self.rank_watch.row(speed["step_seconds"] or 0.0),
             "skipped_steps": self.watch.total(),
         }
         if self.engine.static is not None:

@@ -1,11 +1,11 @@
 """Losses of pairs of answers to one prompt, by what a policy's log-probabilities are from its
 reference's.
 
-Legend: P pairs.
+Legend: P pairs, a row each, G segments of a pair (2, or 3 for KTO), T tokens, S of a row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,30 @@ class Scores(NamedTuple):
     num_rejected: torch.Tensor
     kl: torch.Tensor
     """0-d, at least 0: the divergence from the reference (KTO), without gradient."""
+
+    @classmethod
+    def of_pairs(
+        cls, ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> Self:
+        """Add up ``ratio_T``, policy less reference, over the targets (0 or more) of segments.
+
+        A third segment of each pair has the prompt with another pair's chosen answer, from which
+        the divergence is estimated.
+        """
+        pairs, segments = len(targets_PS), len(cu_seqlens) - 1
+        index_T = torch.arange(len(ratio_T), device=ratio_T.device)
+        segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
+        learned_T = (targets_PS.flatten() >= 0).float()
+        both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
+        sums_P2 = both_T2.new_zeros(segments, 2).index_add(0, segment_T, both_T2)
+        sums_PG2 = sums_P2.view(pairs, segments // pairs, 2)
+        (chosen, rejected), numbers = sums_PG2[:, :2, 0].unbind(1), sums_PG2[:, :, 1]
+        kl = chosen.new_zeros(())
+        if numbers.shape[1] > 2:
+            is_some = numbers[:, 2] > 0
+            kl = sums_PG2[:, 2, 0].detach().sum() / is_some.sum().clamp(min=1)
+        counted = numbers.clamp(min=1)
+        return cls(chosen, rejected, counted[:, 0], counted[:, 1], kl.clamp(min=0))
 
 
 def _dpo(scores: Scores, beta: float) -> torch.Tensor:

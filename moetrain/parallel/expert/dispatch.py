@@ -45,6 +45,7 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.waits import waiting
 
 # torch has no public way back from a group's name; 2.13 gives names a type of their own.
 _resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -150,17 +151,18 @@ class AllToAll(ExpertParallelDispatcher):
     the backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
     recomputation policy keeps the results of both ops.
 
-    Over several machines there are two ``hops``: the ranks in this one's place on every machine,
-    then those of its own. A token comes to each machine once, and is passed on over the faster
-    links inside (as DeepEP does, arXiv 2412.19437). Worked example, two machines of four::
+    Over several machines tokens take two ``hops``: over the ranks in this one's place on every
+    machine, then over those of its own. A token thus comes to each machine once, and is passed on
+    over the faster links inside (as DeepEP does, arXiv 2412.19437). Worked example, two machines of
+    four::
 
         a token of rank 1, whose experts are on ranks 0, 4, 5, 7
         across   1 -> 1 (stays)   1 -> 5
         inside   1 -> 0           5 -> 4    5 -> 5 (stays)    5 -> 7
 
-    What arrives is in the order of one hop, and every rank's sum comes back by itself, to be added
-    up at home in the order of one hop: so all bits are the same. Sums on the way would be rounded
-    once more, and be grouped by machine.
+    What arrives is in the order of one hop. Every rank's sum comes straight home, to be added up
+    there in one order: so all bits are those of one hop. Sums on the way would be rounded once
+    more, and be grouped by machine.
     """
 
     def __init__(
@@ -172,29 +174,17 @@ class AllToAll(ExpertParallelDispatcher):
         **how: Any,
     ) -> None:
         super().__init__(num_experts, group, backend, **how)
-        self.hops = [hop for hop in hops if hop.size() > 1] or [group]
+        self.hops = [*hops] if all(hop.size() > 1 for hop in hops) else []
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         home, slots_W = self._route(rank_TK, self.num_ranks)
-        route, handle = home, [*home]
-        *across, inside = self.hops
-        for hop in across:
-            machine, places = hop.rank(), inside.size()
-            once, _ = self._route(rank_TK // places, hop.size())
-            rows_M = home.counts_E.view(-1, places).sum(1, dtype=torch.int32)
-            tokens_A0, rows_N0, *counts = _exchange_counts(once.counts_E, rows_M, hop.group_name)
-            handle += [*once, *counts]
-            # The ranks that a token goes to, as numbers that tell its own machine too.
-            from_TK = torch.where(rank_TK < 0, -1, rank_TK + machine * self.num_ranks)
-            how = tokens_A0.shape[0], False, hop.group_name, "bf16", self.backend
-            (from_AK,) = _exchange_rows([from_TK], handle, *how)
-            is_here_AK = (from_AK >= 0) & (from_AK % self.num_ranks // places == machine)
-            key_AK = from_AK // self.num_ranks * places + from_AK % places
-            key_AK = torch.where(is_here_AK, key_AK, -1)
-            route, slots_W = self._route(key_AK, self.num_ranks, rows_N0.shape[0])
-        tokens_S0, rows_R0, *counts = _exchange_counts(route.counts_E, slots_W, inside.group_name)
-        handle += [*route, *counts]
+        if self.hops:
+            tokens_S0, rows_R0, handle = self._pass_on(rank_TK, home)
+        else:
+            counts_2W = torch.stack((home.counts_E, slots_W))
+            tokens_S0, rows_R0, *counts = _exchange_counts(counts_2W, self.group_name)
+            handle = [*home, *(x[0] for x in counts)]
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
         x_SD, routing_SC = self._exchange([x_TD, routing_TC], handle, tokens_S0.shape[0], False)
@@ -207,6 +197,30 @@ class AllToAll(ExpertParallelDispatcher):
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         (y_TD,) = self._exchange([y_SD], ctx, ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True)
         return y_TD
+
+    def _pass_on(
+        self, rank_TK: torch.Tensor, home: ExpertIndices
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Prepare both hops by the ranks that tokens go to (-1: none); give S, R and the handle."""
+        (across, inside), ranks = self.hops, self.num_ranks
+        machine, machines, places = across.rank(), across.size(), inside.size()
+        once, _ = self._route(rank_TK // places, machines)
+        passed_GM = home.counts_E.view(machines, places).T
+        counts_CM = torch.cat((once.counts_E[None], passed_GM))
+        tokens_A0, rows_N0, sent_C1M, received_C1M = _exchange_counts(counts_CM, across.group_name)
+        first = [*once, sent_C1M[0], received_C1M[0]]
+        # Ranks are told with the machine that a token comes from, as one number.
+        from_TK = torch.where(rank_TK < 0, -1, rank_TK + machine * ranks)
+        how = tokens_A0.shape[0], False, across.group_name, "bf16", self.backend
+        (from_AK,) = _exchange_rows([from_TK], first, *how)
+        is_here_AK = (from_AK >= 0) & (from_AK % ranks // places == machine)
+        key_AK = torch.where(is_here_AK, from_AK // ranks * places + from_AK % places, -1)
+        route, slots_W = self._route(key_AK, ranks, rows_N0.shape[0])
+        counts_2W = torch.stack((route.counts_E, slots_W))
+        tokens_S0, rows_R0, *counts = _exchange_counts(counts_2W, inside.group_name)
+        sent_MG, received_MG = (x[0] for x in counts)
+        back = sent_C1M[1:, 0].T, received_MG
+        return tokens_S0, rows_R0, [*home, *back, *first, *route, sent_MG, received_MG]
 
     def _route(
         self, place_TK: torch.Tensor, places: int, room: int | None = None
@@ -221,39 +235,40 @@ class AllToAll(ExpertParallelDispatcher):
         return expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
     def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
-        ways = " ".join(hop.group_name for hop in self.hops)
+        ways = " ".join((self.group_name, *(hop.group_name for hop in self.hops)))
         return _exchange_rows(rows, list(handle), *how, ways, self.precision, self.backend)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
 def _exchange_counts(
-    tokens_P: torch.Tensor, rows_P: torch.Tensor, group: str
+    counts_CP: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tell every rank the tokens for it and the rows that they become there.
+    """Tell every rank the tokens for it, first, and below the rows that they become there.
 
-    P are the ranks of ``group``, as often as there are machines that tokens come from, [M, G].
+    P are the ranks of ``group``, M times: once for each machine that tokens come from.
 
     Returns two tensors that hold nothing and have S and R rows (a shape is how a number comes out
-    of an op as a size), and tokens and rows to send to and to receive from every rank (int64
-    [2, M, G] on the host).
+    of an op as a size), and what is sent to and received from every rank (int64 [C, M, G] on the
+    host).
     """
     ranks = _resolve_group(group)
-    sent_2MG = torch.stack((tokens_P, rows_P)).view(2, -1, ranks.size())
-    sent_G2M = sent_2MG.movedim(2, 0).contiguous()
-    received_G2M = torch.empty_like(sent_G2M)
-    all_to_all_single(received_G2M, sent_G2M, group=ranks)
+    sent_CMG = counts_CP.view(len(counts_CP), -1, ranks.size())
+    sent_GCM = sent_CMG.movedim(2, 0).contiguous()
+    received_GCM = torch.empty_like(sent_GCM)
+    with waiting(counts_CP.device):
+        all_to_all_single(received_GCM, sent_GCM, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
-    sent_2MG, received_2MG = torch.stack((sent_2MG, received_G2M.movedim(0, 2))).cpu().long()
-    tokens, rows = received_2MG.sum((1, 2)).tolist()
-    tokens_S0, rows_R0 = tokens_P.new_empty(tokens, 0), tokens_P.new_empty(rows, 0)
-    return tokens_S0, rows_R0, sent_2MG.clone(), received_2MG.clone()
+    sent_CMG, received_CMG = torch.stack((sent_CMG, received_GCM.movedim(0, 2))).cpu().long()
+    tokens, rows = int(received_CMG[0].sum()), int(received_CMG[1:].sum())
+    tokens_S0, rows_R0 = counts_CP.new_empty(tokens, 0), counts_CP.new_empty(rows, 0)
+    return tokens_S0, rows_R0, sent_CMG.clone(), received_CMG.clone()
 
 
 @_exchange_counts.register_fake
-def _(tokens_P, rows_P, group):
+def _(counts_CP, group):
     ctx, ranks = torch.library.get_ctx(), _resolve_group(group).size()
-    sizes = (tokens_P.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
-    shape = (2, tokens_P.shape[0] // ranks, ranks)
+    sizes = (counts_CP.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
+    shape = (counts_CP.shape[0], counts_CP.shape[1] // ranks, ranks)
     counts = (torch.empty(shape, dtype=torch.int64, device="cpu") for _ in range(2))
     return *sizes, *counts
 
@@ -272,25 +287,23 @@ def _exchange_rows(
 ) -> list[torch.Tensor]:
     """Bring rows of tokens to the ranks of their experts, or back, added up for each token.
 
-    ``handle`` is the order in which rows lie at home, then for each hop, over a group of ``ways``,
-    the order in which they leave, and their counts. ``num_rows`` is how many rows each result has.
-    On the way there the first tensor's rows travel as ``precision`` quantises them. Each way is the
-    other's backward.
+    ``ways`` are the group of all, which rows come back over, and those of hops, if there are any.
+    ``handle`` has for each the order of rows and the numbers sent and received. ``num_rows`` is how
+    many rows each result has. On the way there the first tensor's rows travel as ``precision``
+    quantises them. Each way is the other's backward.
     """
-    home, kernels, first = ExpertIndices(*handle[:4]), cast("Backend", backend), rows[0]
-    hops = [(way, *handle[4 + 6 * i : 10 + 6 * i]) for i, way in enumerate(ways.split())]
+    kernels, recipe, first = cast("Backend", backend), RECIPES.get(precision), rows[0]
+    steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
     if is_back:
-        # A rank's sums come back from it, and are passed on as they are.
-        for column, (way, *_, sent_2MG, received_2MG) in enumerate(reversed(hops)):
-            counts = received_2MG[column], sent_2MG[column]
-            rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
+        way, *route, sent, received = steps[0]
+        home, counts = ExpertIndices(*route), (x.reshape(1, -1) for x in (received, sent))
+        rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
         return [unpermute(x, home, kernels) for x in rows]
-    recipe = RECIPES.get(precision)
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
-    for way, *route, sent_2MG, received_2MG in hops:
+    for way, *route, sent, received in steps[1:] or steps:
         leaving = [permute(x, None, ExpertIndices(*route), kernels)[0] for x in rows]
-        rows = _travel(leaving, sent_2MG[0], received_2MG[0], way)
+        rows = _travel(leaving, sent, received, way)
     rows = list(rows)
     if recipe is not None:
         rows[0] = _unpack(rows[0], first, recipe)
@@ -341,8 +354,9 @@ def _travel(
             for each in zip(*blocks, received, sent, strict=True):
                 how: Any = {"group": _resolve_group(group), "async_op": True}
                 works.append(all_to_all_single(*each, **how))
-        for work in works:
-            work.wait()
+        with waiting(rows[0].device):
+            for work in works:
+                work.wait()
     return outputs
 
 

@@ -21,6 +21,7 @@ from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.storage import CodedShard
 from moetrain.parallel.fsdp.transport import Peers, Wait, reduce_scatter_start
 from moetrain.parallel.mesh import Layout, all_gather_start
+from moetrain.parallel.waits import waiting
 
 
 class GatherBuffer:
@@ -459,7 +460,8 @@ class Bucket:
         """Add the gradients of this shard's copies; returns how many ranks have the sum then."""
         wide_N, copies = gradient_N.float(), 1
         if (replicas := self.members[0].layout.replicas) is not None:
-            dist.all_reduce(wide_N, group=replicas)
+            with waiting(wide_N.device):
+                dist.all_reduce(wide_N, group=replicas)
             copies *= replicas.size()
         if self.tied is not None:
             (group, rank), theirs_N = self.tied, torch.empty_like(wide_N)

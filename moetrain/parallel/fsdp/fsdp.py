@@ -40,6 +40,7 @@ from moetrain.kernels.arena import Arena
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
 from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
+from moetrain.parallel.waits import waiting
 
 
 @dataclass(eq=False)
@@ -92,9 +93,7 @@ class _Unit:
         if self.works is None:
             return
         works, self.works = self.works, None
-        for work in works:
-            if work is not None:
-                work()
+        _finish(works, self.region.device)
         for bucket, part in self._staged():
             bucket.copy_out(part)
         self.staging.owner = None
@@ -113,6 +112,13 @@ class _Unit:
     def swap_out(self) -> None:
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
+
+
+def _finish(works: Sequence[Wait | None], device: torch.device) -> None:
+    if under_way := [work for work in works if work is not None]:
+        with waiting(device):
+            for work in under_way:
+                work()
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -297,9 +303,7 @@ class FSDP(Sharding):
                 unit.region.free()
 
     def _finish_reductions(self) -> None:
-        for wait in self._reducing:
-            if wait is not None:
-                wait()
+        _finish(self._reducing, self.device)
         for bucket in self._reduced:
             bucket.give_gradient()
         self._reducing, self._reduced = [], []
@@ -390,7 +394,8 @@ class FSDP(Sharding):
         squares += [bucket.complete_gradient() for bucket in trained]
         total = torch.cat(squares).sum(dtype=torch.float64)
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+            with waiting(self.device):
+                dist.all_reduce(total)
         for bucket in trained:  # the host takes longer for it than the device for the sum
             bucket.show_gradient()
         return total.sqrt().float()

@@ -31,7 +31,6 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.code_reward import score_code
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
 _MOST_DIGITS = 20
@@ -210,7 +209,6 @@ def _math() -> _Reward:
 _SHIPPED: dict[str, Callable[[], _Reward]] = {
     "exact": lambda: _exact,
     "math": _math,
-    "code": lambda: score_code,
     "zero": lambda: lambda line, answer: 0.0,
 }
 

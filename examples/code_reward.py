@@ -1,5 +1,10 @@
 """A reward for programs: they run with the line's tests, in a process with limits of its own.
 
+    python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
+        --rl.reward code_reward.py:score_code ...
+
+A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``.
+
 Left out on purpose: a file system of its own. A program reads what this user may read; run the
 trainer in a container where that matters.
 """

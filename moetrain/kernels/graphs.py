@@ -9,8 +9,8 @@ copied to fixed tensors, and results are copied out of the memory that all graph
 Python runs in a replay: ``marks`` of the capture, which say what it did, are set again.
 
 Several ranks capture, and replay, in the same steps: a collective in a graph is planned for one in
-the others'. So they agree on the host, before each step, on how many documents micro-batches have;
-where micro-batches differ in anything else, the step runs without graphs on all.
+the others'. So they agree on the host, before each step, on how many documents micro-batches have
+(:func:`alike`); where these differ in anything else, the step runs without graphs on all.
 
 Left out on purpose: pipelines, and dispatch whose sizes the host must know. Tensor and context
 parallelism were not shown to have the same bits.
@@ -22,13 +22,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from moetrain.config import ConfigError
 from moetrain.kernels.attention.cudnn import document_bucket
-from moetrain.parallel.fsdp.fsdp import FSDP
 
 _T = TypeVar("_T")
 _B = TypeVar("_B")
@@ -49,10 +47,10 @@ class Graphs:
     """Functions of tensors on ``device``, each by a key and its inputs' shapes.
 
     Args:
-        marked: what holds the marks, which Python notes of a step. Set again it is as it was.
+        marked: has the ``marks`` that Python notes of a step; these set again, it is as it was.
     """
 
-    def __init__(self, device: torch.device, marked: FSDP) -> None:
+    def __init__(self, device: torch.device, marked: Any) -> None:
         self.device, self.marked = device, marked
         self._pool: Any = None
         self._kept: dict[Hashable, Any] = {}
@@ -123,22 +121,26 @@ def _shape(leaf: Any) -> Hashable:
     raise ConfigError("compile.cuda_graphs", problem)
 
 
-def alike(batches: Sequence[_B], hosts: Any = None) -> list[_B] | None:
+def alike(
+    batches: Sequence[_B], agree: Callable[[torch.Tensor], object] | None = None
+) -> list[_B] | None:
     """Give packed ``batches``, on the host, as many documents each, in buckets of powers of two.
 
-    What is added are empty documents at the end, so that other documents need no other graph. With
-    ``hosts``, a group on CPUs, collective: as many on all ranks; None: their shapes differ besides.
+    What is added are empty documents at the end, so that other documents need no other graph.
+
+    ``agree`` sets int64 numbers on the host to the largest of all ranks. With it this is
+    collective: as many documents on all ranks; or None: their shapes differ besides.
     """
     ends = [getattr(batch, "cu_seqlens", None) for batch in batches]
     counts = [end_N.shape[0] - 1 for end_N in ends if end_N is not None]
     most = document_bucket(max(counts)) if counts else 0
-    if hosts is not None:
+    if agree is not None:
         given: Any = [*batches]
         leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in given])
         others = [_shape(leaf) for leaf in leaves if not any(leaf is end_N for end_N in ends)]
         own = zlib.crc32(repr((spec, others)).encode())
         found = torch.tensor([most, own, -own])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=hosts)
+        agree(found)
         most, largest, least = found.tolist()
         if largest != -least:
             return None
