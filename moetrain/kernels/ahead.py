@@ -121,7 +121,11 @@ def _hash_triton() -> None:
         triton.runtime.cache.triton_key()
 
 
-def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]] = ()) -> None:
+def _compile(
+    kernel: Any,
+    launches: list[_Launch],
+    after: Sequence[Future[None]] = (),
+) -> None:
     wait(after)
     try:
         for args, settings in launches:
@@ -177,7 +181,13 @@ class _Opened(TorchDispatchMode):
             if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in _LIBRARY_OPS
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         arguments = kwargs or {}
         implementation = self.implementations.get(func)
         if implementation is None:

@@ -53,7 +53,12 @@ class _Resized:
 class _Mapped:
     """Memory behind a part of a range."""
 
-    def __init__(self, addresses: AddressRange, start: int, size: int) -> None:
+    def __init__(
+        self,
+        addresses: AddressRange,
+        start: int,
+        size: int,
+    ) -> None:
         self.addresses, self.start, self.size = addresses, start, size
         self.restore()
         self.memory = addresses.tensor(start, size)

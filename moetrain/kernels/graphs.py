@@ -65,7 +65,12 @@ class Graphs:
         self._kept.clear()
         self._pool = None
 
-    def run(self, what: Sequence[Any], fn: Callable[[_T], Any], inputs: _T) -> Any:
+    def run(
+        self,
+        what: Sequence[Any],
+        fn: Callable[[_T], Any],
+        inputs: _T,
+    ) -> Any:
         """Return ``fn(inputs)``: tensors, in any nesting.
 
         Args:

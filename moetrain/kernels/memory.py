@@ -38,7 +38,12 @@ class HostMemory:
     They are kept until the object goes: pinning takes far longer than a copy.
     """
 
-    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        wanted_by: str,
+        remedy: str,
+    ) -> None:
         # The words are for the message where pinned memory is lacking.
         self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -291,7 +296,12 @@ class _Span:
         }
 
 
-def _give_up(device: torch.device, base: int, size: int, backed: dict[int, int]) -> None:
+def _give_up(
+    device: torch.device,
+    base: int,
+    size: int,
+    backed: dict[int, int],
+) -> None:
     torch.cuda.synchronize(device)
     for start, length in backed.items():
         _call_driver("cuMemUnmap", base + start, length)

@@ -81,7 +81,9 @@ def is_few(x_TD: torch.Tensor) -> bool:
 
 
 def runs_experts(
-    x_TD: torch.Tensor, w_down_EDF: torch.Tensor | CodedMatrices, typical_rows: int
+    x_TD: torch.Tensor,
+    w_down_EDF: torch.Tensor | CodedMatrices,
+    typical_rows: int,
 ) -> bool:
     """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
     experts, dim, width = w_down_EDF.shape
@@ -148,7 +150,11 @@ def _(x_TD, w_ND, bias_N):
     return x_TD.new_empty(x_TD.shape[0], w_ND.shape[0])
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_linear(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: torch.Tensor,
+) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -420,7 +426,10 @@ def low_rank_products(
 
 
 def add_low_rank(
-    y_TN: torch.Tensor, u_TR: torch.Tensor, b_NR: torch.Tensor, scale: float
+    y_TN: torch.Tensor,
+    u_TR: torch.Tensor,
+    b_NR: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Return ``y + scale * u @ b^T`` [T, N], which is rounded once.
 
@@ -438,7 +447,11 @@ class _OfTenants(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_STN: torch.Tensor | None, x_STD: torch.Tensor, w_SND: torch.Tensor, scale: float
+        ctx: Any,
+        y_STN: torch.Tensor | None,
+        x_STD: torch.Tensor,
+        w_SND: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_STD, w_SND)
         ctx.scale = scale

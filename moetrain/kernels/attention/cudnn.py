@@ -58,7 +58,11 @@ _Ends = tuple[torch.Tensor, torch.Tensor | None]
 """``cu_seqlens`` of the queries' documents, and of the keys' (None: the same)."""
 
 
-def runs(device: torch.device, dtype: torch.dtype | None, width: int = 0) -> bool:
+def runs(
+    device: torch.device,
+    dtype: torch.dtype | None,
+    width: int = 0,
+) -> bool:
     """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on), in
     heads of up to ``width`` numbers."""
     is_known = dtype in _DTYPES and width <= MAX_HEAD_DIM
@@ -314,9 +318,19 @@ class _Builder:
         if sizes.window is not None:
             self.mask["diagonal_band_left_bound"] = sizes.window
 
-    def _input(self, name: str, dims: list[int], strides: list[int], dtype: Any) -> Any:
+    def _input(
+        self,
+        name: str,
+        dims: list[int],
+        strides: list[int],
+        dtype: Any,
+    ) -> Any:
         return self.graph.tensor(
-            name=name, uid=_UID[name], dim=dims, stride=strides, data_type=dtype
+            name=name,
+            uid=_UID[name],
+            dim=dims,
+            stride=strides,
+            data_type=dtype,
         )
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any, str]:

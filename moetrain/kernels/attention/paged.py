@@ -89,7 +89,12 @@ def _by_sequences(
             out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
         else:
             out_NHQv = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True
+                q,
+                k,
+                v,
+                attn_mask=visible_QL,
+                scale=scale,
+                enable_gqa=True,
             )
         out_THv[at_NQ] = out_NHQv.transpose(1, 2)
     return out_THv

@@ -266,7 +266,11 @@ def _(dy, x_TD, weights_TK, slot_row, offsets, matrices, adapters, saved, *how):
     return [torch.empty_like(x) for x in (x_TD, weights_TK, *trained)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     *routed, matrices, adapters, ctx.limit, ctx.alpha, ctx.scale, _ = inputs
     ctx.num_adapters = len(adapters)
     ctx.is_trained = any(x.requires_grad for x in matrices)

@@ -164,7 +164,11 @@ def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, *how):
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
 
 
-def _save_products(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_products(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     ctx.how = inputs[7:-1]
     ctx.save_for_backward(*inputs[:6], *output[1:], inputs[6])
     ctx.set_materialize_grads(False)  # results beside the first have no gradient
@@ -220,7 +224,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.copier = inputs[3]
 
 
-def _differentiate(ctx: Any, d_first: torch.Tensor, d_second: torch.Tensor):
+def _differentiate(
+    ctx: Any,
+    d_first: torch.Tensor,
+    d_second: torch.Tensor,
+):
     return *_give_back(d_first, d_second, *ctx.saved_tensors, ctx.copier), None, None
 
 

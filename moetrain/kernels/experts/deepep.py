@@ -105,7 +105,11 @@ def disconnect() -> None:
 
 
 @contextmanager
-def _connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
+def _connection(
+    group: str,
+    hidden_size: int,
+    num_sms: int,
+) -> Iterator[_Connection]:
     # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
     # another stream: it allocates results after its stream has waited for ours.
     torch_setting: Any = torch.utils.deterministic
@@ -237,7 +241,11 @@ def _(d_y_TD, handle, group, num_sms, precision):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
-def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_dispatch(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     ctx.save_for_backward(*output[4:])
     _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
     ctx.top_k = ids_TK.shape[1]
@@ -258,7 +266,11 @@ def _differentiate_dispatch(
     return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
 
 
-def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _save_combine(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: list[torch.Tensor],
+) -> None:
     _, handle, *ctx.how = inputs
     ctx.save_for_backward(*handle)
 

@@ -88,7 +88,11 @@ def takes(a_RK: torch.Tensor, b_EKN: torch.Tensor) -> bool:
     return is_packed and depth % _DEPTH.value == 0 and _fits(a_RK, b_EKN, depth, width)
 
 
-def takes_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, groups: int) -> bool:
+def takes_outer(
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    groups: int,
+) -> bool:
     """Return True if :func:`outer` should multiply these, of so many groups."""
     height, width = a_RM.shape[1], g_RN.shape[1]
     is_packed = g_RN.is_contiguous() and height % (2 * _HALF.value) == 0
@@ -101,7 +105,12 @@ def takes_gated(x_RD: torch.Tensor, w_E2FD: torch.Tensor) -> bool:
     return takes(x_RD, w_E2FD.transpose(1, 2))
 
 
-def _fits(a: torch.Tensor, b: torch.Tensor, height: int, width: int) -> bool:
+def _fits(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    height: int,
+    width: int,
+) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     # Where the last tile is not full: 2048 -> 1408 575 and 534.
@@ -117,7 +126,11 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def product(a_RK: torch.Tensor, b_EKN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def product(
+    a_RK: torch.Tensor,
+    b_EKN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]`` [R, N] of what :func:`takes` approves."""
     width = b_EKN.shape[2]
     out_RN = a_RK.new_empty(a_RK.shape[0], width)
@@ -133,7 +146,11 @@ def product(a_RK: torch.Tensor, b_EKN: torch.Tensor, offsets_E: torch.Tensor) ->
     return out_RN
 
 
-def outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def outer(
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     """Return ``out[e] = a[rows of e]^T @ g[rows of e]`` [E, M, N] of what it takes."""
     height, width = a_RM.shape[1], g_RN.shape[1]
     shape = offsets_E.shape[0], height, width
@@ -265,7 +282,14 @@ def _publish(turn, counter, numbers):
 
 
 @gluon.jit
-def _schedule(bounds, counter, numbers, M: gl.constexpr, N: gl.constexpr, MODE: gl.constexpr):
+def _schedule(
+    bounds,
+    counter,
+    numbers,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    MODE: gl.constexpr,
+):
     """Publish tiles up to the first that there is not."""
     offsets, groups = bounds
     tile = _publish(groups * 0, counter, numbers)

@@ -229,7 +229,11 @@ def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
     The activation may be left out of both.
     """
 
-    def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: object) -> tuple[Any, ...]:
+    def differentiate(
+        ctx: Any,
+        dy_TD: torch.Tensor | None,
+        _: object,
+    ) -> tuple[Any, ...]:
         others = (None,) * (len(ctx.how) + 1)
         if dy_TD is None:
             return (None,) * 6 + others
@@ -265,7 +269,11 @@ def _backward_shapes(
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     ctx.how = inputs[6:-1]
     ctx.save_for_backward(*inputs[:6], output[1])
     ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
@@ -329,7 +337,12 @@ def adapted_expert_mlp(
         rows = indices.row_slot_R.shape[0]
         return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, activation, rows)[0]
 
-    def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def product(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> torch.Tensor:
         low = grouped_mm(x, a.transpose(1, 2), offsets_G)
         wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
         return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_G)
@@ -346,7 +359,10 @@ def adapted_expert_mlp(
 
 @torch.library.custom_op("moetrain::tenant_offsets", mutates_args=())
 def tenant_offsets(
-    offsets_E: torch.Tensor, row_slot_R: torch.Tensor, tenants: int, slots: int
+    offsets_E: torch.Tensor,
+    row_slot_R: torch.Tensor,
+    tenants: int,
+    slots: int,
 ) -> torch.Tensor:
     """Return the cumulative ends of (expert, tenant)'s rows, int32 [E * tenants].
 
@@ -454,7 +470,11 @@ def _(dy, x_TD, weights_TK, slot_row, offsets, groups, w1, w2, a1, b1, a2, b2, *
     return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
 
 
-def _save_adapted(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_adapted(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     *tensors, scale, activation, _ = inputs
     ctx.how = scale, activation
     ctx.save_for_backward(*tensors, *output[1:])

@@ -35,7 +35,11 @@ _MOST_GROUPS = 1023
 """Groups that torch's grouped GEMM takes on a GPU; experts of several tenants are more."""
 
 
-def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def grouped_mm(
+    a_RM: torch.Tensor,
+    b_EMN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
 
     ``offsets_E`` is int32; ``b``'s widths are multiples of 16 bytes. It is fast in bf16, and on a
@@ -62,14 +66,22 @@ def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor)
 
 # On a CPU the product takes fp32 and fp16, too, but its shape function does not.
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
-def _opaque_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _opaque_mm(
+    a_RM: torch.Tensor,
+    b_EMN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     if a_RM.is_cuda:
         return _mm_reference(a_RM, b_EMN, offsets_E)
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
 @torch.library.custom_op("moetrain::grouped_outer", mutates_args=())
-def _opaque_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _opaque_outer(
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
     if a_RM.is_cuda:
         return _outer_reference(a_RM, g_RN, offsets_E)
@@ -77,12 +89,20 @@ def _opaque_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tenso
 
 
 @_opaque_mm.register_fake
-def _(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _(
+    a_RM: torch.Tensor,
+    b_EMN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     return a_RM.new_empty(a_RM.shape[0], b_EMN.shape[2])
 
 
 @_opaque_outer.register_fake
-def _(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _(
+    a_RM: torch.Tensor,
+    g_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     return a_RM.new_empty(offsets_E.shape[0], a_RM.shape[1], g_RN.shape[1])
 
 
@@ -121,7 +141,11 @@ torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context
 worth_saving("experts", torch.ops.moetrain.grouped_mm.default, torch.ops.aten._grouped_mm.default)
 
 
-def _mm_reference(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _mm_reference(
+    a_RM: torch.Tensor,
+    b_EMN: torch.Tensor,
+    offsets_E: torch.Tensor,
+) -> torch.Tensor:
     """Compute :func:`grouped_mm` one group at a time; rows past the last offset are zeros."""
     ends = offsets_E.tolist()
     parts = [a_RM[i:j] @ b for i, j, b in zip([0, *ends], ends, b_EMN, strict=False)]

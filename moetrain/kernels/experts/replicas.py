@@ -93,7 +93,12 @@ def plan_replicas(
     return plan
 
 
-def _plan_reference(counts_WE: torch.Tensor, spare: int, rank: int, least: int) -> _ReplicaPlan:
+def _plan_reference(
+    counts_WE: torch.Tensor,
+    spare: int,
+    rank: int,
+    least: int,
+) -> _ReplicaPlan:
     ranks, experts = counts_WE.shape
     local = experts // ranks
     counts_E = counts_WE.sum(0).tolist()

@@ -94,7 +94,11 @@ def router_topk(
     return Routed(ids_TK, weights_TK, counts_E, prob_sum_E, z_sum, entropy_sum)
 
 
-def _check_fast(logits_TE: torch.Tensor, k: int, bias_E: torch.Tensor | None) -> None:
+def _check_fast(
+    logits_TE: torch.Tensor,
+    k: int,
+    bias_E: torch.Tensor | None,
+) -> None:
     if logits_TE.dtype != torch.float32 or logits_TE.stride(1) != 1:
         raise refusal("router_topk", "float32 with contiguous rows", logits=logits_TE)
     if logits_TE.shape[1] > _MAX_EXPERTS or k > _MAX_K:
@@ -295,7 +299,9 @@ def _drop_groups(
         is_second = member[None, None, :] == _column(second, MP)[:, :, None]
         # A group of one expert has no second, a padding group nothing at all.
         score += tl.where(
-            second == _TAKEN, 0.0, tl.sum(tl.where(is_second & ~is_best, values, 0.0), axis=2)
+            second == _TAKEN,
+            0.0,
+            tl.sum(tl.where(is_second & ~is_best, values, 0.0), axis=2),
         )
     group_keys = tl.where(best == _TAKEN, _TAKEN, _keys(score, group[None, :], GP))
     kept = tl.zeros((B, GP), tl.int32)

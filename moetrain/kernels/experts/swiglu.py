@@ -73,7 +73,11 @@ def swiglu(
 
 
 @torch.library.custom_op("moetrain::swiglu", mutates_args=())
-def _swiglu(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str) -> torch.Tensor:
+def _swiglu(
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
     rows = gate_up_R2F.shape[0]
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
@@ -84,7 +88,11 @@ def _swiglu(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str)
 
 
 @_swiglu.register_fake
-def _(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, activation: str) -> torch.Tensor:
+def _(
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
     return gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
 
 

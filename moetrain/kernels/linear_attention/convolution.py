@@ -119,7 +119,11 @@ def _(x_TC, filters_C1J, width, normalised, bias_C, place_T):
     return x_TC.new_empty(x_TC.shape[0], x_TC.shape[1] // width, width)
 
 
-def _save_convolution(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_convolution(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: torch.Tensor,
+) -> None:
     x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, place_T = inputs
     ctx.save_for_backward(x_TC, filters_C1J, bias_C, place_T)
 

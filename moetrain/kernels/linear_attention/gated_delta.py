@@ -467,7 +467,11 @@ def _(do_THV, q_TQK, k_TQK, v_THV, g_TH, beta_TH, *others):
     return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, v_THV, g_TH, beta_TH))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)

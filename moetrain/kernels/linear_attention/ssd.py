@@ -265,7 +265,11 @@ def _(do_THV, q_TQK, k_TQK, u_THV, g_TH, *others):
     return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, u_THV, g_TH))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     ctx.save_for_backward(*inputs, output[1])
     ctx.set_materialize_grads(False)
 

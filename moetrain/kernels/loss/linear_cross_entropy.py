@@ -364,7 +364,11 @@ def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, softcap, narrow_g
     return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
 
 
-def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_tokens(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     h_TD, w_VD, targets_T, *ctx.how = inputs
     ctx.save_for_backward(h_TD, w_VD, targets_T)
 
@@ -376,7 +380,11 @@ def _tokens_backward(ctx: Any, *grads: torch.Tensor):
     return grad_h_TD, grad_w_VD if is_trained else None, None, None, None, None
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_sum(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, ...],
+) -> None:
     _, *rest = output
     ctx.mark_non_differentiable(*rest)
     ctx.set_materialize_grads(False)  # no zeros of w's size for outputs that have no gradient

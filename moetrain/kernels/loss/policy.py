@@ -132,7 +132,11 @@ _KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def kl_estimate(
+    name: str,
+    logprob: torch.Tensor,
+    other: torch.Tensor,
+) -> torch.Tensor:
     """Estimate each token's KL(p || q), from log-probabilities under p, which drew it, and q."""
     return _KL_ESTIMATES[name](clamped(logprob - other))
 

@@ -25,7 +25,10 @@ class Scores(NamedTuple):
 
     @classmethod
     def of_pairs(
-        cls, ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
+        cls,
+        ratio_T: torch.Tensor,
+        targets_PS: torch.Tensor,
+        cu_seqlens: torch.Tensor,
     ) -> Self:
         """Add up ``ratio_T``, policy less reference, over the targets (0 or more) of segments.
 

@@ -174,7 +174,11 @@ def _chunk_logit_grads(
     )  # fmt: skip
 
 
-def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
+def _chunks(
+    h_TD: torch.Tensor,
+    columns: int,
+    chunk_elements: int,
+) -> list[slice]:
     """Cut the tokens into equal runs of whole tiles, of some ``chunk_elements`` logits at most.
 
     Each token counts for ``columns`` logits.

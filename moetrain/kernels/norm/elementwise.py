@@ -55,11 +55,19 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _save_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _save_input(
+    ctx: Any,
+    inputs: tuple[torch.Tensor],
+    output: torch.Tensor,
+) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _save_output(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _save_output(
+    ctx: Any,
+    inputs: tuple[torch.Tensor],
+    output: torch.Tensor,
+) -> None:
     ctx.save_for_backward(output)
 
 

@@ -92,7 +92,12 @@ def fusible_rms_norm(
     return x, rms_norm(x, weight_D, eps, "reference", late=late)
 
 
-def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
+def _check(
+    kernel: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight_D: torch.Tensor,
+) -> None:
     if weight_D.shape != x.shape[-1:] or x.shape != y.shape or x.dtype != y.dtype:
         takes = "[..., D] of one shape and dtype, and a weight [D]"
         raise refusal(kernel, takes, x=x, y=y, weight=weight_D)
@@ -100,7 +105,12 @@ def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    late: bool,
+) -> torch.Tensor:
     out = torch.empty_like(x)
     _launch(x, None, weight_D, None, out, eps, late)
     return out
@@ -145,7 +155,16 @@ def _launch(
     if rows:
         warps = min(8, max(1, block // 512))
         _norm_kernel[(rows,)](
-            x, y, weight_D, s, out, eps, D=width, LATE=late, BLOCK=block, num_warps=warps
+            x,
+            y,
+            weight_D,
+            s,
+            out,
+            eps,
+            D=width,
+            LATE=late,
+            BLOCK=block,
+            num_warps=warps,
         )
 
 
@@ -278,7 +297,11 @@ def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...
     return *_gradients(dy, x, weight_D, *ctx.how), None, None
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_sum(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     _, _, weight_D, *ctx.how = inputs
     ctx.save_for_backward(output[0], weight_D)
 

@@ -119,7 +119,12 @@ class RopeScaling(BaseModel):
         values |= {self.ORIGINAL: self.original_max_positions, "rope_type": self.kind}
         return {key: value for key, value in values.items() if value is not None}
 
-    def frequencies(self, theta: float, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+    def frequencies(
+        self,
+        theta: float,
+        dim: int,
+        max_positions: int,
+    ) -> tuple[torch.Tensor, float]:
         """Compute each pair's radians per token (fp32 [dim / 2], CPU), and a factor on cos and sin.
 
         ``max_positions`` counts where ``original_max_positions`` is not set.
@@ -146,7 +151,13 @@ class RopeScaling(BaseModel):
         blend = blend.clamp(0, 1)
         return (1 - blend) * inv_freq / self.factor + blend * inv_freq
 
-    def _yarn(self, context: int, theta: float, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
+    def _yarn(
+        self,
+        context: int,
+        theta: float,
+        dim: int,
+        inv_freq: torch.Tensor,
+    ) -> torch.Tensor:
         """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
 
         def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often

@@ -127,7 +127,12 @@ def _(x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved):
 
 
 @triton.jit
-def _places(column, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _places(
+    column,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """Where a head's two numbers in each column lie: a pair that turns, or two that stay."""
     first = 2 * column if INTERLEAVED else column
     second = first + (1 if INTERLEAVED else PAIRS)

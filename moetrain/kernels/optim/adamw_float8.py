@@ -170,7 +170,12 @@ class Float8Moments:
 
     NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
 
-    def __init__(self, part: _Sliced, key: int, empty: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self,
+        part: _Sliced,
+        key: int,
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
         """Allocate them, without values; zeros are moments of zeros.
 
         Args:

@@ -40,7 +40,12 @@ class FakeUpdate:
         table, out_N = form.table(self.device), empty(size, dtype=dtype)
         widen_groups(form, form.split(bytes_WB), table, out_N, 0, size)
 
-    def run_update(self, dtype: torch.dtype, storage: torch.dtype, width: int) -> None:
+    def run_update(
+        self,
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        width: int,
+    ) -> None:
         """Run the cast, the sums of gradients and updates, for a shard gathered in ``dtype``."""
         optim = self.config.optim
         size = 16 * BLOCK

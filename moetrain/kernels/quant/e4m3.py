@@ -54,7 +54,13 @@ class Quantised(NamedTuple):
     """fp32, powers of two: [...], a scale a row, or [G, ...], one for each 128 numbers of it."""
 
     @classmethod
-    def empty(cls, like: torch.Tensor, rows: int, width: int, tiled: bool) -> "Quantised":
+    def empty(
+        cls,
+        like: torch.Tensor,
+        rows: int,
+        width: int,
+        tiled: bool,
+    ) -> "Quantised":
         """Return rows on the device of ``like`` that are to be filled."""
         shape = (-(-width // TILE), rows) if tiled else (rows,)
         values = like.new_empty(rows, width, dtype=E4M3)
@@ -65,7 +71,12 @@ class Quantised(NamedTuple):
         return self.scales.dim() == self.values.dim()
 
     @classmethod
-    def received(cls, values_RM: torch.Tensor, scales_RG: torch.Tensor, tiled: bool) -> "Quantised":
+    def received(
+        cls,
+        values_RM: torch.Tensor,
+        scales_RG: torch.Tensor,
+        tiled: bool,
+    ) -> "Quantised":
         """Return rows whose scales lie row by row."""
         return cls(values_RM, scales_RG.t().contiguous() if tiled else scales_RG[:, 0])
 
@@ -201,7 +212,11 @@ def _(x_RM, tiled):
 
 
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
-def _dequantise(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantise(
+    bytes_RM: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
     if rows:
         values_RM = bytes_RM.view(E4M3)

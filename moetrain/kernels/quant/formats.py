@@ -67,7 +67,12 @@ class Format(NamedTuple):
 class Dequantised:
     """A tensor of :class:`Format`, of which only what is indexed is read."""
 
-    def __init__(self, form: Format, parts: Sequence[Any], shape: Sequence[int]) -> None:
+    def __init__(
+        self,
+        form: Format,
+        parts: Sequence[Any],
+        shape: Sequence[int],
+    ) -> None:
         self.form, self.parts, self.shape = form, parts, shape
         self._rows, self._values = slice(0, 0), torch.empty(0)
 
@@ -208,7 +213,11 @@ def _read_nf4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
     return values_N.view(rows.stop - rows.start, *said.shape[1:])
 
 
-def _nf4_groups(parts: Sequence[Any], rows: slice, form: Form) -> Groups | None:
+def _nf4_groups(
+    parts: Sequence[Any],
+    rows: slice,
+    form: Form,
+) -> Groups | None:
     """Give what bitsandbytes stores where its tables are ours, and our units do not cut its
     blocks."""
     said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)

@@ -257,7 +257,11 @@ def _quantise_scales(
     return bytes_SG.flatten().to(torch.uint8), shared_S2, ~is_kept_SG.flatten()
 
 
-def quantise_matrices(form: Form, x_END: torch.Tensor, out_EB: torch.Tensor) -> None:
+def quantise_matrices(
+    form: Form,
+    x_END: torch.Tensor,
+    out_EB: torch.Tensor,
+) -> None:
     """Write ``x_END`` (floating) to ``out_EB``, uint8 of whole units for each expert.
 
     What is left of an expert's last unit is 0.
@@ -339,7 +343,13 @@ def widen_groups(
     out_N.copy_(wide_WN.reshape(-1)[: out_N.numel()])
 
 
-def _check(form: Form, given: Groups, out_N: torch.Tensor, start: int, numel: int) -> None:
+def _check(
+    form: Form,
+    given: Groups,
+    out_N: torch.Tensor,
+    start: int,
+    numel: int,
+) -> None:
     """Raise ValueError if :func:`widen_groups` does not take these."""
     codes, scales, shared = given
     ranks, numbers = len(codes), codes.shape[1] * 8 // form.bits

@@ -154,7 +154,11 @@ def _linears_fp8(
     return _dense(x, w, x_TD.dtype)
 
 
-def _dense(a_TM: Quantised, b_1NM: Quantised | QuantisedBlocks, dtype: torch.dtype) -> torch.Tensor:
+def _dense(
+    a_TM: Quantised,
+    b_1NM: Quantised | QuantisedBlocks,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     if isinstance(b_1NM, Quantised):
         return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
     (rows, width), wide = a_TM.values.shape, b_1NM.values.shape[1]

@@ -100,7 +100,11 @@ def _by_column(scales: torch.Tensor, width: int) -> torch.Tensor:
     return scales.t().repeat_interleave(TILE, 1)[:, :width]
 
 
-def place_columns(ends_E: torch.Tensor, num_rows: int, backend: Backend = "auto") -> Columns:
+def place_columns(
+    ends_E: torch.Tensor,
+    num_rows: int,
+    backend: Backend = "auto",
+) -> Columns:
     """Place the rows of groups that end at ``ends_E`` (int32, at most ``num_rows``) in columns."""
     groups = ends_E.shape[0]
     columns = max(1, -(-num_rows // _ROOM) + groups - 1) * _ROOM

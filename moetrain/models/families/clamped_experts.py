@@ -73,7 +73,12 @@ class ClampedExperts(RoutedExperts):
 class _LearnedBiasRouter(Router):
     """A router whose logits have a bias with a gradient, unlike the bias that steers a choice."""
 
-    def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
+    def __init__(
+        self,
+        sizes: RoutedExperts,
+        moe: MoeSection,
+        backend: Backend,
+    ) -> None:
         super().__init__(sizes, moe, backend)
         self.logit_bias = nn.Parameter(torch.empty(sizes.num_experts))
 
@@ -130,7 +135,12 @@ class InterleavedExperts(Rename):
 
     parts: int = 1
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self,
+        parameter: str,
+        shape: Sequence[int],
+        arch: Any,
+    ) -> list[Piece]:
         """Return the pieces of the file tensor, one for each expert and part; else none."""
         found = super().pieces(parameter, shape, arch)
         if not found:

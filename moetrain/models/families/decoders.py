@@ -44,7 +44,12 @@ class StackExperts:
     ours: str
     theirs: tuple[str, ...]
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self,
+        parameter: str,
+        shape: Sequence[int],
+        arch: Any,
+    ) -> list[Piece]:
         """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
         fields = match(self.ours, parameter)
         if fields is None:

@@ -164,7 +164,11 @@ _LARGE: Mapping[str, Any] = {
     "shared_intermediate_size": 2048,
 }
 _YARN = RopeScaling(
-    kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    kind="yarn",
+    factor=40.0,
+    original_max_positions=4096,
+    mscale=1.0,
+    mscale_all_dim=1.0,
 )
 _PRESETS: Mapping[str, Architecture] = {
     "deepseek-v3": V3Decoder(

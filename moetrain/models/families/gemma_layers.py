@@ -161,7 +161,12 @@ class GemmaExperts(RoutedExperts):
 class _GemmaRouter(Router):
     """A router of normalised tokens, whose experts' weights are scaled."""
 
-    def __init__(self, sizes: GemmaExperts, moe: MoeSection, backend: Backend) -> None:
+    def __init__(
+        self,
+        sizes: GemmaExperts,
+        moe: MoeSection,
+        backend: Backend,
+    ) -> None:
         super().__init__(sizes, moe, backend)
         self.eps = sizes.norm_eps
         self.scale = nn.Parameter(torch.empty(sizes.hidden_size))
@@ -190,7 +195,12 @@ class _GemmaMoE(MoE):
 
     kinds = (_GemmaRouter, GeGLUExperts)
 
-    def __init__(self, sizes: GemmaExperts, moe: MoeSection, kernels: KernelsSection) -> None:
+    def __init__(
+        self,
+        sizes: GemmaExperts,
+        moe: MoeSection,
+        kernels: KernelsSection,
+    ) -> None:
         super().__init__(sizes, moe, kernels)
         for name in _NORMS:
             norm = RMSNorm(sizes.hidden_size, sizes.norm_eps, kernels, late=True)

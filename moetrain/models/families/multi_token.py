@@ -264,7 +264,12 @@ class _Repeated(Rename):
     if_tied: tuple[str, ...] = ()
     """More of them if the embedding is the head's matrix too."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self,
+        parameter: str,
+        shape: Sequence[int],
+        arch: Any,
+    ) -> list[Piece]:
         found = super().pieces(parameter, shape, arch)
         if not found or arch is None:
             return found
@@ -309,7 +314,12 @@ class _Within:
     one: Any
     is_behind: bool = False
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self,
+        parameter: str,
+        shape: Sequence[int],
+        arch: Any,
+    ) -> list[Piece]:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         number = -1 if layer is None or arch is None else int(layer[1]) - arch.num_layers
         if self.is_behind != (number >= 0):

@@ -45,7 +45,12 @@ from moetrain.models.layers import Context
 class _WatchedCore:
     """Attention ``core`` that raises ``peaks_H``, of the heads that it is given, as it runs."""
 
-    def __init__(self, core: Core, peaks_H: torch.Tensor, backend: Backend) -> None:
+    def __init__(
+        self,
+        core: Core,
+        peaks_H: torch.Tensor,
+        backend: Backend,
+    ) -> None:
         self.core, self.peaks_H = core, peaks_H
         self.backend: Backend = backend
 
@@ -114,7 +119,13 @@ class QKClip:
         self.peaks_LH = torch.zeros(len(self.parts), most)
         """Of the heads that were watched here; 0 elsewhere, and where no score was larger."""
 
-    def watch(self, model: nn.Module, device: torch.device, index: int, count: int) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        index: int,
+        count: int,
+    ) -> None:
         """Watch the layers that ``model`` has; its ``core`` is given part ``index`` of ``count``
         equal parts of the heads."""
         self.peaks_LH = self.peaks_LH.to(device)

@@ -183,7 +183,12 @@ class _SquaredReLUMoE(MoE):
 
     kinds = (Router, _UngatedExperts)
 
-    def __init__(self, sizes: SquaredReLUExperts, moe: MoeSection, kernels: KernelsSection) -> None:
+    def __init__(
+        self,
+        sizes: SquaredReLUExperts,
+        moe: MoeSection,
+        kernels: KernelsSection,
+    ) -> None:
         super().__init__(sizes, moe, kernels)
         latent = sizes.moe_latent_size
         dim = sizes.hidden_size

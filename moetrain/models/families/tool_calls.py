@@ -60,7 +60,11 @@ def parse_tools(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[
     return text, []
 
 
-def _read(parts: dict[str, str], pair: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _read(
+    parts: dict[str, str],
+    pair: str,
+    schemas: Mapping[str, Any],
+) -> list[tuple[str, str]]:
     """Return the calls of one match; raises what a match that is none makes Python raise."""
     name = parts.get("name", "").strip()
     if pair:
