@@ -31,11 +31,7 @@ Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
