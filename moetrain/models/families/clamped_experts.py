@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import (
+    ConfigError,
+    KernelsSection,
+    MoeSection,
+)
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.models.architecture import Weight
 from moetrain.models.family import Piece, Rename
-from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
+from moetrain.models.moe import (
+    Experts,
+    MoE,
+    RoutedExperts,
+    Router,
+)
 from moetrain.models.rules import EXPERT, Rule
 
 _BIAS = replace(EXPERT, init="zeros", decay=False)

@@ -10,7 +10,12 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import Piece, Rename, WeightMap, match
+from moetrain.models.family import (
+    Piece,
+    Rename,
+    WeightMap,
+    match,
+)
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 

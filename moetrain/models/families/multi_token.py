@@ -29,7 +29,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import (
+    ConfigError,
+    KernelsSection,
+    MoeSection,
+)
 from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.models.architecture import (
     Architecture,
@@ -37,10 +41,19 @@ from moetrain.models.architecture import (
     Weight,
     linear,
 )
-from moetrain.models.family import Piece, Rename, WeightMap
+from moetrain.models.family import (
+    Piece,
+    Rename,
+    WeightMap,
+)
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
-from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
+from moetrain.models.rules import (
+    NORM,
+    ZERO_NORM,
+    PartStyle,
+    Rule,
+)
 
 _COUNT = "num_nextn_predict_layers"
 _WHOLE = Rule("replicate")  # of a matrix that every tensor parallel rank has, for its own tokens
