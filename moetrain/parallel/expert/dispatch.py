@@ -296,8 +296,9 @@ def _exchange_rows(
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
     if is_back:
         way, *route, sent, received = steps[0]
-        home, counts = ExpertIndices(*route), (x.reshape(1, -1) for x in (received, sent))
-        rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
+        home = ExpertIndices(*route)
+        back, out = received.reshape(1, -1), sent.reshape(1, -1)
+        rows = _travel(rows, back, out, way, home.row_slot_R.shape[0])
         return [unpermute(x, home, kernels) for x in rows]
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
