@@ -36,9 +36,9 @@ from moetrain import optim
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
-from moetrain.kernels.host_shard import HostShard
 from moetrain.kernels.memory import DeviceBytes, HostMemory
 from moetrain.optim import AdamW
+from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from test_expert_parallel import CountExchanges
 from test_parallel import run, words_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from transports import (
@@ -50,6 +51,7 @@ def hops_of(per_machine: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, AllToAll]:
     """One all-to-all over all ranks, and the one that knows machines."""
     hops, world = hops_of(per_machine), dist.group.WORLD
+    assert world is not None
     flat, near = (AllToAll(size.experts, world, hops=x, **how) for x in ((), hops))
     assert (flat.hops, near.hops) == ([], list(hops) if per_machine > 1 else [])
     near.hops = list(hops)  # one rank a machine is two hops here, of which one stays
@@ -271,12 +273,20 @@ def test_a_layer_is_one_graph():
     spawn(2, check_compiled, 1, timeout=180.0)
 
 
+def check_waits(near: AllToAll, batch: Batch, size: Size) -> None:
+    """The host waits once a hop in a forward, and never in a backward."""
+    with CountExchanges() as counted:
+        run_step(partial(run_layer, near), batch, make_experts(size))
+    assert counted.calls == {"exchange_counts": 2, "exchange_rows": 5}
+
+
 def check_savings() -> None:
     """With K experts a token, dispatch sends a token once, and the way back sends every row."""
     world, per_machine, tokens = dist.get_world_size(), 2, 400
     size = Size(world * 4, 6, 64, 8)
     flat, near = both(size, per_machine)
     batch = make_batch(size, tokens, "uniform", 0)
+    check_waits(near, batch, size)
     x_TD = batch.x_TD.clone().requires_grad_()
     seen: dict[str, list[int]] = {}
     for name, transport in (("flat", flat), ("near", near)):

@@ -25,10 +25,10 @@ from test_engine import (
 
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.arena import Arena, OffloadedError
-from moetrain.kernels.host_shard import HostShard
 from moetrain.optim import AdamW
 from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
+from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import plan_world
 from moetrain.train.setup import resolve_run
 from moetrain.train.state import _OFFLOADED

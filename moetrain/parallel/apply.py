@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, Fact, logger
-from moetrain.kernels.host_shard import HostShard, Link
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
@@ -35,7 +34,7 @@ from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.parallel.fsdp.storage import CodedShard, HostShard, Link
 from moetrain.parallel.mesh import Layout
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts

@@ -296,9 +296,8 @@ def _exchange_rows(
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
     if is_back:
         way, *route, sent, received = steps[0]
-        home = ExpertIndices(*route)
-        back, out = received.reshape(1, -1), sent.reshape(1, -1)
-        rows = _travel(rows, back, out, way, home.row_slot_R.shape[0])
+        home, counts = ExpertIndices(*route), (received.reshape(1, -1), sent.reshape(1, -1))
+        rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
         return [unpermute(x, home, kernels) for x in rows]
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
