@@ -14,7 +14,7 @@ on this one's CPU, with a checkpoint in memory after each step. At random moment
 
 Each time what is measured is the time until a step is done that was not done before, in seconds,
 and how many finished steps were computed again. In the end the run is stopped, and its losses are
-compared with those of one process that nothing disturbs. An agent that ends by itself, as one does
+compared with those of two ranks that nothing disturbs. An agent that ends by itself, as one does
 if another's answer has not come within 60 s, is started again, and counted. A JSON line says what
 was found; exit code 1: a step is missing, more than one was lost to one kill, or the losses differ.
 """
@@ -168,12 +168,12 @@ class Kills:
             agent.wait()
 
     def compare(self) -> float:
-        """The greatest relative difference from the losses of an undisturbed process."""
+        """The greatest relative difference from the losses of an undisturbed run."""
         found = losses(self.out)
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         away = {"output_dir": self.folder / "alone", "train.steps": len(found)}
         away |= {"checkpoint.memory_interval": 0, "checkpoint.replicas": 1}
-        away |= {"launch.hang_seconds": 0}
+        away |= {"launch.hang_seconds": 0, "launch.nproc": 2}
         given = dict(word.split("=", 1) for word in self.words) | away
         words = [f"{name}={value}" for name, value in given.items()]
         subprocess.run(
