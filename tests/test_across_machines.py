@@ -270,7 +270,7 @@ def check_compiled(per_machine: int) -> None:
 
 
 def test_a_layer_is_one_graph():
-    spawn(2, check_compiled, 1, timeout=180.0)
+    spawn(2, check_compiled, 1, timeout=300.0)
 
 
 def check_waits(near: AllToAll, batch: Batch, size: Size) -> None:
