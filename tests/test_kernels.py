@@ -39,6 +39,7 @@ from moetrain.kernels.optim.reduction import sum_chunks
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
+    "moetrain.kernels.arena",
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.attention.paged",
@@ -50,6 +51,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.grouped",
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
+    "moetrain.kernels.graphs",
     "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.loss.advantage",
     "moetrain.kernels.loss.balancing",
