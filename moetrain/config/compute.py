@@ -276,9 +276,9 @@ class LaunchSection(Section):
     """How often to restart a run from its newest checkpoint after one of its processes failed or
     was killed. Under torchrun give its own option --max-restarts instead."""
     hang_seconds: float = Field(default=0.0, ge=0)
-    """Seconds after which a step that does not end is taken for hanging: the process ends itself
-    with a trace of where it was, and the launcher starts the run again; 0: never. The first step of
-    a process, evaluations and checkpoints on disk take the time that they take."""
+    """Seconds that a step may take. After that the process prints where each thread is and exits,
+    and its launcher can start the run again; 0: no limit. There is none for a process's first step,
+    evaluations and checkpoints on disk."""
     gpus: int | None = Field(default=None, gt=0)
     """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
     or as many as the degrees in parallel multiply to."""

@@ -77,10 +77,10 @@ class RlSection(Section):
     """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
     reward, before advantages."""
     teacher: MaybePath = None
-    """Checkpoint of a model with the same tokens, a folder or a hub id, whose distribution the
-    policy learns from what it writes itself (on-policy distillation), beside the rewards or, with
-    rl.advantage none, alone. It is loaded beside the policy and split as that is. Or the URL
-    http://HOST:PORT of a server that has it (python -m moetrain.serve, vLLM)."""
+    """Model with the same tokenizer that judges each token that the policy writes (on-policy
+    distillation), in addition to the rewards or, with rl.advantage none, alone. Either a folder or
+    hub id, loaded on the policy's ranks and split like it, or the URL http://HOST:PORT of a server
+    (python -m moetrain.serve, vLLM)."""
     teacher_coef: float = Field(default=1.0, gt=0)
     """Weight of the KL divergence of the policy from the teacher."""
     teacher_top_k: NonNegativeInt = 0

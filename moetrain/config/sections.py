@@ -352,8 +352,8 @@ class LoraSection(Section):
     (QLoRA's): as codes of 8, 4 and 4 bits with scales, in 0.52, 0.27 and 0.26 of bf16's memory,
     which are converted whenever a block runs."""
     offload_experts: bool = False
-    """Keep the codes of frozen routed experts in host memory, pinned where there is a GPU. Each
-    block's are copied to the device while the block before it runs, in forward and backward."""
+    """Keep the codes of frozen routed experts in host memory, pinned if there is a GPU. While one
+    block runs, in forward and backward, those of the next one are copied to the device."""
     path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True
@@ -390,15 +390,15 @@ class CheckpointSection(Section):
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
     memory_interval: NonNegativeInt = 0
-    """Steps between checkpoints in the machines' memory, from which a run that starts again goes
-    on; 0: none. Two are kept, and removed at the end of the run."""
+    """Steps between checkpoints in the machines' memory, from which a run that starts again can
+    resume; 0: none. The two newest are kept, and removed at the end of the run."""
     memory: GivenPath = "/dev/shm"
-    """Folder for them, which each machine has for itself."""
+    """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
-    """Machines, if there are so many, that have each part of them. 2: a machine may be lost."""
+    """Machines, at most all, that hold each file of a checkpoint in memory. 2: one may be lost."""
     store: str | None = None
-    """URL of a folder in an object store (s3://, gs:// or another that fsspec knows), where each
-    checkpoint has a copy. auto fetches the newest from there, if none in output_dir is as new."""
+    """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
+    copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""
     resume: GivenPath = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir or in memory, if there is
     one; never: start anew; or the folder of a checkpoint."""
