@@ -15,16 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
-from concurrent.futures import (
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256

@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.memory import (
-    AddressRange,
-    HostMemory,
-    can_map,
-)
+from moetrain.kernels.memory import AddressRange, HostMemory, can_map
 
 _ALIGNMENT = 256
 """Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""

@@ -18,12 +18,7 @@ them.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 

@@ -18,11 +18,7 @@ parallelism were not shown to have the same bits.
 
 import gc
 import zlib
-from collections.abc import (
-    Callable,
-    Hashable,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch

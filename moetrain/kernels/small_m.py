@@ -40,11 +40,7 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
-from moetrain.kernels.quant.groups import (
-    CodedMatrices,
-    load_codes,
-    load_scales,
-)
+from moetrain.kernels.quant.groups import CodedMatrices, load_codes, load_scales
 
 _MAX_ROWS = 128
 """Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""

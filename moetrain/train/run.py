@@ -424,6 +424,8 @@ class Run(ABC):
         progress |= own | self.callbacks.state()
         keeps = self.best.step if self.config.checkpoint.best else None
         how: dict[str, Any] = {"failed": failed, "keeps": keeps, "memory": memory}
+        if memory is None:
+            how["store"] = self.run_folder.store
         self.snapshots.save(root, progress, tensors, **how)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())

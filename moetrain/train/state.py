@@ -318,7 +318,6 @@ class Snapshots(Saver):
         """Reserve host memory for copies; raises RunFailed if there is too little."""
         super().__init__(engine.world.own_rendezvous())
         self.engine, self.settings = engine, engine.config.checkpoint
-        self.store = Store(url) if (url := self.settings.store) else None
         self.staging: Staging | None = None
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
@@ -337,6 +336,7 @@ class Snapshots(Saver):
         failed: bool,
         keeps: int | None = None,
         memory: Memory | None = None,
+        store: Store | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
@@ -349,6 +349,7 @@ class Snapshots(Saver):
             tensors: this rank's parts of groups besides the engine's.
             keeps: a step whose checkpoint is kept besides the newest.
             memory: the machines' memories, if ``root`` lies there.
+            store: where a copy goes.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -368,7 +369,6 @@ class Snapshots(Saver):
             "frozen": engine.fingerprint,
         }
         keep, every = self.settings.keep, self.settings.keep_every
-        store = self.store if memory is None else None
         plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory, store)
         if self.staging is None:
             self.start(plan, groups, state)

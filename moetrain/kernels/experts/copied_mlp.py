@@ -19,11 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import (
-    Backend,
-    use_fast,
-    worth_saving,
-)
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.mlp import (
     _expert_mlp,
     _expert_mlp_backward,

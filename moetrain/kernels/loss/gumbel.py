@@ -13,12 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from moetrain.kernels.backend import (
-    Backend,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.kernels.backend import Backend, tl, triton, use_fast
 
 MASK = 2**32 - 1
 SALT = 0x9E3779B9

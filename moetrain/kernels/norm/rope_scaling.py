@@ -7,21 +7,10 @@ Legend: d numbers of a head that rotate, in d / 2 pairs p.
 
 import math
 from collections.abc import Mapping
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-)
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 _Size = Annotated[int, Field(gt=0, le=2**31 - 1)]

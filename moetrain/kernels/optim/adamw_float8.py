@@ -37,17 +37,8 @@ Legend: R rows, C numbers a row, G groups a row, S numbers of a group, N numbers
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import math
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
-from typing import (
-    Any,
-    NamedTuple,
-    Protocol,
-    Self,
-)
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional as F

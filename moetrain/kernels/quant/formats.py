@@ -19,23 +19,14 @@ of 64 consecutive numbers.
 
 import json
 import math
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import BlockScaled
-from moetrain.kernels.quant.groups import (
-    FORMS,
-    Form,
-    Groups,
-)
+from moetrain.kernels.quant.groups import FORMS, Form, Groups
 
 
 class Format(NamedTuple):

@@ -24,11 +24,7 @@ Legend: R rows sorted by group, E groups (experts), K inner and N outer width.
 
 import torch
 
-from moetrain.kernels.backend import (
-    gl,
-    gluon,
-    hopper,
-)
+from moetrain.kernels.backend import gl, gluon, hopper
 from moetrain.kernels.experts import grouped
 from moetrain.kernels.experts.grouped import (
     _COLUMNS,

@@ -52,11 +52,7 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.quant.e4m3 import (
-    E4M3,
-    SCALED,
-    quantise_rows,
-)
+from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_rows
 
 _BAD = 255
 """The byte of a scale 2^k of a group with a number that is not finite."""

@@ -36,11 +36,7 @@ from moetrain.kernels.backend import (
 from moetrain.kernels.experts.products import grouped_mm
 from moetrain.kernels.quant import grouped_e4m3
 from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm
-from moetrain.kernels.quant.e4m3 import (
-    MULTIPLE,
-    TILE,
-    Quantised,
-)
+from moetrain.kernels.quant.e4m3 import MULTIPLE, TILE, Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 
 

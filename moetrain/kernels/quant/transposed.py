@@ -43,12 +43,7 @@ from moetrain.kernels.backend import (
     use_fast,
 )
 from moetrain.kernels.experts.products import grouped_weight_grad
-from moetrain.kernels.quant.e4m3 import (
-    E4M3,
-    TILE,
-    Quantised,
-    to_e4m3,
-)
+from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
 
 _ROOM = 128
 """Columns of a group are a multiple of this, which a product reads at once."""

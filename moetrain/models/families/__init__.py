@@ -7,11 +7,7 @@ the package calls :func:`register` before its name is used.
 import pkgutil
 from importlib import import_module
 
-from moetrain.models.family import (
-    FAMILIES,
-    PRESETS,
-    register,
-)
+from moetrain.models.family import FAMILIES, PRESETS, register
 
 __all__ = ["FAMILIES", "PRESETS", "SHIPPED", "register"]
 

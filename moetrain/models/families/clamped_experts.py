@@ -13,22 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from moetrain.config import (
-    ConfigError,
-    KernelsSection,
-    MoeSection,
-)
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.models.architecture import Weight
 from moetrain.models.family import Piece, Rename
-from moetrain.models.moe import (
-    Experts,
-    MoE,
-    RoutedExperts,
-    Router,
-)
+from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
 from moetrain.models.rules import EXPERT, Rule
 
 _BIAS = replace(EXPERT, init="zeros", decay=False)
@@ -135,12 +126,7 @@ class InterleavedExperts(Rename):
 
     parts: int = 1
 
-    def pieces(
-        self,
-        parameter: str,
-        shape: Sequence[int],
-        arch: Any,
-    ) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the pieces of the file tensor, one for each expert and part; else none."""
         found = super().pieces(parameter, shape, arch)
         if not found:

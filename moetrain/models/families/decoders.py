@@ -10,12 +10,7 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import (
-    Piece,
-    Rename,
-    WeightMap,
-    match,
-)
+from moetrain.models.family import Piece, Rename, WeightMap, match
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
@@ -44,12 +39,7 @@ class StackExperts:
     ours: str
     theirs: tuple[str, ...]
 
-    def pieces(
-        self,
-        parameter: str,
-        shape: Sequence[int],
-        arch: Any,
-    ) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
         fields = match(self.ours, parameter)
         if fields is None:

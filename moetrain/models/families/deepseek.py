@@ -27,12 +27,7 @@ from moetrain.models.families.deepseek_router import (
 )
 from moetrain.models.families.latent_attention import LatentAttention
 from moetrain.models.families.multi_token import FurtherTokens, behind_layers
-from moetrain.models.family import (
-    Family,
-    Rename,
-    WeightMap,
-    register,
-)
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts

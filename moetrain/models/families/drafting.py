@@ -26,12 +26,7 @@ K drafts.
 """
 
 from collections.abc import Callable, Sequence
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    get_args,
-)
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 

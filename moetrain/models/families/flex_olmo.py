@@ -15,11 +15,7 @@ from moetrain.models.families.decoders import (
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.family import (
-    Family,
-    Rename,
-    register,
-)
+from moetrain.models.family import Family, Rename, register
 from moetrain.models.moe import RoutedExperts
 
 

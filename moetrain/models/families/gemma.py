@@ -16,11 +16,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
-from moetrain.models.architecture import (
-    Architecture,
-    AttentionPart,
-    Part,
-)
+from moetrain.models.architecture import Architecture, AttentionPart, Part
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.gemma_layers import (
     GemmaAttention,
@@ -28,12 +24,7 @@ from moetrain.models.families.gemma_layers import (
     GemmaMLP,
 )
 from moetrain.models.families.qwen_next import beside_vision
-from moetrain.models.family import (
-    Family,
-    Rename,
-    WeightMap,
-    register,
-)
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
 _SLIDING = "sliding_attention"

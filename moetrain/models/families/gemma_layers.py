@@ -20,32 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from moetrain.config import (
-    ConfigError,
-    KernelsSection,
-    MoeSection,
-)
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.router import Routed
 from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
-from moetrain.models.architecture import (
-    FP32,
-    Weight,
-    Workload,
-)
+from moetrain.models.architecture import FP32, Weight, Workload
 from moetrain.models.attention import Attention, GroupedQueryAttention
 from moetrain.models.families.geglu import GeGLU, GeGLUExperts
-from moetrain.models.layers import (
-    Context,
-    RMSNorm,
-    linears,
-)
-from moetrain.models.moe import (
-    MoE,
-    RoutedExperts,
-    Router,
-)
+from moetrain.models.layers import Context, RMSNorm, linears
+from moetrain.models.moe import MoE, RoutedExperts, Router
 from moetrain.models.rules import NORM
 
 _AFTER = "mlp_out_norm"

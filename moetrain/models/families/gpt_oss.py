@@ -14,11 +14,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
 from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families.sink_attention import SinkAttention
-from moetrain.models.family import (
-    Family,
-    Rename,
-    register,
-)
+from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
 
 _SLIDING = "sliding_attention"

@@ -35,18 +35,8 @@ from moetrain.models.architecture import (
     linear,
 )
 from moetrain.models.attention import masked_attention
-from moetrain.models.layers import (
-    Context,
-    Linear,
-    RMSNorm,
-    linears,
-)
-from moetrain.models.rules import (
-    COLWISE,
-    NORM,
-    ROWWISE,
-    Rule,
-)
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NORM_EPS = 1e-6
 """Of the latents' norms, whatever the model's other norms have."""

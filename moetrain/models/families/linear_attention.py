@@ -24,11 +24,7 @@ from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.convolution import Convolution
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, gated_delta
 from moetrain.kernels.linear_attention.step import gated_delta_step
-from moetrain.kernels.norm.elementwise import (
-    exp,
-    sigmoid,
-    softplus,
-)
+from moetrain.kernels.norm.elementwise import exp, sigmoid, softplus
 from moetrain.models.architecture import (
     FP32,
     AttentionPart,
@@ -40,18 +36,8 @@ from moetrain.models.families.linear_states import (
     RATES,
     LinearMixer,
 )
-from moetrain.models.layers import (
-    Context,
-    Linear,
-    RMSNorm,
-    linears,
-)
-from moetrain.models.rules import (
-    COLWISE,
-    NORM,
-    ROWWISE,
-    Rule,
-)
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
 """Of gates, a number a head, which no product in fp8 takes."""

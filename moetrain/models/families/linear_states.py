@@ -8,11 +8,7 @@ convolutions.
 Legend: T tokens, C channels, J taps of a convolution, P slots.
 """
 
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch

@@ -40,17 +40,8 @@ from moetrain.models.families.linear_states import (
     RATES,
     LinearMixer,
 )
-from moetrain.models.layers import (
-    Context,
-    Linear,
-    linears,
-)
-from moetrain.models.rules import (
-    COLWISE,
-    ROWWISE,
-    WIDE_NORM,
-    Rule,
-)
+from moetrain.models.layers import Context, Linear, linears
+from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
 """Of steps, a number a head, which no product in fp8 takes."""

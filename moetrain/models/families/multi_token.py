@@ -29,11 +29,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from moetrain.config import (
-    ConfigError,
-    KernelsSection,
-    MoeSection,
-)
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.models.architecture import (
     Architecture,
@@ -41,19 +37,10 @@ from moetrain.models.architecture import (
     Weight,
     linear,
 )
-from moetrain.models.family import (
-    Piece,
-    Rename,
-    WeightMap,
-)
+from moetrain.models.family import Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
-from moetrain.models.rules import (
-    NORM,
-    ZERO_NORM,
-    PartStyle,
-    Rule,
-)
+from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
 
 _COUNT = "num_nextn_predict_layers"
 _WHOLE = Rule("replicate")  # of a matrix that every tensor parallel rank has, for its own tokens
@@ -264,12 +251,7 @@ class _Repeated(Rename):
     if_tied: tuple[str, ...] = ()
     """More of them if the embedding is the head's matrix too."""
 
-    def pieces(
-        self,
-        parameter: str,
-        shape: Sequence[int],
-        arch: Any,
-    ) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         found = super().pieces(parameter, shape, arch)
         if not found or arch is None:
             return found
@@ -314,12 +296,7 @@ class _Within:
     one: Any
     is_behind: bool = False
 
-    def pieces(
-        self,
-        parameter: str,
-        shape: Sequence[int],
-        arch: Any,
-    ) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         number = -1 if layer is None or arch is None else int(layer[1]) - arch.num_layers
         if self.is_behind != (number >= 0):

@@ -20,12 +20,7 @@ from moetrain.models.families.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_RO
 from moetrain.models.families.mamba import Mamba2
 from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import (
-    Family,
-    Rename,
-    WeightMap,
-    register,
-)
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 
 _Mixer = Literal["mamba", "attention", "moe", "mlp"]

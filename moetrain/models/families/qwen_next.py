@@ -21,12 +21,7 @@ from moetrain.models.families.decoders import (
 from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.families.multi_token import FurtherTokens, under_mtp
 from moetrain.models.families.take_rows import TakeRows
-from moetrain.models.family import (
-    Family,
-    Rename,
-    WeightMap,
-    register,
-)
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts

@@ -19,33 +19,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from moetrain.config import (
-    ConfigError,
-    KernelsSection,
-    MoeSection,
-)
+from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.routed import Routed
-from moetrain.models.architecture import (
-    Part,
-    Weight,
-    Workload,
-    linear,
-)
+from moetrain.models.architecture import Part, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear
-from moetrain.models.moe import (
-    Experts,
-    MoE,
-    RoutedExperts,
-    Router,
-)
-from moetrain.models.rules import (
-    COLWISE,
-    EXPERT,
-    ROWWISE,
-    Rule,
-)
+from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
+from moetrain.models.rules import COLWISE, EXPERT, ROWWISE, Rule
 
 _LATENT = Rule("replicate")
 """Of the projections, which every tensor parallel rank has whole, for its own tokens."""

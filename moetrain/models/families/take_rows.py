@@ -21,12 +21,7 @@ class TakeRows:
     rows: Callable[[Any], tuple[int, ...]]
     """Computes, from the architecture, the rows that each of ``ours`` has in a group."""
 
-    def pieces(
-        self,
-        parameter: str,
-        shape: Sequence[int],
-        arch: Any,
-    ) -> list[Piece]:
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
         """Return the rows that are those of ``parameter``, or none, as ``Rename``."""
         for i, ours in enumerate(self.ours):
             if (fields := match(ours, parameter)) is not None:

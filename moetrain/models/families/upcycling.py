@@ -23,11 +23,7 @@ Noise makes copies differ from the beginning; the first group has none. Left out
 """
 
 import math
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import attrgetter
