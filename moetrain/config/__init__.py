@@ -162,7 +162,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
-    _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),

@@ -434,7 +434,7 @@ class FSDP(Sharding):
         for unit in self.units:
             unit.move_in()
             for bucket in unit.buckets:
-                if bucket.is_cast and bucket.peers is None:
+                if bucket.is_cast and bucket.peers is None and bucket.coded is None:
                     bucket.refresh()
 
     @property
