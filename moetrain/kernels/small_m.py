@@ -460,8 +460,11 @@ class _OfTenants(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (g_STN,), (x_STD, w_SND) = gradients, ctx.saved_tensors
         needs_y, needs_x, needs_w, _ = ctx.needs_input_grad
-        dx_STD = g_STN @ w_SND * ctx.scale if needs_x else None
-        dw_SND = g_STN.mT @ x_STD * ctx.scale if needs_w else None
+        dx_STD = g_STN @ w_SND if needs_x else None
+        dw_SND = g_STN.mT @ x_STD if needs_w else None
+        for made in (dx_STD, dw_SND) if ctx.scale != 1 else ():
+            if made is not None:
+                made.mul_(ctx.scale)
         return g_STN if needs_y else None, dx_STD, dw_SND, None
 
 

@@ -155,6 +155,8 @@ class FSDP(Sharding):
         self._is_working = self._is_last = False
         self._num_works = 0
         self.before_reduce: Callable[[], object] = lambda: None  # waits for what others still add
+        self.shows_gradients = True
+        """Whether parameters have a ``grad`` while they are updated, for hooks of the optimizer."""
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; their forwards run in the order of units."""
@@ -285,10 +287,7 @@ class FSDP(Sharding):
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
                     now = self._is_last or not self.reduce_last
-                    parts = enumerate(bucket.tenants)
-                    each = [(b, [g if g is None else g[i] for g in mine]) for i, b in parts]
-                    each = each or [(bucket, mine)]
-                    started += [one.start_reduce(its, now=now) for one, its in each]
+                    started.append(bucket.start_reduce(mine, now=now))
             self._finish_reductions()
             self._reducing = started
         unit.graphs -= 1
@@ -396,7 +395,9 @@ class FSDP(Sharding):
             with waiting(self.device):
                 dist.all_reduce(total)
         for bucket in trained:  # the host takes longer for it than the device for the sum
-            bucket.show_gradient()
+            bucket.give_gradient()
+            if self.shows_gradients:
+                bucket.show_gradient()
         return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
