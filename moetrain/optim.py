@@ -88,13 +88,13 @@ class AdamW(torch.optim.Optimizer):
         self.state.update(self._states)
 
     def _make(self) -> None:
-        names = {id(member.local): name for name, member in self.fsdp.members.items()}
+        names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
             if not bucket.is_trained:
                 continue
             if self.dtype == torch.uint8:
                 for member in bucket.members:
-                    key = zlib.crc32(names[id(member.local)].encode()) << 30
+                    key = zlib.crc32(names[id(member)].encode()) << 30
                     moments = Float8Moments(member.layout, key, self.arena.empty)
                     self._flat[id(member)] = moments
                     self._states[member.local] = {"step": self.steps, **moments.tensors}
@@ -325,7 +325,7 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
         layout, place = member.layout, 0
         for size, part in zip(layout.shape, layout.box, strict=True):
             place = place * size + part.start
-        place += zlib.crc32(names[id(member.local)].encode()) << 30
+        place += zlib.crc32(names[id(member)].encode()) << 30
         starts.append(place + BLOCK * torch.arange(_blocks(member), device=device))
     return torch.cat(starts)
 

@@ -8,11 +8,9 @@ on the device are copied to host memory, and back.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -21,19 +19,15 @@ from safetensors.torch import load_file, save_file
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.api import OptimStep, Refused
-from moetrain.kernels.optim.reduction import num_blocks
-from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear
 from moetrain.models.lora import adaptable
 from moetrain.models.moe import Experts
 from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
-from moetrain.parallel.fsdp.bucket import Bucket, Member
-from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
-from moetrain.train.objectives import Objective
 
 
 @dataclass
@@ -57,8 +51,7 @@ class JobState:
     """Where the tensors are: on the device the engine takes them as they are, and a file that is
     mapped into memory is read when they are."""
     views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """On the device: tensors of the engine, and what each of them is for this job; first those of
-    which the others are parts."""
+    """On the device: tensors of the engine, and what each of them is for this job."""
     since_step: list[Totals] = field(default_factory=list)
     """Sums of the forward_backwards of an unfinished step."""
     kinds: Sequence[str] = Engine.GROUPS
@@ -75,98 +68,6 @@ class JobState:
         return ""
 
 
-class _Shards:
-    """The shards of a job, those of one kind end to end in one tensor: what an optimizer sees of
-    FSDP, so that it updates each kind in one launch.
-
-    Attributes:
-        buckets: one of each kind.
-        parts: the engine's buckets, which have their part of these; their values are the job's.
-    """
-
-    def __init__(self, fsdp: FSDP) -> None:
-        self.members, self.buckets, self.parts = fsdp.members, list[Bucket](), list[Bucket]()
-        self._places: list[tuple[int, int]] = []
-        """The kind of each part, and where it begins."""
-        kinds: dict[object, list[Bucket]] = {}
-        for bucket in (bucket for bucket in fsdp.buckets if bucket.is_trained):
-            kind = bucket.shard_N.dtype, bucket.members[0].rule.is_orthogonal
-            kinds.setdefault(kind, []).append(bucket)
-        for i, parts in enumerate(kinds.values()):
-            sizes = [-(-bucket.shard_N.numel() // BLOCK) * BLOCK for bucket in parts]
-            starts, members = [*accumulate(sizes, initial=0)], list[Member]()
-            whole_N = parts[0].shard_N.new_zeros(starts[-1])
-            for bucket, start in zip(parts, starts, strict=False):
-                mine_N = whole_N[start:][: bucket.shard_N.numel()].copy_(bucket.shard_N)
-                for member in bucket.members:
-                    for view in (member.local, member.parameter._local_tensor):  # pyright: ignore
-                        view.data = member.piece_of(mine_N)
-                    members.append(replace(member, start=start + member.start))
-                bucket.shard_N = mine_N
-                bucket.moved()
-            self.buckets.append(replace(parts[0], members=members, shard_N=whole_N))
-            self.parts += parts
-            self._places += [(i, start) for start in starts[:-1]]
-
-    def of(self, job: JobState) -> Self:
-        """Return those of ``job``, which is resident, and left."""
-        mine = copy(self)
-        wholes = [job.tensors[f"model.{i}"] for i in range(len(self.buckets))]
-        pairs = zip(self.buckets, wholes, strict=True)
-        mine.buckets = [replace(bucket, shard_N=whole_N) for bucket, whole_N in pairs]
-        places = zip(self.parts, self._places, strict=True)
-        mine.parts = [
-            replace(part, shard_N=wholes[i][start:][: part.shard_N.numel()])
-            for part, (i, start) in places
-        ]
-        mine.take_gradient(job)
-        return mine
-
-    def take_gradient(self, job: JobState) -> None:
-        """Take the gradient that :meth:`keep_gradient` kept, if any."""
-        for i, bucket in enumerate(self.buckets):
-            bucket.gradient_N = job.tensors.pop(f"step.{i}.gradient_N", None)
-            bucket.squares_B = job.tensors.pop(f"step.{i}.squares_B", None)
-            bucket.has_gradient = bucket.gradient_N is not None
-        self._share_gradient()
-
-    def keep_gradient(self, job: JobState) -> None:
-        """Let ``job`` keep this step's gradient, if there is one."""
-        for i, bucket in enumerate(self.buckets):
-            if bucket.gradient_N is not None and any(part.has_gradient for part in self.parts):
-                job.tensors[f"step.{i}.gradient_N"] = bucket.gradient_N
-                job.tensors[f"step.{i}.squares_B"] = bucket.squares_B
-
-    def need_gradient(self) -> None:
-        """Make memory for a gradient, where there is none."""
-        if any(part.has_gradient for part in self.parts):
-            return
-        for bucket in self.buckets:
-            size, device = bucket.shard_N.numel(), bucket.shard_N.device
-            # Parts that no pass uses before the job is left have a gradient of zeros.
-            bucket.gradient_N = torch.zeros(size, dtype=bucket.gradient_dtype, device=device)
-            bucket.squares_B = torch.zeros(num_blocks(size), device=device)
-            bucket.has_gradient = False
-        self._share_gradient()
-
-    def _share_gradient(self) -> None:
-        for part, (i, start) in zip(self.parts, self._places, strict=True):
-            whole, size = self.buckets[i], part.shard_N.numel()
-            part.gradient_N = part.squares_B = None
-            if whole.gradient_N is not None and whole.squares_B is not None:
-                part.gradient_N = whole.gradient_N[start:][:size]
-                part.squares_B = whole.squares_B[num_blocks(start) :][: num_blocks(size)]
-            part.has_gradient = whole.has_gradient
-
-    def updates(self) -> Iterator[tuple[Bucket, None]]:
-        """Yield as :meth:`FSDP.updates` does."""
-        for bucket in self.buckets:
-            yield bucket, None
-            bucket.gradient_N = bucket.squares_B = None
-        for part in self.parts:
-            part.updated(None)
-
-
 class SharedEngine(Engine):
     """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
     the job's.
@@ -179,16 +80,12 @@ class SharedEngine(Engine):
         """Raises ConfigError as :class:`Engine`, or if jobs cannot share a pass as is wanted."""
         super().__init__(config, arch, world)
         self._check_tenants()
-        self._tenants: list[_Shards] = []
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
         rows = max(1, size // tenants)
         self.part = rows, size * config.data.seq_len // (tenants * rows)
         self.fsdp.shows_gradients = config.log.find_nan or config.optim.name == "muon"
         for arena in (self.fsdp.gradients, self.optimizer.arena):
             arena.fixed = False  # their memory comes and goes with jobs
-        shards: Any = _Shards(self.fsdp)
-        self._shards: _Shards = shards
-        self.optimizer.fsdp = shards
         self.optimizer.begin()
         # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
         self._is_drawn = config.lora.path is None
@@ -198,9 +95,10 @@ class SharedEngine(Engine):
             if not (self._is_drawn and name.endswith(ADAPTER))
         }
         """The values that every job begins with, without what is drawn."""
-        model = [*(bucket.shard_N for bucket in self._shards.buckets), *self.model.buffers()]
-        views = [part.shard_N for part in self._shards.parts]
-        for member in (member for part in self._shards.parts for member in part.members):
+        self._trained = [bucket for bucket in self.fsdp.buckets if bucket.is_trained]
+        model = [*(bucket.shard_N for bucket in self._trained), *self.model.buffers()]
+        views: list[torch.Tensor] = []
+        for member in (member for bucket in self._trained for member in bucket.members):
             views += [member.local, member.parameter._local_tensor]  # pyright: ignore
             views += self.optimizer.state[member.local].values()
         self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
@@ -219,9 +117,8 @@ class SharedEngine(Engine):
         return not self._since_step
 
     @torch.no_grad()
-    def enter(self, job: JobState, *, for_update: bool = False) -> None:
-        """Take the state of ``job``, where it lies on the device, or copied there; ``for_update``:
-        an update is all until the job is left."""
+    def enter(self, job: JobState) -> None:
+        """Take the state of ``job``, where it lies on the device, or copied there."""
         if job.place != "device":
             mine = self._free.pop() if self._free else {}
             missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
@@ -232,26 +129,21 @@ class SharedEngine(Engine):
             job.tensors, job.place = mine, "device"
             job.views = [
                 (view, mine[name].as_strided(view.shape, view.stride(), start))
-                for part in (slice(1), slice(1, None))
                 for name, views in self._views.items()
-                for view, start in views[part]
+                for view, start in views
             ]
-        for view, there in job.views[: len(self._views) if for_update else None]:
+        for view, there in job.views:
             view.data = there
-        for part in () if for_update else self._shards.parts:
-            part.moved()
-        self._shards.take_gradient(job)
+        for i, bucket in enumerate(self._trained):
+            bucket.moved()
+            _take_gradient(bucket, job, i)
         self._since_step, job.since_step = job.since_step, []
 
     def leave(self, job: JobState) -> None:
         """Leave the state of ``job``, in whatever step it is, where it lies."""
         job.since_step, self._since_step = self._since_step, []
-        self._shards.keep_gradient(job)
-
-    def forward_backward(self, batches: Sequence[Any], objective: Objective[Any]) -> Totals:
-        for shards in self._tenants or (self._shards,):
-            shards.need_gradient()
-        return super().forward_backward(batches, objective)
+        for i, bucket in enumerate(self._trained):
+            _keep_gradient(bucket, job, i)
 
     def update(
         self, jobs: Sequence[JobState], requests: Sequence[OptimStep]
@@ -264,7 +156,7 @@ class SharedEngine(Engine):
         outcomes, results, is_left = [], [], len(jobs) > 1
         for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
             if is_left:
-                self.enter(job, for_update=True)
+                self.enter(job)
             if self.is_between_steps:
                 raise Refused("there was no forward_backward since the last step")
             optimizer, limit = self.optimizer, asked.grad_clip_norm or math.inf
@@ -286,20 +178,22 @@ class SharedEngine(Engine):
     def together(self, jobs: Sequence[JobState]) -> Iterator[None]:
         """Let the pass inside be that of all ``jobs``, which are resident, and left: the terms of
         its loss, and equal parts of its rows, belong to one each, in order."""
-        self._tenants = [self._shards.of(job) for job in jobs]
-        for i, part in enumerate(self._shards.parts):
-            part.tenants = [tenant.parts[i] for tenant in self._tenants]
+        for i, bucket in enumerate(self._trained):
+            bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
+            for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                _take_gradient(tenant, job, i)
         try:
             yield
-            for job, tenant in zip(jobs, self._tenants, strict=True):
-                tenant.keep_gradient(job)
+            for i, bucket in enumerate(self._trained):
+                for job, tenant in zip(jobs, bucket.tenants, strict=True):
+                    _keep_gradient(tenant, job, i)
             for totals in self._since_step:
                 for job, total in zip(jobs, totals.terms.values(), strict=True):
                     job.since_step.append(Totals(total, {}, None))
         finally:
-            self._since_step, self._tenants = [], []
-            for part in self._shards.parts:
-                part.tenants = ()
+            self._since_step = []
+            for bucket in self._trained:
+                bucket.tenants = ()
 
     def most_resident(self, room: float) -> int:
         """Return how many jobs may be resident, where the run leaves ``room`` bytes. Collective."""
@@ -353,6 +247,17 @@ class SharedEngine(Engine):
             torch.cuda.synchronize(self.world.device)
         self.drop(job)
         job.tensors = copies
+
+
+def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B"):
+        setattr(bucket, name, job.tensors.pop(f"step.{i}.{name}", None))
+    bucket.has_gradient = bucket.gradient_N is not None
+
+
+def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
+        job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

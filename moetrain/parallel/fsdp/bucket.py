@@ -211,9 +211,8 @@ class Bucket:
         self._version = self._changes()
 
     def updated(self, place_N: torch.Tensor | None) -> None:
-        """Note an update that wrote ``place_N`` too, though no count of changes may tell. A copy
-        that peers read follows at once."""
-        self._version = None
+        """Note an update that wrote ``place_N`` too. A copy that peers read follows at once: when a
+        graph updates, no count changes that would tell."""
         if place_N is not None:
             self.mark_fresh()
         elif self.peers is not None and self._cast_N.numel():
@@ -483,7 +482,9 @@ class Bucket:
 
     def show_gradient(self) -> None:
         """Set every member's ``grad`` to its piece of the gradient, if that is on the device."""
-        for member in self.members if self.gradient_N is not None else ():
+        if self.gradient_N is None:
+            return
+        for member in self.members:
             member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
 
