@@ -393,6 +393,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@devices
 def test_a_launch_that_nothing_watches_takes_no_op_and_is_a_change(monkeypatch, device):
     chunks_RN, watched = torch.ones(1, 32, device=device), Ops()
     calls, op = [], reduction._sum_chunks
