@@ -14,6 +14,7 @@ write that fails ends the service.
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -117,8 +118,8 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(self, name: str, seed: int = 0, source: str | None = None) -> Job:
-        """Make a new job; to ask again for ``name``, an id, is safe.
+    def create(self, name: str, seed: int | None = 0, source: str | None = None) -> Job:
+        """Make a new job; to ask again for ``name``, an id, is safe. ``seed`` None: of the name.
 
         ``source``: the save that a sampler has, or that the first request of a run is to load, as
         a path under the folder of jobs; None: the weights that all jobs begin with.
@@ -130,6 +131,7 @@ class Service(AbstractContextManager["Service"]):
         """
         if not JOB_ID.fullmatch(name):
             raise Refused(f"{shortened(name)} is not the id of a job")
+        seed = zlib.crc32(name.encode()) if seed is None else seed
         if not 0 <= seed < 2**63:
             raise Refused(f"seed {seed!r:.40} is out of range")
         root = self.folder / "jobs"

@@ -262,7 +262,8 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes.
 
-    Matrices in codes are widened as they are multiplied, so that only their codes are read.
+    Matrices in codes are widened as they are multiplied, so that only their codes are read. Nothing
+    may be fused: scales of nf4 are rounded twice.
     """
     R, D = x_RD.shape
     E, _, F = w_down_EDF.shape
@@ -276,14 +277,14 @@ def expert_mlp(
             *_read_by(w_gate_up_E2FD, [32, _DEPTH]),
             offsets_E, weights_R, h_RF, D,
             F=F, BR=rows, BF=32, BD=_DEPTH, **_stored_as(w_gate_up_E2FD), WIDEN=INTERPRETED,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
         _down_kernel[(D // columns, E)](
             TensorDescriptor.from_tensor(h_RF, [rows, _DEPTH]),
             *_read_by(w_down_EDF, [columns, _DEPTH]),
             offsets_E, y_RD, D,
             F=F, BR=rows, BN=columns, BF=_DEPTH, **_stored_as(w_down_EDF), WIDEN=INTERPRETED,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return y_RD
 

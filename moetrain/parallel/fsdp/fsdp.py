@@ -430,10 +430,16 @@ class FSDP(Sharding):
                 bucket.host.wait()
 
     def refresh(self) -> None:
-        """Bring copies of changed parameters in the compute dtype up to date. Collective."""
+        """Bring copies of changed parameters in the compute dtype up to date. Collective.
+
+        Those of units that take turns are made anew wherever a unit follows another.
+        """
         self._share()
         for unit in self.units:
             unit.move_in()
+            if unit.takes_turns:
+                unit.region.content_of = None
+                continue
             for bucket in unit.buckets:
                 if bucket.is_cast and bucket.peers is None:
                     bucket.refresh()
