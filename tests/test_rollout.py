@@ -127,7 +127,7 @@ def test_requests_do_not_notice_each_other(name):
     while generator.is_busy:
         generator.step()
     if "room" in name:
-        assert generator.scheduler.num_preempted > 0
+        assert generator.scheduler.figures["generator/read_again"] > 0
     for request, completions in zip(requests[6:], found, strict=True):
         assert [c.tokens for c in completions] == alone(request), request
     assert generator.pages.num_available == generator.pages.num_pages
@@ -151,7 +151,7 @@ def test_hundreds_of_requests_with_arrivals_and_aborts():
         assert len(generator.scheduler.running) <= 40
     assert generator.pages.num_available == 200
     assert not any(generator.pages._references)
-    assert generator.scheduler.num_preempted > 0
+    assert generator.scheduler.figures["generator/read_again"] > 0
     assert aborted
     expected = {
         (r.id, i) for r in requests.values() if r.id not in aborted for i in range(r.params.n)
@@ -227,7 +227,7 @@ def test_log_probabilities_of_prompts_are_the_models():
     scored = [Request(str(i), tuple(text), asked) for i, text in enumerate(texts)]
     mixed = [request for pair in zip(plain, scored, strict=True) for request in pair]
     found = {c.request_id: c for (c,) in generator.generate(mixed)}
-    assert generator.scheduler.num_preempted > 0
+    assert generator.scheduler.figures["generator/read_again"] > 0
     for request, beside in zip(scored, plain, strict=True):
         completion = found[request.id]
         assert found[beside.id].tokens[:9] == completion.tokens
