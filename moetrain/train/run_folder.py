@@ -118,7 +118,7 @@ class RunFolder:
 
     def check_room(self, config: Config, arch: Architecture) -> None:
         """Raise ConfigError, with what needs how much, unless the disk has room for the run."""
-        checkpoint, steps = config.checkpoint, config.train.steps
+        checkpoint, steps, place = config.checkpoint, config.train.steps, launched_place()
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
         if checkpoint.interval:
@@ -130,13 +130,13 @@ class RunFolder:
         # The oldest goes when the newest is complete.
         copies = min(saves, keep + 1 + milestones)
         one = arch.num_params() * _CHECKPOINT_BYTES
+        if place and place.on_machine and not checkpoint.shared:
+            one *= min(1, checkpoint.replicas * place.on_machine / place.world_size)
         export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
         # New checkpoints take the place of these.
         going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(self.checkpoints)
-        folder = self.path
-        while not folder.exists():
-            folder = Path(os.path.abspath(folder)).parent
-        total, _, free = shutil.disk_usage(folder)
+        folders = (self.path, *Path(os.path.abspath(self.path)).parents)
+        total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
         need = copies * one + export
         if not total or free + going >= need:  # remote ones may not know their size
             return
@@ -258,13 +258,13 @@ class RunFolder:
             for problem in problems if before is None and self.disk.rank == 0 else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
             return self.disk.fetch(newest)
-        if problems and not least:
+        if (problems or only) and not least:
             more = "" if self.own is None else " (checkpoint.replicas 2 lets one machine be lost)"
+            what, why = only or "every checkpoint", "; ".join(problems) or "no machine has it"
             raise ConfigError(
                 "checkpoint.resume",
-                f"{only or 'every checkpoint'} in {str(self.checkpoints)!r} is damaged or "
-                f"incomplete ({'; '.join(problems)}){more}; name another one, or start afresh with "
-                "never",
+                f"{what} in {str(self.checkpoints)!r} is damaged or incomplete ({why}){more}; name "
+                "another one, or start afresh with never",
             )
         return None
 
@@ -407,7 +407,7 @@ def _bytes_of_checkpoints(root: Path) -> int:
     return total
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
 
 
