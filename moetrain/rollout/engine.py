@@ -296,12 +296,13 @@ class Generator:
 
     # ---- weights and memory --------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, *, keeps_cache: bool = False) -> None:
         """Empty the cache and count a new version, after weights were changed in place.
 
-        Completions under way go on with them, and their tokens are read again.
+        Completions under way go on with them, and their tokens are read again, unless
+        ``keeps_cache``: then only what begins later is read with the new weights alone.
         """
-        self.scheduler.start_over()
+        self.scheduler.start_over(keeps_cache)
         self.version += 1
 
     def wipe(self) -> None:
