@@ -278,7 +278,7 @@ def _build(
 
     ``total`` counts the bytes of all documents, for the progress bar; None: there is none.
     """
-    if folder.is_dir():
+    if os.path.isdir(folder):  # not if its name is too long to ask
         return
     parent = folder.parent
     is_silent = total is None or not sys.stderr.isatty()
