@@ -83,7 +83,7 @@ class SharedEngine(Engine):
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
         rows = max(1, size // tenants)
         self.part = rows, size * config.data.seq_len // (tenants * rows)
-        self.fsdp.shows_gradients = config.log.find_nan or config.optim.name == "muon"
+        self.fsdp.shows_gradients = config.log.find_nan
         for arena in (self.fsdp.gradients, self.optimizer.arena):
             arena.fixed = False  # their memory comes and goes with jobs
         self.optimizer.begin()
