@@ -11,7 +11,10 @@ memory after the first and the last switch. Every step waits for the device.
 
 With ``--tenants`` the lines are instead: one job with all rows of a micro-batch, and as many jobs
 that share it, with ``--rows`` each, which all wait at once. A step of these has an optim_step of
-each. ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
+each. A line below each says where its time goes: requests until they are on the disk; passes and
+updates, each with the time until all is queued for the device, and how long that computes (its
+kernels by the profiler, in one more step); answers until they are on the disk; all else of turns.
+``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +46,7 @@ class Bench:
 
     def __init__(self, service: Service, rows: int) -> None:
         self.service, self.session = service, service.session
+        self.spent: Counter[str] = Counter()
         arch, length = self.session.engine.arch, service.config.data.seq_len
         draws = random.Random(0)
         texts = [[draws.randrange(arch.vocab_size) for _ in range(length + 1)] for _ in range(rows)]
@@ -60,17 +65,70 @@ class Bench:
 
     def by_tenants(self, jobs: list[str]) -> None:
         """A step of all ``jobs``, among which the rows are dealt, and which wait together."""
+        for kind in ("forward_backward", "optim_step"):
+            self.requests(jobs, kind)
+
+    def requests(self, jobs: list[str], kind: str) -> None:
+        """A request of each of ``jobs``."""
         data, each = self.body["data"], len(self.body["data"]) // len(jobs)
-        bodies = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
-        for kind, asked in (("forward_backward", bodies), ("optim_step", [STEP] * len(jobs))):
-            with ThreadPoolExecutor(len(jobs)) as clients:
-                kinds = [kind] * len(jobs)
-                numbers = [*clients.map(self.service.submit, jobs, kinds, asked)]
-            while self.service.turn():
-                pass
-            for job, number in zip(jobs, numbers, strict=True):
-                if "error" in (answer := self.service.answer(job, number).result()):
-                    sys.exit(f"{kind}: {answer['error']}")
+        asked: list[object] = [STEP] * len(jobs)
+        if kind == "forward_backward":
+            asked = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(jobs)) as clients:
+            kinds = [kind] * len(jobs)
+            numbers = [*clients.map(self.service.submit, jobs, kinds, asked)]
+        self.spent["requests"] += time.perf_counter() - started
+        started = time.perf_counter()
+        while self.service.turn():
+            pass
+        self.spent["turns"] += time.perf_counter() - started
+        for job, number in zip(jobs, numbers, strict=True):
+            if "error" in (answer := self.service.answer(job, number).result()):
+                sys.exit(f"{kind}: {answer['error']}")
+
+    def measure(self) -> None:
+        """Note in :attr:`spent`, from now on, the seconds of each part of a turn."""
+
+        def timed(owner: object, method: str, part: str) -> None:
+            work = getattr(owner, method)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return work(*args, **kwargs)
+                finally:
+                    self.spent[part] += time.perf_counter() - started
+
+            setattr(owner, method, call)
+
+        timed(self.session, "_pass", "pass")
+        timed(self.session.engine, "forward_backward", "pass, queued")
+        timed(self.session.engine, "update", "updates")
+        timed(self.session.engine, "step", "updates, queued")
+        timed(self.service, "_answer", "answers")
+
+    def device_ms(self, jobs: list[str], kind: str) -> str:
+        """How long the device computes for a request of each of ``jobs``."""
+        if not torch.cuda.is_available():
+            self.requests(jobs, kind)
+            return "unknown"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            self.requests(jobs, kind)
+        return f"{sum(row.self_device_time_total for row in found.key_averages()) / 1e3:.1f}"
+
+    def breakdown(self, jobs: list[str], steps: int) -> str:
+        """Where the time of one of the last ``steps`` steps went, in ms."""
+        ms = {part: f"{1e3 * took / steps:.1f}" for part, took in self.spent.items()}
+        rest = self.spent["turns"] - sum(self.spent[x] for x in ("pass", "updates", "answers"))
+        kinds = ("forward_backward", "optim_step")
+        device = [self.device_ms(jobs, kind) for kind in kinds]
+        return (
+            f"  ms a step: requests {ms['requests']}; "
+            f"pass {ms['pass']}, queued after {ms['pass, queued']}, device {device[0]}; "
+            f"updates {ms['updates']}, queued after {ms['updates, queued']}, device {device[1]}; "
+            f"answers {ms['answers']}; else {1e3 * rest / steps:.1f}"
+        )
 
     def by_engine(self) -> None:
         """A step without the service."""
@@ -89,9 +147,12 @@ class Bench:
             self.ask(job, "optim_step", STEP)
 
 
-def seconds_of(work: Callable[[], object], times: int) -> float:
-    """Of one ``work()``, after one that does not count."""
+def seconds_of(
+    work: Callable[[], object], times: int, begin: Callable[[], object] = lambda: None
+) -> float:
+    """Of one ``work()``, after one that does not count, and ``begin()``."""
     work()
+    begin()
     started = time.perf_counter()
     for _ in range(times):
         work()
@@ -141,13 +202,16 @@ def main() -> int:
         count = 1 + args.tenants if args.tenants else args.jobs
         jobs = [service.create(f"{seed:032x}:train:0", seed).id for seed in range(count)]
         if args.tenants:
-            one, all_ = (
-                bench.tokens / seconds_of(partial(bench.by_tenants, who), args.steps)
-                for who in (jobs[:1], jobs[1:])
-            )
-            print(f"one job, {rows} rows: {one:,.0f} tokens/s", flush=True)
-            rate = f"{all_:,.0f} tokens/s, {all_ / one:.1%}"
-            print(f"{args.tenants} jobs, {args.rows} rows each: {rate}")
+            bench.measure()
+            one = 0.0
+            for who in (jobs[:1], jobs[1:]):
+                work = partial(bench.by_tenants, who)
+                rate = bench.tokens / seconds_of(work, args.steps, bench.spent.clear)
+                one = one or rate
+                name = "one job" if len(who) == 1 else f"{len(who)} jobs"
+                each = f"{rows // len(who)} rows each"
+                print(f"{name}, {each}: {rate:,.0f} tokens/s, {rate / one:.1%}", flush=True)
+                print(bench.breakdown(who, args.steps), flush=True)
             return 0
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)

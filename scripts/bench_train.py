@@ -12,7 +12,7 @@ are part of it. ``--kernels N`` prints the N kernels that took most of the profi
 
 With several processes (``--launch.nproc``) rank 0 speaks. ``--peer`` runs a shell command
 afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
-appends to a JSONL.
+appends to a JSONL. The exit code is 1 if the last loss is not finite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -88,6 +89,9 @@ def main() -> int:
             if args.results is not None:
                 with args.results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
+            if not math.isfinite(row["last_loss"]):
+                print("the last loss is not finite: these are no figures of a run that learns")
+                return 1
         if launched_place() is not None:
             return 0
     elif code := start_ranks([__file__, *sys.argv[1:]], nproc):

@@ -15,10 +15,11 @@ Within a machine copy engines carry FSDP, or NCCL where the settings say so; bet
 does. A ring of NCCL's brings a machine everything once, through the adapters of all its GPUs that
 take part. The all-to-all that reduces gradients sends each GPU's own, which is as many times more.
 
-Assumed, since nothing was measured there: bytes a second and GPU between machines (``--across``,
-GB/s in each direction), and microseconds for each machine that a message of a collective passes
-(``--hop``). Without ``train.global_batch_size`` a step is one micro-batch a rank, or four for each
-pipeline rank; with ``parallel.dp_shard`` alone, ``dp_replicate`` is what is left.
+Assumed, since nothing was measured between real machines: bytes a second and GPU (``--across``,
+GB/s in each direction; ``--across-direct`` for all-to-alls), and microseconds for each machine that
+a message of a collective passes (``--hop``). Without ``train.global_batch_size`` a step is one
+micro-batch a rank, or four for each pipeline rank; with ``parallel.dp_shard`` alone,
+``dp_replicate`` is what is left.
 
 Left out on purpose: the host, which must launch what the device runs, and what speed.py leaves out.
 """
@@ -223,6 +224,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, help="of a step on each rank")
     parser.add_argument("--across", type=float, default=NETWORK_RATE / 1e9, help="GB/s a GPU")
+    parser.add_argument("--across-direct", type=float, help="the same for all-to-alls, if another")
     parser.add_argument("--hop", type=float, default=10.0, help="microseconds to a next machine")
     parser.add_argument("--slow", nargs="+", default=[], metavar="MACHINE=FACTOR")
     parser.add_argument("--trace", type=Path, help="Chrome trace of the last number of GPUs")
@@ -234,7 +236,8 @@ def main(argv: Sequence[str] | None) -> None:
         config = configured(given, words, gpus)
         kind = GPUS[given.gpu]
         inside = kind.link_rate * _LINK
-        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE)
+        direct = 1e9 * given.across_direct if given.across_direct else None
+        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE, direct)
         result = simulate(config, given.gpu, links, slowed(given.slow))
         rows.append(result.cells())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

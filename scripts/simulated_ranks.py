@@ -80,6 +80,8 @@ class Links(NamedTuple):
     across: float
     hop: float = 10e-6
     start: float = INSIDE
+    direct: float | None = None
+    """Across, where each rank sends to each (all-to-alls); None: as all else."""
 
 
 class Group(NamedTuple):
@@ -255,6 +257,7 @@ class Team:
                 inside = size * (1 - 1 / local)
             elif kind in _DIRECT:
                 inside = size * (local - 1) / ranks
+                across *= links.across / (links.direct or links.across)
             else:  # a ring brings a machine everything once, through all its adapters
                 across /= local
             inside, across = inside * (hop != "across"), across * (hop != "inside")

@@ -12,6 +12,7 @@ from test_engine import DENSE, make_batches, make_engine, objective_of
 from moetrain.kernels import ahead
 from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
+from moetrain.kernels.quant.groups import FORMS, _table
 from moetrain.train.engine import _fake_step
 
 CASES = {
@@ -165,6 +166,17 @@ def test_what_has_memory_is_launched_meanwhile():
     with ahead._caught(found):
         assert torch.equal(rms_norm(x, weight, 1e-6, backend="triton"), expected)
     assert not found
+
+
+def test_a_fake_step_leaves_no_tables_without_memory():
+    """They would be taken for those of steps, whose kernels then did nothing."""
+    _table.cache_clear()
+    ahead.launches_of(lambda: [form.table(torch.device("cpu")) for form in FORMS.values()])
+    for name, form in FORMS.items():
+        table = form.table(torch.device("cpu"))
+        assert (table is None) == (name == "float8")
+        assert type(table) in (torch.Tensor, type(None)), name
+        assert form.table(torch.device("cpu")) is table
 
 
 def test_a_fake_step_executes_no_plan_of_a_library():

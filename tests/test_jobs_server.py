@@ -19,12 +19,14 @@ import pytest
 from command_lines import settled
 from test_jobs import WORDS, Course, adapter_of, config_of, rate, run_alone, target_of, texts
 from tinker import types
+from tinker.proto import tinker_public_pb2 as wire
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
 from moetrain.jobs.run import JobRun
+from moetrain.jobs.server import _pass
 
 JOBS, SEEDS = 30, 15
 CANCELLED = (3, 10, 18, 27)
@@ -347,6 +349,12 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("forward_backward", b"", bits, (404, "there is no such thing")),
         ("create_model", {**new, "session_id": "mine"}, kind, (400, "'mine:train:5' is not the i")),
         ("create_model", {**new, "session_id": name}, kind, (400, "")),
+        (
+            "create_model",
+            {**new, "session_id": "\ud800"},
+            kind,
+            (400, "'\\ud800:train:5' is not"),
+        ),
         ("create_model", {**new, "session_id": "../" + name[:32]}, kind, (400, "")),
         ("create_model", {**new, "model_seq_id": -1}, kind, (400, "")),
         ("create_model", {**new, "model_seq_id": "5"}, kind, (400, "model_seq_id: Input should")),
@@ -402,6 +410,18 @@ def test_bad_bodies_are_refused_in_one_line(served):
         assert (status, problem[: len(wanted[1])]) == wanted, (path, data)
         assert "\n" not in problem
     assert served.client.ask(name, "forward", texts([1, 2, 3]))["loss"] > 0
+
+
+def test_a_loss_has_its_settings_from_older_sdks_too():
+    """They have one map of numbers; newer ones write both, of which the second counts."""
+    body = {"data": texts([1, 2])["data"], "loss_fn": "ppo"}
+    body["loss_fn_config"] = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    message = wire.ForwardBackwardRequest.FromString(message_of(body, "name", 1))
+    message.loss_fn_config["clip_low_threshold"] = 0.25
+    assert _pass(message)["loss_fn_config"] == body["loss_fn_config"]
+    message.ClearField("loss_fn_config_v2")
+    expected = body["loss_fn_config"] | {"clip_low_threshold": 0.25}
+    assert _pass(message)["loss_fn_config"] == expected
 
 
 def test_a_refused_request_takes_its_number(served):

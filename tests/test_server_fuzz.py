@@ -1,39 +1,52 @@
 """Hostile requests at random, to all servers: each is answered by the protocol and forgotten.
 
-Between them a plain request has the tokens that it had before.
+Between them a plain request has the tokens that it had before. Which fields there are is read off
+the models of requests, and off the SDK's message: a new one is drawn with the others.
 """
 
 import asyncio
 import contextlib
+import copy
+import inspect
 import json
 import random
+import re
 import socket
 import threading
 import time
+from typing import ClassVar, get_args, get_origin
 
+import numpy as np
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import BaseModel
 from test_jobs import config_of, rate, texts
 from test_jobs_server import message_of, result_of
 from test_rollout import make_model
+from tinker import types
+from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.jobs.api import KINDS
+from moetrain.jobs import server as jobs_server
+from moetrain.jobs.api import _CLIPS, KINDS, Pass, _Datum, _JobBody, _Unserved
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rl.agents import AgentEnvironment, _AgentChat
+from moetrain.rl.agents import AgentEnvironment, _AgentChat, _AgentResponses
 from moetrain.rl.envs import Prompts
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import Responses
+from moetrain.rollout.protocol import _INSTEAD, Responses, _Asked
+from moetrain.rollout.request import JsonBody
 from moetrain.rollout.server import CompletionServer
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 HEARD = {"type": "function_call_output", "call_id": "c", "output": "1"}
 ITEMS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, CALL, HEARD]
 TOOLS = [{"type": "function", "name": "f", "parameters": {}}]
-OF_RESPONSES = ["input", "instructions", "include", "tool_choice", "text", "previous_response_id"]
+OF_RESPONSES = ["input", "instructions", "include", *_INSTEAD]
+"""Keys that are taken or refused before there is a model."""
 DEEP = "@deep"
 """Stands for a list that is nested too deeply for json.dumps."""
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, 5e-324, 10**400, 2**63, 2**31, 1 << 20, "", "x"]
@@ -129,11 +142,98 @@ def parts(got):
     return int(lines[0].split()[1]), headers["content-type"], body
 
 
+# ---- fields --------------------------------------------------------------------------------------
+
+
+def models_in(annotation, way=()):
+    """Yield the models of values of this type, and the way to them: 0 is any place of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, way
+    way = (*way, 0) if get_origin(annotation) is list else way
+    for part in get_args(annotation):
+        yield from models_in(part, way)
+
+
+def fields_of(model, way=()):
+    """Yield the way to every field of a body, and the model that has it."""
+    for name, field in model.model_fields.items():
+        yield (*way, name), model
+        for inner, further in models_in(field.annotation, (*way, name)):
+            yield from fields_of(inner, further)
+
+
+def put(body, way, value):
+    """``body`` with ``value`` at the end of ``way``, on which what is missing is made."""
+    if not way:
+        return value
+    key, *rest = way
+    if key == 0:
+        body = body if isinstance(body, list) and body else [{}]
+        return [put(body[0], rest, value), *body[1:]]
+    body = body if isinstance(body, dict) else {}
+    return {**body, key: put(body.get(key), rest, value)}
+
+
+KEYS = {"loss_fn_inputs": [*_Datum.model_fields, "x"]}
+KEYS |= {key: [*_CLIPS, "beta", "x"] for key in ("loss_fn_config", "loss_fn_config_v2")}
+NUMBERS = [0, 1, -1, 3, 2**31 - 1, -(2**31)]
+BYTES = [b"", b"\0", b"\0" * 4, b"\xff" * 8, np.float32([np.nan, np.inf, -3e38]).tobytes()]
+BYTES += [
+    np.float32([0.5, -0.5]).tobytes(),
+    np.int32([1, -2]).tobytes(),
+    np.int64([1, 9]).tobytes(),
+]
+SCALARS = {
+    FieldDescriptor.CPPTYPE_STRING: ["", "x", "ppo", "dro", "cross_entropy", "\0\n", "é" * 9000],
+    FieldDescriptor.CPPTYPE_DOUBLE: [0.0, -1.0, 0.5, 1e308, 5e-324, float("nan"), float("inf")],
+    FieldDescriptor.CPPTYPE_BOOL: [False, True],
+    FieldDescriptor.CPPTYPE_ENUM: [*range(4), 99],
+    FieldDescriptor.CPPTYPE_UINT32: [0, 1, 2**32 - 1],
+    FieldDescriptor.CPPTYPE_INT32: NUMBERS,
+    FieldDescriptor.CPPTYPE_INT64: [*NUMBERS, 2**63 - 1],
+}
+
+
+def wire_fields(descriptor):
+    """Yield the way to every field of a message that has a value; a map's has a key too."""
+    for field in descriptor.fields:
+        inner, ways = field.message_type, [(field.name,)]
+        if inner is not None and inner.GetOptions().map_entry:
+            ways = [(field.name, key) for key in KEYS[field.name]]
+            inner = inner.fields_by_name["value"].message_type
+        for way in ways:
+            rests = [()] if inner is None else wire_fields(inner)
+            yield from ((*way, *rest) for rest in rests)
+
+
+def put_wire(message, way, draw):
+    """Draw a value for the field at the end of ``way``."""
+    name, *rest = way
+    field, part = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    inner, is_list = field.message_type, field.is_repeated
+    if inner is not None and inner.GetOptions().map_entry:
+        key, *rest = rest
+        if rest:
+            return put_wire(part[key], rest, draw)
+        part[key] = draw.choice(SCALARS[inner.fields_by_name["value"].cpp_type])
+    elif inner is not None:
+        return put_wire((part[0] if part else part.add()) if is_list else part, rest, draw)
+    else:
+        is_bytes = field.type == FieldDescriptor.TYPE_BYTES
+        values = BYTES if is_bytes else SCALARS[field.cpp_type]
+        if not is_list:
+            return setattr(message, name, draw.choice(values))
+        del part[:]
+        part.extend(draw.choices(values, k=draw.randrange(3)))
+
+
 class Target:
     """A server behind its door, and what may be asked of it."""
 
-    def __init__(self, server, folder, models):
-        self.names = sorted({name for model in models for name in model.model_fields})
+    MODELS: ClassVar = {}
+    """The models of requests, by what the path ends with."""
+
+    def __init__(self, server, folder):
         access = Access("127.0.0.1", 0, "auto", None, folder / "token")
         self.server, listener = server.listen(access)
         self.port = listener.getsockname()[1]
@@ -145,22 +245,36 @@ class Target:
         self.thread.join(30)
         assert not self.thread.is_alive()
 
+    @property
+    def fields(self):
+        """Pairs of a path and the way to a field of the bodies there."""
+        found = {(path, (name,)) for path, body in self.good.items() if not isinstance(body, bytes)
+                 for name in body}  # fmt: skip
+        for path in self.good:
+            for model in self.MODELS[path.removeprefix(self.before)]:
+                found |= {(path, way) for way, _ in fields_of(model)}
+                if issubclass(model, Responses):
+                    found |= {(path, (name,)) for name in OF_RESPONSES}
+        return found
+
 
 class Serve(Target):
     """Completions and chats."""
+
+    MODELS: ClassVar = {path: [model] for path, model in CompletionServer.BODIES.items()}
+    before = ""
 
     def __init__(self, folder):
         save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
         self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
         server = CompletionServer(self.generator, "tiny", max_request_mib=1)
-        super().__init__(server, folder, server.BODIES.values())
+        super().__init__(server, folder)
         turns = [{"role": "user", "content": "a"}]
         self.good = {
             "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},
             "/v1/chat/completions": {"messages": turns, "max_tokens": 2, "seed": 1},
             "/v1/responses": {"input": ITEMS, "tools": TOOLS, "max_output_tokens": 2, "seed": 1},
         }
-        self.names += OF_RESPONSES
 
     def plain(self):
         body = {"prompt": "AB", "max_tokens": 9, "seed": 1, "logprobs": 2}
@@ -183,9 +297,20 @@ class Serve(Target):
 class Jobs(Target):
     """One job, whose tokens nothing changes that is refused."""
 
+    MODELS: ClassVar = {kind: [KINDS[kind]] for kind in set(KINDS) - {"unserved", "forward"}}
+    MODELS |= dict.fromkeys(("sessions/x/finish", "telemetry", "create_session"), ())
+    MODELS |= {
+        "create_model": [types.CreateModelRequest],
+        "load_weights?": [types.LoadWeightsRequest, KINDS["load_weights"]],
+        "create_sampling_session": [types.CreateSamplingSessionRequest],
+        "retrieve_future": [types.FutureRetrieveRequest],
+        "get_info": [types.GetInfoRequest],
+    }
+    before = "/api/v1/"
+
     def __init__(self, folder):
         self.service = Service(config_of(folder / "jobs", "jobs.max_request_mib=1"))
-        super().__init__(JobRoutes(self.service), folder, KINDS.values())
+        super().__init__(JobRoutes(self.service), folder)
         self.over = False
         self.worker = threading.Thread(target=self.work)
         self.worker.start()
@@ -215,8 +340,15 @@ class Jobs(Target):
             "telemetry": {},
             "create_session": {},
         }
-        self.good = {f"/api/v1/{path}": body for path, body in self.good.items()}
+        self.good = {f"{self.before}{path}": body for path, body in self.good.items()}
         self.seq = 0
+
+    @property
+    def fields(self):
+        path = f"{self.before}forward_backward"
+        of_message = wire_fields(wire.ForwardBackwardRequest.DESCRIPTOR)
+        others = {field for field in super().fields if field[0] != path}
+        return others | {(path, way) for way in of_message}
 
     def work(self):
         while not self.over:
@@ -252,19 +384,21 @@ class Jobs(Target):
 class Agents(Target):
     """The endpoint of an agent that never ends, and a policy that always says the same."""
 
+    MODELS: ClassVar = {"chat/completions": [_AgentChat], "responses": [_AgentResponses]}
+
     def __init__(self, folder):
         self.agents = AgentEnvironment(
             Prompts(ByteTokenizer(), True), lambda *_: self.over.wait(), None
         )
         self.over = threading.Event()
-        self.names = sorted({*_AgentChat.model_fields, *Responses.model_fields, *OF_RESPONSES})
         self.episode = self.agents.episode(0)
         self.port = int(self.agents.address.rpartition(":")[2])
         self.thread = threading.Thread(target=lambda: asyncio.run(self.play()))
         self.thread.start()
         while self.episode.name not in self.agents.episodes:  # until it begins there
             time.sleep(0.01)
-        self.path = f"/{self.episode.name}/v1/chat/completions"
+        self.before = f"/{self.episode.name}/v1/"
+        self.path = f"{self.before}chat/completions"
         self.good = {self.path: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}}
         responses = self.path.replace("chat/completions", "responses")
         self.good[responses] = {"input": ITEMS, "tools": TOOLS, "max_output_tokens": 2}
@@ -302,23 +436,27 @@ def target(request, tmp_path_factory):
         one.close()
 
 
-def hostile(target, draw):
-    """What is sent, and what comes."""
-    path = draw.choice(list(target.good))
+def hostile(target, draw, field):
+    """What is sent, and what comes; ``field`` is one that may be drawn, and is popped if it is."""
     kind = draw.choice(["value"] * 6 + ["body", "type", "frame", "path"])
+    path = field[-1][0] if kind == "value" else draw.choice(list(target.good))
     if isinstance(target.good[path], bytes):
         data, sort = bytearray(target.good[path]), "application/x-protobuf"
+        if kind == "value":
+            message = wire.ForwardBackwardRequest.FromString(bytes(data))
+            put_wire(message, field.pop()[1], draw)
+            return path, message, post(target.port, path, message.SerializeToString(), sort)
         for _ in range(draw.choice([0, 1, 1, 3, 9])):
             data[draw.randrange(len(data))] = draw.randrange(256)
         data = bytes(data[: draw.choice([len(data)] * 3 + [draw.randrange(len(data))])])
         return path, data, post(target.port, path, data, sort)
     if kind == "value":
-        body = dict(target.good[path])
-        for _ in range(draw.choice([1, 1, 2])):
-            name = draw.choice(
-                [*target.names, *target.good[path], draw.choice(["x", "\ud800", ""])]
-            )
-            body[name] = draw.choice(VALUES)
+        ways = sorted((way for at, way in target.fields if at == path), key=str)
+        ways += [(name,) for name in ("x", "\ud800", "")]
+        drawn = draw.choices(ways, k=draw.choice([0, 0, 1]))
+        body = copy.deepcopy(target.good[path])
+        for way in [*drawn, field.pop()[1]]:
+            body = put(body, way, draw.choice(VALUES))
         return path, body, post(target.port, path, dumped(body))
     if kind == "body":
         data = draw.choice(BODIES)
@@ -343,9 +481,13 @@ def hostile(target, draw):
 @pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.long)])
 def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
     draw, expected = random.Random(seed), target.plain()
-    statuses = set()
+    statuses, left = set(), []
+    rounds = -1
     for number in range(times):
-        path, sent, (status, kind, body) = hostile(target, draw)
+        if not left:
+            left, rounds = sorted(target.fields, key=str), rounds + 1
+            draw.shuffle(left)
+        path, sent, (status, kind, body) = hostile(target, draw, left)
         told = (path, sent, status, body[:500])
         statuses.add(status)
         assert status < 500, told
@@ -361,4 +503,29 @@ def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
         if number % 10 == 9:
             assert target.plain() == expected, told
     assert {200, 400, 415} <= statuses or times < 100
+    assert rounds or times < 100, f"of {len(target.fields)} fields {len(left)} were never drawn"
     target.check_end()
+
+
+def test_every_model_of_a_request_is_somewhere_asked_for():
+    """Also those within others; bases are left out, and what the service tells itself."""
+    parts = [part for target in (Serve, Jobs, Agents) for part in target.MODELS.values()]
+    models = [model for part in parts for model in part]
+    reached = {model for one in models for _, model in fields_of(one)}
+    known, left = set(), [JsonBody]
+    while left:
+        known.add(left[-1])
+        left += left.pop().__subclasses__()
+    assert known - reached == {JsonBody, _JobBody, _Asked, _Unserved}
+    parsed = set(re.findall(r"_parsed\W+types\.(\w+)", inspect.getsource(jobs_server)))
+    assert parsed == {one.__name__ for one in models if not issubclass(one, JsonBody)}
+    message = {way for way, _ in fields_of(Pass)}
+    assert message >= {("loss_fn_config",), ("data", 0, "advantages")}
+    sampling = {way for way, _ in fields_of(KINDS["asample"])}
+    assert sampling >= {
+        ("prompt_logprobs",),
+        ("sampling_params", "seed"),
+        ("prompt", "chunks", 0, "tokens"),
+    }
+    completions = {way for way, _ in fields_of(CompletionServer.BODIES["/v1/completions"])}
+    assert completions >= {("prompt_logprobs",), ("response_format", "json_schema")}

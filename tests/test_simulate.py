@@ -223,6 +223,18 @@ def test_a_ring_brings_a_machine_everything_once_and_an_all_to_all_each_gpu_its_
     assert times["reduce"] == pytest.approx(100 / 2 / 1e3)
 
 
+def test_all_to_alls_across_may_have_a_rate_of_their_own():
+    busy = {}
+    for direct in (None, 500.0):
+        links = Links(inside=1e9, across=1e3, hop=0.0, start=0.0, direct=direct)
+        _, simulation = run_sharded(links)
+        for kind in ("gather", "reduce"):
+            own = [x for x in simulation.operations if x.kind == kind]
+            busy[direct, kind] = sum(x.uses[x.streams[0][0], "adapter", "in"] for x in own)
+    assert busy[500.0, "gather"] == busy[None, "gather"]
+    assert busy[500.0, "reduce"] == pytest.approx(2 * busy[None, "reduce"])
+
+
 def test_one_unit_is_gathered_ahead_and_reductions_are_waited_for_one_later():
     work = sharded(1.0, 2.0)
     seconds, simulation = run_sharded(Links(1e3, 1e3, 0.0, 0.0), work, world=8)

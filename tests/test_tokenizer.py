@@ -242,3 +242,15 @@ def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path):
     tokenizer = load_tokenizer(str(folder))
     with pytest.raises(ConfigError, match=r"data\.tokenizer: the tokenizer cannot encode a text: "):
         tokenizer.encode_batch(["a"])
+
+
+def test_the_end_of_a_text_is_no_part_of_it(tmp_path):
+    """As in transformers, also where tokenizer.json does not call it special: ours of bytes."""
+    for name, content in ByteTokenizer().export().files.items():
+        (tmp_path / name).write_text(content)
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = [*"aé".encode(), tokenizer.eos_id]
+    assert tokenizer.decode(ids) == ByteTokenizer().decode(ids) == "aé"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.decode(ids, skip_special_tokens=True) == "aé"
+    assert tokenizer.decode(b"<|endoftext|>") == "<|endoftext|>"

@@ -136,7 +136,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
-    _Need("rl.generators", {"rl.placement": {"apart"}}),
+    _Need("rl.generators rl.keep_cache", {"rl.placement": {"apart"}}),
+    _Need("rl.keep_cache", {"rl.max_staleness": _SOME}),  # else nothing is under way
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
@@ -162,7 +163,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
     _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
-    _Need("compile.cuda_graphs", {"lora.base_dtype": {"auto"}}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),

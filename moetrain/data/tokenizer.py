@@ -142,12 +142,8 @@ class ByteTokenizer(Tokenizer):
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = level
         backend.decoder = tokenizers.decoders.ByteLevel()
-        config = {
-            **_CLASS,
-            "eos_token": eos,
-            "split_special_tokens": True,
-            "clean_up_tokenization_spaces": False,
-        }
+        config = {**_CLASS, "eos_token": eos, "split_special_tokens": True}
+        config["clean_up_tokenization_spaces"] = False
         return {
             "tokenizer.json": backend.to_str(pretty=True) + "\n",
             _CONFIG: json.dumps(config, indent=2) + "\n",
@@ -236,7 +232,8 @@ class _HFTokenizer(Tokenizer):
         return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        own = [i for i in ids if i != self.eos_id]  # which not all files call special
+        return self._tokenizer.decode(own, skip_special_tokens=True)
 
     def _files(self) -> dict[str, Path | str]:
         """List the files beside tokenizer.json; the config must name the token that ends a text."""

@@ -14,6 +14,7 @@ write that fails ends the service.
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -26,6 +27,7 @@ from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, Pass, Refused
 from moetrain.jobs.session import JobSession
+from moetrain.jobs.shared import JobState
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
@@ -116,8 +118,8 @@ class Service(AbstractContextManager["Service"]):
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
-    def create(self, name: str, seed: int = 0, source: str | None = None) -> Job:
-        """Make a new job; to ask again for ``name``, an id, is safe.
+    def create(self, name: str, seed: int | None = 0, source: str | None = None) -> Job:
+        """Make a new job; to ask again for ``name``, an id, is safe. ``seed`` None: of the name.
 
         ``source``: the save that a sampler has, or that the first request of a run is to load, as
         a path under the folder of jobs; None: the weights that all jobs begin with.
@@ -129,6 +131,7 @@ class Service(AbstractContextManager["Service"]):
         """
         if not JOB_ID.fullmatch(name):
             raise Refused(f"{shortened(name)} is not the id of a job")
+        seed = zlib.crc32(name.encode()) if seed is None else seed
         if not 0 <= seed < 2**63:
             raise Refused(f"seed {seed!r:.40} is out of range")
         root = self.folder / "jobs"
@@ -283,21 +286,22 @@ class Service(AbstractContextManager["Service"]):
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
                 job.small.pop(job.done, None)
-        if len(jobs) > 1 and kinds[0] != "optim_step":
-            jobs = [job for job in jobs if self._bring(job)]
-            if len(jobs) > 1:
-                self._answer(self._serve_together(jobs))
-                return True
-        served: dict[Job, list[dict[str, Any]]] = {}
-        try:
-            for job in jobs:
-                if self._bring(job):
-                    served[job] = self._serve(job)
-        except (RunFailed, OSError):
-            self._forget(served)
-            raise
-        self._answer(served)
+        if len(jobs) > 1:
+            jobs = [job for job in jobs if self._can_share(job, kinds[0])]
+        if len(jobs) > 1:
+            self._answer(self._serve_together(jobs))
+        else:
+            self._answer({job: self._serve(job) for job in jobs if self._bring(job)})
         return bool(waiting)
+
+    def _can_share(self, job: Job, kind: str) -> bool:
+        """Let the session have ``job`` on the device, for a turn of several."""
+        state = self.session.resident(job.id)
+        is_current = state is not None and state.seen == job.done
+        if not is_current or (self._is_due(job, state) and not state.since_step):
+            state = self.session.resident(job.id) if self._bring(job) else None
+        # A step of nothing is refused in a turn of its own.
+        return state is not None and (kind != "optim_step" or bool(state.since_step))
 
     def _bring(self, job: Job) -> bool:
         """Let the session have ``job`` as its answers left it; False: it is not to be served."""
@@ -329,9 +333,10 @@ class Service(AbstractContextManager["Service"]):
         try:
             results = self.session.serve_together({job.id: job.done for job in jobs})
         except (RunFailed, OSError):
+            self._forget(jobs)
             raise
         except Exception as error:  # noqa: BLE001 - whose it is, their own turns show
-            logger.warning("%d jobs shared a pass that failed: %s", len(jobs), _line_of(error))
+            logger.warning("%d jobs shared a turn that failed: %s", len(jobs), _line_of(error))
             self._forget(jobs)
             self.session.probe()
             return {}
@@ -403,14 +408,17 @@ class Service(AbstractContextManager["Service"]):
             if future is not None:
                 future.set_result(answer)
 
-    def _save_if_due(self, job: Job) -> None:
-        session, minutes = self.session, self.config.checkpoint.minutes
-        new, seconds = session.now.seen - session.now.saved, 60 * minutes
+    def _is_due(self, job: Job, state: JobState) -> bool:
+        """Return whether a checkpoint of ``job`` is due, once it is between two steps."""
+        new, seconds = state.seen - state.saved, 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         # What was loaded need not be there any more when requests are served again.
         has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
-        is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
-        if session.now.id == job.id and is_due and session.engine.is_between_steps:
+        return has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
+
+    def _save_if_due(self, job: Job) -> None:
+        session, is_here = self.session, self.session.now.id == job.id
+        if is_here and session.engine.is_between_steps and self._is_due(job, session.now):
             seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:

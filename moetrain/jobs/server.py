@@ -14,7 +14,6 @@ import math
 import re
 import secrets
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -132,7 +131,7 @@ class JobRoutes(JsonServer):
             if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(f"train_{part} False, but lora.targets of this service has such")
         name = f"{new.session_id}:train:{new.model_seq_id}"
-        self.service.create(name, zlib.crc32(name.encode()) if lora.seed is None else lora.seed)
+        self.service.create(name, lora.seed)
         return {"request_id": f"{name}:new"}
 
     def _check_base(self, base: str | None, optimizer: Any = None) -> None:
@@ -148,7 +147,7 @@ class JobRoutes(JsonServer):
         self._check_base(new.base_model, new.optimizer_config)
         name = f"{new.session_id}:train:{new.model_seq_id}"
         self.service.session.limits.parse("load_weights", _asked(body))  # before there is a run
-        self.service.create(name, zlib.crc32(name.encode()), source_of(new.path))
+        self.service.create(name, None, source_of(new.path))
         number = self.service.submit(name, "load_weights", _asked(body), 0)
         return {"request_id": f"{name}:{number}"}
 
@@ -159,7 +158,7 @@ class JobRoutes(JsonServer):
             raise Refused("a sampling session needs base_model or model_path")
         name = f"{new.session_id}:sample:{new.sampling_session_seq_id}"
         source = None if new.model_path is None else source_of(new.model_path)
-        self.service.create(name, zlib.crc32(name.encode()), source)
+        self.service.create(name, None, source)
         return {"sampling_session_id": name}
 
     # ---- requests and futures ------------------------------------------------------------------
@@ -295,9 +294,10 @@ def _asked(body: Any) -> dict[str, Any]:
 
 def _pass(message: Any) -> dict[str, Any]:
     """Return a message's pass over texts as :class:`moetrain.jobs.api.Pass` has it; or Refused."""
-    config = {key: one.number for key, one in message.loss_fn_config_v2.items()}
-    if any(one.WhichOneof("value") == "text" for one in message.loss_fn_config_v2.values()):
+    given, config = message.loss_fn_config_v2, {**message.loss_fn_config}  # which older SDKs send
+    if any(one.WhichOneof("value") == "text" for one in given.values()):
         raise Refused("loss_fn_config has a text, and no loss here takes one")
+    config |= {key: one.number for key, one in given.items()}
     data = []
     for i, datum in enumerate(islice(message.data, MOST_TEXTS + 1)):
         chunks = [chunk.encoded_text.tokens for chunk in datum.model_input]

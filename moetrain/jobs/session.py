@@ -205,6 +205,14 @@ class JobSession:
             self.engine.begin(seed)
         now.saved, now.id = now.seen, job
 
+    def resident(self, job: str) -> JobState | None:
+        """Leave the current job, and return the state of ``job`` if it lies on the device."""
+        self._leave(more=0)
+        if job in self._held:
+            self._held[job] = self._held.pop(job)  # the latest
+        held = self._held.get(job)
+        return held if held is not None and held.place == "device" else None
+
     def _leave(self, more: int = 1) -> None:
         """Leave the current job, and hold its state on the device, if there is room for so many
         more jobs, or in host memory."""
@@ -315,18 +323,22 @@ class JobSession:
         raise Refused(request.problem)
 
     def serve_together(self, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Serve a small request each of several jobs, which are resident, in one pass."""
+        """Serve a small request each, of one kind, of several jobs, which are resident: in one
+        pass, or all updates before the device is waited for."""
         self._leave(more=0)
-        jobs, requests, learns = [self._held[job] for job in numbers], list[Pass](), False
+        jobs, kind, requests = [self._held[job] for job in numbers], "", list[Any]()
         for job, number in zip(jobs, numbers.values(), strict=True):
             entry = Job.request_in(job.folder, number)
-            requests.append(Pass.model_validate(entry["body"]))
-            learns, job.seen = entry["kind"] == "forward_backward", number + 1
+            kind, job.seen = entry["kind"], number + 1
+            requests.append(self.limits.parse(kind, entry["body"]))
+        if kind == "optim_step":
+            return [{"metrics": found} for found in self.engine.update(jobs, requests)]
         if self.config.compile.is_on:  # for one shape: further parts are empty
             missing = self.config.jobs.max_tenants - len(jobs)
             jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
             requests += [requests[0].model_copy(update={"data": []})] * missing
         with self.engine.together(jobs):
+            learns = kind == "forward_backward"
             return self._pass(jobs, requests, learns)[: len(numbers)]
 
     def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
@@ -357,19 +369,7 @@ class JobSession:
         return results
 
     def _optim_step(self, request: OptimStep) -> dict[str, Any]:
-        if self.engine.is_between_steps:
-            raise Refused("there was no forward_backward since the last step")
-        asked, optimizer = request.adam_params, self.engine.optimizer
-        numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
-        optimizer.settings = optimizer.settings._replace(**numbers)
-        limit = asked.grad_clip_norm or math.inf
-        change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
-        optimizer.config = optimizer.config.model_copy(update=change)
-        outcome = self.engine.step(asked.learning_rate)
-        skipped, norm = bool(outcome.skipped.item()), outcome.grad_norm.item()
-        self.now.steps += not skipped
-        metrics = {"grad_norm": norm, "skipped": float(skipped), "steps": float(self.now.steps)}
-        return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
+        return {"metrics": self.engine.update([self.now], [request])[0]}
 
     def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""

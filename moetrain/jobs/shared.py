@@ -5,6 +5,7 @@ besides, which fit this layout alone and are of no use to another process. State
 on the device are copied to host memory, and back.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
+from moetrain.jobs.api import OptimStep, Refused
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear
 from moetrain.models.lora import adaptable
@@ -81,6 +83,7 @@ class SharedEngine(Engine):
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
         rows = max(1, size // tenants)
         self.part = rows, size * config.data.seq_len // (tenants * rows)
+        self.fsdp.shows_gradients = config.log.find_nan or config.optim.name == "muon"
         for arena in (self.fsdp.gradients, self.optimizer.arena):
             arena.fixed = False  # their memory comes and goes with jobs
         self.optimizer.begin()
@@ -141,6 +144,35 @@ class SharedEngine(Engine):
         job.since_step, self._since_step = self._since_step, []
         for i, bucket in enumerate(self._trained):
             _keep_gradient(bucket, job, i)
+
+    def update(
+        self, jobs: Sequence[JobState], requests: Sequence[OptimStep]
+    ) -> list[dict[str, float]]:
+        """Update each of ``jobs``, all of which are left, or the current one; return the metrics.
+
+        The device is waited for once, behind the last update. Raises Refused: a job has no
+        gradient.
+        """
+        outcomes, results, is_left = [], [], len(jobs) > 1
+        for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
+            if is_left:
+                self.enter(job)
+            if self.is_between_steps:
+                raise Refused("there was no forward_backward since the last step")
+            optimizer, limit = self.optimizer, asked.grad_clip_norm or math.inf
+            numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
+            optimizer.settings = optimizer.settings._replace(**numbers)
+            change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
+            optimizer.config = optimizer.config.model_copy(update=change)
+            outcomes += self.step(asked.learning_rate)
+            if is_left:
+                self.leave(job)
+        found = torch.stack([x.double() for x in outcomes]).tolist()
+        for job, norm, skipped in zip(jobs, found[::2], found[1::2], strict=True):
+            job.steps += not skipped
+            metrics = {"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)}
+            results.append({name: x for name, x in metrics.items() if math.isfinite(x)})
+        return results
 
     @contextmanager
     def together(self, jobs: Sequence[JobState]) -> Iterator[None]:

@@ -262,7 +262,8 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes.
 
-    Matrices in codes are widened as they are multiplied, so that only their codes are read.
+    Matrices in codes are widened as they are multiplied, so that only their codes are read. Nothing
+    may be fused: scales of nf4 are rounded twice.
     """
     R, D = x_RD.shape
     E, _, F = w_down_EDF.shape
@@ -276,14 +277,14 @@ def expert_mlp(
             *_read_by(w_gate_up_E2FD, [32, _DEPTH]),
             offsets_E, weights_R, h_RF, D,
             F=F, BR=rows, BF=32, BD=_DEPTH, **_stored_as(w_gate_up_E2FD), WIDEN=INTERPRETED,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
         _down_kernel[(D // columns, E)](
             TensorDescriptor.from_tensor(h_RF, [rows, _DEPTH]),
             *_read_by(w_down_EDF, [columns, _DEPTH]),
             offsets_E, y_RD, D,
             F=F, BR=rows, BN=columns, BF=_DEPTH, **_stored_as(w_down_EDF), WIDEN=INTERPRETED,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return y_RD
 
@@ -459,8 +460,11 @@ class _OfTenants(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (g_STN,), (x_STD, w_SND) = gradients, ctx.saved_tensors
         needs_y, needs_x, needs_w, _ = ctx.needs_input_grad
-        dx_STD = g_STN @ w_SND * ctx.scale if needs_x else None
-        dw_SND = g_STN.mT @ x_STD * ctx.scale if needs_w else None
+        dx_STD = g_STN @ w_SND if needs_x else None
+        dw_SND = g_STN.mT @ x_STD if needs_w else None
+        for made in (dx_STD, dw_SND) if ctx.scale != 1 else ():
+            if made is not None:
+                made.mul_(ctx.scale)
         return g_STN if needs_y else None, dx_STD, dw_SND, None
 
 

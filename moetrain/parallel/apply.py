@@ -115,7 +115,7 @@ def frees_memory(config: Config, world_size: int) -> bool:
 
 def turning_regions(config: Config, world_size: int) -> int:
     """Count the regions in which resharded blocks take turns: two where parameters travel."""
-    return 1 if frees_memory(config, world_size) and not config.lora.offload_experts else 2
+    return 1 if world_size == 1 and not config.lora.offload_experts else 2
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
@@ -129,10 +129,11 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
+        return num_blocks
     if config.compile.cuda_graphs is True:  # whose blocks stay where they are
         return 0
-    is_widened = config.lora.base_dtype != "auto"  # all blocks at once would be as large as ever
-    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
+    return num_blocks * bool(wanted or recomputes[config.activation.policy])
 
 
 # ---- dispatchers --------------------------------------------------------------------------------

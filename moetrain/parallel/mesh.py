@@ -400,11 +400,11 @@ class Layout:
         assert place is not None  # a rank has layouts on its own meshes alone
         return place
 
-    @property
+    @cached_property
     def local_shape(self) -> torch.Size:
         return torch.Size(part.stop - part.start for part in self.box)
 
-    @property
+    @cached_property
     def gathered_shape(self) -> torch.Size:
         return torch.Size(part.stop - part.start for part in self.gathered_box)
 
@@ -414,7 +414,7 @@ class Layout:
         is_split = self.style != "expert" and isinstance(STYLES[self.style], Shard)
         return self.mesh.size(2) > 1 or (is_split and self.mesh.size(1) > 1)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """How many numbers the largest rank's piece has, which each gives to a gather."""
         rows, *rest = self.gathered_shape

@@ -131,7 +131,9 @@ class Form:
 
     def table(self, device: torch.device) -> torch.Tensor | None:
         """Return the numbers of codes, and of the scales' bytes, for :func:`widen_groups`."""
-        return _table(self, device)
+        # In a step that compiles kernels ahead tensors have no memory: those are not kept.
+        is_real = type(torch.empty(0)) is torch.Tensor
+        return _table(self, device) if is_real else _table.__wrapped__(self, device)
 
 
 FORMS = {

@@ -92,9 +92,10 @@ class Member:
         return torch.Size((rows + self.spare, *rest))
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Cut out of ``flat_N``, as long as the bucket's shard, the part at this member's place."""
+        """Cut out of ``flat_N``, as long as the bucket's shard, or each row of [S, N], the part at
+        this member's place."""
         shape = self.layout.local_shape
-        return flat_N[self.start :][: shape.numel()].view(shape)
+        return flat_N.narrow(-1, self.start, shape.numel()).view(flat_N.shape[:-1] + shape)
 
     def read(self) -> torch.Tensor:
         """Give this rank's piece as values: :attr:`local`, or a copy."""
@@ -353,9 +354,9 @@ class Bucket:
 
     def rows(self) -> list[torch.Tensor]:
         """Give the gathered parameters in the order of members, as new tensors for autograd."""
-        if shards := [tenant.shard_N for tenant in self.tenants]:
-            pieces = ([member.piece_of(x_N) for x_N in shards] for member in self.members)
-            return [torch.stack(each).to(self.dtype) for each in pieces]
+        if self.tenants:
+            stacked_SN = torch.stack([tenant.shard_N for tenant in self.tenants]).to(self.dtype)
+            return [member.piece_of(stacked_SN) for member in self.members]
         return [
             row.view(row.shape) if member.share == 1 else row * member.share
             for member, row in zip(self.members, self._rows, strict=True)
@@ -370,6 +371,11 @@ class Bucket:
         Without ``now`` they are added up here, until a later call or :meth:`flush` sends all.
         """
         chunks_WN = self._chunks(gradients)
+        if self.tenants:
+            for tenant, chunk_1N in zip(self.tenants, chunks_WN.split(1), strict=True):
+                tenant.unreduced_WN = chunk_1N
+                tenant.flush()
+            return None
         if self.unreduced_WN is not None:
             chunks_WN = self.unreduced_WN.add_(chunks_WN)
         if not now and self.group.size() > 1:
@@ -418,8 +424,9 @@ class Bucket:
             self.gradient_N = None
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
-        ranks = self.group.size()
+        """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard, or, of
+        the one rank that tenants have, for tenant r's."""
+        ranks = len(self.tenants) or self.group.size()
         pairs = zip(gradients, self.members, strict=True)
         gradients = [g[: len(g) - m.spare] if g is not None and m.spare else g for g, m in pairs]
         only, (first, *others), size = gradients[0], self.members, ranks * self.shard_N.numel()
@@ -474,11 +481,9 @@ class Bucket:
         return copies
 
     def show_gradient(self) -> None:
-        """Set every member's ``grad`` to its piece of the gradient, or send that to the host."""
-        if self.host is not None:
-            self.give_gradient()
+        """Set every member's ``grad`` to its piece of the gradient, if that is on the device."""
+        if self.gradient_N is None:
             return
-        assert self.gradient_N is not None
         for member in self.members:
             member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
@@ -491,5 +496,5 @@ class Bucket:
             self.host.has_gradient = False
         if free or self.host is not None:
             self.gradient_N = None
-        for member in self.members:
+        for member in self.members if self.members[0].local.grad is not None else ():
             member.local.grad = member.parameter.grad = None

@@ -105,9 +105,6 @@ class _Unit:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
-    def rows(self) -> list[torch.Tensor]:
-        return [row for bucket in self.buckets for row in bucket.rows()]
-
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         for member, tensor in zip(self.members, full, strict=True):
             member.module._parameters[member.name] = tensor  # pyright: ignore
@@ -155,6 +152,8 @@ class FSDP(Sharding):
         self._is_working = self._is_last = False
         self._num_works = 0
         self.before_reduce: Callable[[], object] = lambda: None  # waits for what others still add
+        self.shows_gradients = True
+        """Whether parameters have a ``grad`` while they are updated, for hooks of the optimizer."""
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; their forwards run in the order of units."""
@@ -285,10 +284,7 @@ class FSDP(Sharding):
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
                     now = self._is_last or not self.reduce_last
-                    parts = enumerate(bucket.tenants)
-                    each = [(b, [g if g is None else g[i] for g in mine]) for i, b in parts]
-                    each = each or [(bucket, mine)]
-                    started += [one.start_reduce(its, now=now) for one, its in each]
+                    started.append(bucket.start_reduce(mine, now=now))
             self._finish_reductions()
             self._reducing = started
         unit.graphs -= 1
@@ -396,7 +392,9 @@ class FSDP(Sharding):
             with waiting(self.device):
                 dist.all_reduce(total)
         for bucket in trained:  # the host takes longer for it than the device for the sum
-            bucket.show_gradient()
+            bucket.give_gradient()
+            if self.shows_gradients:
+                bucket.show_gradient()
         return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
@@ -429,10 +427,16 @@ class FSDP(Sharding):
                 bucket.host.wait()
 
     def refresh(self) -> None:
-        """Bring copies of changed parameters in the compute dtype up to date. Collective."""
+        """Bring copies of changed parameters in the compute dtype up to date. Collective.
+
+        Those of units that take turns are made anew wherever a unit follows another.
+        """
         self._share()
         for unit in self.units:
             unit.move_in()
+            if unit.takes_turns:
+                unit.region.content_of = None
+                continue
             for bucket in unit.buckets:
                 if bucket.is_cast and bucket.peers is None:
                     bucket.refresh()
@@ -462,7 +466,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
-        rows = unit.rows()
+        rows = [row for bucket in unit.buckets for row in bucket.rows()]
         pairs = zip(rows, unit.members, strict=True)
         ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
         return tuple(rows)
