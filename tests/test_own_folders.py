@@ -3,6 +3,7 @@
 Machines are processes here, told apart by their folders.
 """
 
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from moetrain.checkpoint.read import MANIFEST, list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import LaunchedPlace
+from moetrain.config.sources import RunFailed
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train import run_folder
 from moetrain.train.trainer import Trainer
@@ -35,8 +37,20 @@ TWO = "checkpoint.replicas=2"
 SHARDED = "parallel.dp_shard=2"
 
 
-def run_of_a_machine(words, folder, until=None, ends=False):
-    """Be one of several machines; return the step where it begins, or the error, and its files."""
+def run_of_a_machine(words, folder, until=None, ends=False, half=""):
+    """Be one of several machines; return the step where it begins, or the error, and its files.
+
+    Of a file named ``half`` that is fetched only half is written.
+    """
+    write = Path.write_bytes
+
+    def write_half(path, data):
+        if half and half in path.name:
+            write(path, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    Path.write_bytes = write_half
     own = Path(folder, f"out{dist.get_rank()}")
     config = Config.load(None, [*words, f"output_dir={own}"], environ={})
     began: object = None
@@ -48,7 +62,7 @@ def run_of_a_machine(words, folder, until=None, ends=False):
                 trainer.fit()
         else:
             began = train(config, until).step
-    except ConfigError as error:
+    except (ConfigError, RunFailed) as error:
         began = str(error)
     return began, {p.name: names(p) for p in list_checkpoints(own / "checkpoints")}
 
@@ -57,9 +71,9 @@ def run_of_a_machine(words, folder, until=None, ends=False):
 def two(tiny_words, tmp_path):
     """Run two machines: ``two(WORD, ..., until=STEP)``."""
 
-    def run(*words, until=None, ends=False):
+    def run(*words, until=None, ends=False, half=""):
         own = settled([*tiny_words, *WORDS, STEPS, *words])
-        return spawn(2, run_of_a_machine, own, str(tmp_path), until, ends)
+        return spawn(2, run_of_a_machine, own, str(tmp_path), until, ends, half)
 
     return run
 
@@ -141,6 +155,13 @@ def test_what_is_damaged_is_mended_from_a_copy_and_else_passed_over(two, tmp_pat
     assert [began for began, _ in two(SHARDED, TWO)] == [2, 2]
     assert mine.exists()  # until a run goes on
     assert theirs.exists()
+
+
+def test_a_fetch_that_ends_half_way_costs_nothing(two, tmp_path):
+    two(SHARDED, until=3)
+    for error, _ in two(SHARDED, half="model-"):
+        assert re.match(r"cannot fetch .*step-00000003: .*No space left.* \(output_dir or", error)
+    assert [began for began, _ in two(SHARDED)] == [3, 3]
 
 
 def test_a_byte_that_has_changed_is_passed_over_by_all(two, tmp_path):

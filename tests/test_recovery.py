@@ -168,7 +168,8 @@ def test_memory_without_room_ends_the_run_with_one_line(tiny, memory, monkeypatc
         return write(path, *args)
 
     monkeypatch.setattr(checkpoint_save, "write_tensors", full)
-    with pytest.raises(RunFailed, match=r"cannot write .*step-00000002: .*No space left"):
+    says = r"cannot write .*step-00000002: .*No space left.*; name another checkpoint\.memory, or"
+    with pytest.raises(RunFailed, match=says):
         train(tiny(*EACH, *memory.words, "train.steps=9"))
     assert [path.name for path in memory()] == ["step-00000001"]
 

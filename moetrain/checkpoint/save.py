@@ -220,6 +220,8 @@ class Saver:
             left = "there is no earlier one, so the next run begins where this one did"
             if list_checkpoints(plan.root):
                 left = "earlier ones are as they were, and the next run goes on from the newest"
+            if isinstance(plan.folders, Memory):
+                left = f"name another checkpoint.memory, or lower checkpoint.replicas; {left}"
             raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
         return answer["value"]
 
