@@ -62,16 +62,9 @@ class Raw(NamedTuple):
             return self.content
         try:
             return json.loads(self.content)
-        except json.JSONDecodeError as error:
-            said = f"not JSON: {error.msg} at column {error.colno}"
-            said += f" of {shortened(self.content)}"
+        except (ValueError, RecursionError) as error:
+            said = f"not JSON: {getattr(error, 'msg', error)}: {shortened(self.content)}"
             raise BadLineError(f"{said}; give one object a line") from None
-        except UnicodeDecodeError as error:
-            raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-        except ValueError as error:  # an integer of thousands of digits
-            raise BadLineError(f"not JSON that can be read: {error}") from None
-        except RecursionError:
-            raise BadLineError("nested too deeply") from None
 
 
 class FilePart(NamedTuple):
@@ -280,9 +273,7 @@ def list_files(
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        absent = isinstance(error, FileNotFoundError)
-        problem = "does not exist; name a file or folder of this machine"
-        problem = problem if absent else f"cannot be read: {error}"
+        problem = f"cannot be read: {error.strerror}; name a file or folder of this machine"
         raise ConfigError(field, f"{path!r} {problem}") from None
     root = Path(path)
     takes_all = suffixes == ("",)
