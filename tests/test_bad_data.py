@@ -30,7 +30,7 @@ from moetrain.data.tokenizer import load_tokenizer
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 7},
             r"data\.eval_fraction: 1e-09: of the 1 rows of 7 tokens of data\.path none can be "
-            r"held out that leaves both sides something to learn; lower data\.seq_len 7, add data, ",
+            r"held out that leaves both sides something to learn; lower data\.seq_len 7, add data",
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
