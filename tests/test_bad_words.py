@@ -204,9 +204,9 @@ VALUES = [
     (
         "debug mine.toml",
         "'mine.toml'",
-        "is a recipe or file, of which a run takes one",
+        "is not a setting; .* a run takes one recipe or file",
     ),
-    ("debug sft", "'sft'", "a recipe or file, of which a run takes one, .*; leave the rest out"),
+    ("debug sft", "'sft'", "is not a setting; .* a run takes one recipe or file"),
     ("debug train.steps 3", "'train.steps'", "is not a setting; write --section.key value"),
     ("--train.steps 3 4", "'4'", "is not a setting"),
     ("debugg", "recipe", r"did you mean debug\?"),

@@ -190,12 +190,8 @@ class Reader(Generic[_C]):
             word = rest.pop(0)
             key, has_value, text = word.removeprefix("--").partition("=")
             if not word.startswith("--") and not has_value:
-                problem = "is not a setting; write --section.key value (a recipe or file comes "
-                problem += "first)"
-                if _is_recipe(word) or word.endswith(".toml"):
-                    problem = "is a recipe or file, of which a run takes one, as its first word; "
-                    problem += "leave the rest out, or put what they set into one file"
-                raise ConfigError(shortened(word), problem)
+                problem = "is not a setting; write --section.key value; a run takes one recipe or "
+                raise ConfigError(shortened(word), f"{problem}file, as its first word")
             if key not in self._may_be_unset:
                 spelt = "--{}".format if word.startswith("--") else str
                 near = self._hint(key, spelt, ("dry_run", "help", "version"))

@@ -314,11 +314,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
     """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
     suffix = file.suffix.lower()
-    if suffix in _TABLES and as_text:
-        remedy = "set data.source records"
-    elif suffix in _ARCHIVES or (suffix in _COMPRESSED and as_text):
-        remedy = "unpack it"
-    else:
-        return
-    what = "it is" if str(file) == path else f"it holds {file.name!r},"
-    raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
+    if suffix in _ARCHIVES or (suffix in _TABLES | _COMPRESSED and as_text):
+        what = "it is" if str(file) == path else f"it holds {file.name!r},"
+        remedy = "set data.source records" if suffix in _TABLES else "unpack it"
+        raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
