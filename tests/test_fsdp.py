@@ -205,7 +205,7 @@ def gathers(words):
         def counted(unit=unit, start=start):
             counts[unit.index] += 1
             start()
-            places[unit.index].add(unit.rows()[0].data_ptr())
+            places[unit.index].add(unit.buckets[0].rows()[0].data_ptr())
 
         unit.start_gather = counted
     for _ in range(2):

@@ -128,8 +128,10 @@ class RoutedExperts(Part):
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
+        # Of a token's logits, ids, weights and indices.
+        routing = FP32 * (self.num_experts + 5 * self.num_experts_per_token)
         return {
-            "experts": share.own_tokens * (pre + self._routing()),
+            "experts": share.own_tokens * (pre + routing),
             "dispatch": self._received(share),
             **({} if self.shared is None else self.shared.saved(_own(share))),
         }
@@ -141,10 +143,6 @@ class RoutedExperts(Part):
         # Shared experts' gradients are made before or after those of the rows.
         shared = 0.0 if self.shared is None else self.shared.working_set(_own(share))
         return max(rows + 2 * self._received(share), shared)
-
-    def _routing(self) -> int:
-        """Return the bytes of a token's logits, ids, weights and indices."""
-        return FP32 * (self.num_experts + 5 * self.num_experts_per_token)
 
     def _received(self, share: Workload) -> float:
         """Return the bytes of tokens that reach this rank, if all experts are equally likely.
