@@ -151,9 +151,9 @@ class Fleet(Collector):
         self._peers: list[_Wire] = []
         self._version: int | None = None
         """The weights to generate with; None: they are being written."""
-        self._counts = {"generators_lost": 0, "trajectories_restarted": 0}
+        self._counts: dict[str, float] = {"generators_lost": 0, "trajectories_restarted": 0}
         self._in_vain = 0
-        self._sums: Counter[Any] = Counter()  # generators' figures
+        self._sums: Any = Counter()  # generators' figures
         self._since = time.perf_counter()
         if world.is_main:
             key = secrets.token_bytes(32)
@@ -404,7 +404,8 @@ class _Serving:
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
         generator, groups = collector.generator, []
-        figures, spoke, waits, are_all = generator.scheduler.figures, 0.0, False, False
+        figures: Any = generator.scheduler.figures
+        spoke, waits, are_all = 0.0, False, False
         while True:
             now = time.monotonic()
             running = sum(not t.is_over for group in collector.groups.values() for t in group)

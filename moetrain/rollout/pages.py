@@ -263,7 +263,7 @@ class Scheduler:
         self._free_slots = list(range(self.max_sequences, 0, -1))
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self.figures: Counter[Any] = Counter()
+        self.figures = Counter[str]()
         """Sums over steps by metrics' names (docs/metrics.md), until somebody empties it."""
 
     def plan(self) -> list[tuple[Running, int]]:
