@@ -273,7 +273,7 @@ def test_conversations_without_anything_to_learn(tmp_path: Path):
         build(tmp_path, silent, 8, **settings)
     with pytest.raises(ConfigError, match=r"data\.chat_template: .* renders nothing"):
         build(tmp_path, silent, 2, packing="stream", **settings)
-    with pytest.raises(ConfigError, match=r"data\.seq_len: in their first 4 tokens, .* nothing"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 4: the 192 tokens .* make no row"):
         build(tmp_path, CONVERSATION, 4)
 
 

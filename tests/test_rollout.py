@@ -274,10 +274,13 @@ def test_a_cache_that_is_kept_is_its_own_sequences_alone():
     assert kept.pages.num_available == 64
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1, 26), (4, 12)])
-def test_those_that_wait_begin_together(batch, most):
-    """Each that ends would let another begin, whose prompt makes the step a slow one."""
-    generator = make_generator(max_sequences=8, page_size=4, num_pages=400)
+@pytest.mark.parametrize(("batch", "pages", "most"), [(1, 400, 26), (4, 400, 12), (4, 40, 12)])
+def test_those_that_wait_begin_together(batch, pages, most):
+    """Each that ends would let another begin, whose prompt makes the step a slow one.
+
+    So it would where pages are what is short, and not places.
+    """
+    generator = make_generator(max_sequences=8, page_size=4, num_pages=pages)
     scheduler = generator.scheduler
     scheduler.batch = batch
     rng = random.Random(0)
@@ -288,10 +291,10 @@ def test_those_that_wait_begin_together(batch, most):
         waited = len(scheduler.waiting)
         generator.step()
         begun = waited - len(scheduler.waiting)
-        assert begun == 0 or begun >= min(batch, waited)
+        assert begun <= 0 or begun >= min(batch, waited)
     figures = scheduler.figures
     assert figures["generator/mixed_steps"] <= most
-    assert figures["generator/places"] / figures["generator/steps"] > 6
+    assert figures["generator/places"] / figures["generator/steps"] > 4
 
 
 def test_what_begins_alike_is_read_once():

@@ -404,8 +404,7 @@ class _Serving:
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
         generator, groups = collector.generator, []
-        spoke, waits, are_all = 0.0, False, False
-        keeps, figures = self.config.rl.keep_cache, generator.scheduler.figures
+        figures, spoke, waits, are_all = generator.scheduler.figures, 0.0, False, False
         while True:
             now = time.monotonic()
             running = sum(not t.is_over for group in collector.groups.values() for t in group)
@@ -421,7 +420,7 @@ class _Serving:
                 if names:
                     wire.link.send(None)
                     wire.carry(names)
-                    generator.weights_changed(keeps_cache=keeps)
+                    generator.weights_changed(keeps_cache=self.config.rl.keep_cache)
                     generator.version = version
                 for trajectory in begun:
                     collector.resume(trajectory)

@@ -256,8 +256,8 @@ class Scheduler:
     """Whether sequences that begin alike share pages. Where layers carry states they do not: the
     states at a page's end take some fifty times the memory of the page."""
     batch: int = 1
-    """Places that are free before any that wait begin, or as many as wait: steps that read prompts
-    are slow, and there are fewer where many begin at once."""
+    """Places, and as large a share of the pages, that are free before any that wait begin, or as
+    many as wait: steps that read prompts are slow, and fewer where many begin at once."""
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.max_sequences, 0, -1))
@@ -294,7 +294,9 @@ class Scheduler:
     def _begin_some(self, left: int) -> list[tuple[Running, int]]:
         """Start waiting sequences; return them and how many of ``left`` tokens each reads."""
         begun: list[tuple[Running, int]] = []
-        if self.max_sequences - len(self.running) < min(self.batch, len(self.waiting)):
+        least = min(self.batch, len(self.waiting))
+        room = self.pages.num_available / self.pages.num_pages * self.max_sequences
+        if self.running and min(self.max_sequences - len(self.running), room) < least:
             return []
         reading = {sequence.request.id for sequence in self.running if sequence.num_unread > 1}
         for sequence in list(self.waiting):
@@ -332,9 +334,9 @@ class Scheduler:
         self._give_back(sequence)
 
     def start_over(self, keeps: bool = False) -> None:
-        """Queue all running sequences before all others, to be read again, and forget all pages.
+        """Forget all pages. Running sequences are queued before all others, to be read again.
 
-        ``keeps``: they go on with the pages that they have, which nobody else finds.
+        ``keeps``: they go on with their pages, which nobody else finds.
         """
         for sequence in self.running if keeps else ():
             sequence.is_mixed = True
