@@ -107,34 +107,31 @@ class Folders:
             before: checkpoints of this step and later ones are known to be damaged.
             only: the name of the one that is asked for, if one is.
         """
-        found = self.gather(self._parts(before, only) if self.keeps else {})
-        names = {name for parts in found for name in parts}
-        problems = []
-        for name in sorted(names, key=lambda name: step_of(Path(name)) or 0, reverse=True):
-            problem = self._find([parts.get(name, _Held()) for parts in found])
+        mine = self.root.glob(only) if only else list_checkpoints(self.root)
+        found = self.gather([path.name for path in mine] if self.keeps else [])
+        paths, problems = {self.root / name for names in found for name in names}, []
+        for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
+            if before is not None and (step_of(path) or 0) >= before:
+                problems.append(f"{path.name}, as said before")
+                continue
+            problem = self._find(self.gather(self._held(path)))
             if not problem:
-                return self.root / name, problems
-            problems.append(problem if name in problem else f"{self.root / name}: {problem}")
+                return path, problems
+            problems.append(problem if path.name in problem else f"{path}: {problem}")
         return None, problems
 
-    def _parts(self, before: int | None, only: str) -> dict[str, _Held]:
-        """Return what is here, by name."""
-        found = {}
-        for path in self.root.glob(only) if only else list_checkpoints(self.root):
-            if before is not None and (step_of(path) or 0) >= before:
-                found[path.name] = _Held(problem=f"{path.name}, as said before")
-                continue
-            try:
-                is_whole = len(self._machines) == 1
-                files = open_checkpoint(path, is_whole=is_whole).contents.files
-            except DamagedCheckpoint as error:
-                found[path.name] = _Held(problem=error.problem)
-                continue
-            data = (path / MANIFEST).read_bytes()
-            sizes = {name: known.size for name, known in files.items()} | {MANIFEST: len(data)}
-            here = {name for name in sizes if (path / name).exists()}
-            found[path.name] = _Held(crc_of(data), sizes, here)
-        return found
+    def _held(self, path: Path) -> _Held:
+        """Return what this rank's machine has of a checkpoint, if it is this rank that says so."""
+        if not (self.keeps and path.exists()):
+            return _Held()
+        try:
+            is_whole = len(self._machines) == 1
+            files = open_checkpoint(path, is_whole=is_whole).contents.files
+        except DamagedCheckpoint as error:
+            return _Held(problem=error.problem)
+        data = (path / MANIFEST).read_bytes()
+        sizes = {name: known.size for name, known in files.items()} | {MANIFEST: len(data)}
+        return _Held(crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
 
     def _find(self, parts: Sequence[_Held]) -> str:
         """Note which files machines lack; return why they do not have all of them together."""
