@@ -64,7 +64,7 @@ def test_true_in_any_spelling(text):
         (["--moe.static_capacity", "3"], "moe.static_capacity", "moe.dispatch_mode 'exact'"),
         (["--activation.save", "linear"], "activation.save", "activation.policy 'none'"),
         (["steps"], "recipe", "'steps' is not one of"),
-        (["no/such.toml"], "config file", "does not exist"),
+        (["no/such.toml"], "config file", "No such file"),
     ],
 )
 def test_bad_settings_exit_2_with_one_line(words, field, says, capsys):

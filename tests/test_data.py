@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -274,7 +275,7 @@ def test_cache_is_built_once_and_rebuilt_when_its_inputs_change(tmp_path: Path):
     other = CountingTokenizer(fingerprint="other")
     TokenCache.of(text_source(folder), other, tmp_path / "cache")
     assert other.num_texts == 2
-    assert len(list((tmp_path / "cache").iterdir())) == 3  # and nothing temporary is left
+    assert len(list((tmp_path / "cache").glob("*/"))) == 3  # and nothing temporary is left
 
 
 @pytest.mark.parametrize("change", [{"text_field": "b"}, {"eval_fraction": 0.7}])
@@ -296,30 +297,32 @@ def test_a_vocabulary_over_65536_is_stored_in_32_bits(tmp_path: Path):
     assert built.tokens.tolist() == [ord("x"), 70_000]
 
 
-def test_concurrent_builders_share_one_cache(tmp_path: Path):
+def test_concurrent_builders_share_one_build(tmp_path: Path):
     folder = write_files(tmp_path / "text", a="one", b="two")
-    barrier = threading.Barrier(4)
+    tokenizer, results = CountingTokenizer(), []
 
-    class Waiting(CountingTokenizer):
-        def encode_batch(self, texts):
-            barrier.wait(timeout=10)  # so that all four are building at the same time
-            return super().encode_batch(texts)
+    def build():
+        cache = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+        results.append(cache.tokens.tolist())
 
-    results = []
-    threads = [
-        threading.Thread(
-            target=lambda: results.append(
-                TokenCache.of(text_source(folder), Waiting(), tmp_path / "cache").tokens.tolist()
-            )
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
+    is_first, encode = threading.Event(), tokenizer.encode_batch
+
+    def slow(texts):
+        is_first.set()
+        time.sleep(0.3)  # so that the others come meanwhile
+        return encode(texts)
+
+    tokenizer.encode_batch = slow
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    threads[0].start()
+    assert is_first.wait(timeout=10)
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
     assert results == [[*b"one", 256, *b"two", 256]] * 4
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert tokenizer.num_texts == 2
+    assert len(list((tmp_path / "cache").glob("*/"))) == 1
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path):
@@ -328,7 +331,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path):
     c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0)
     with pytest.raises(ConfigError, match="jsonl:100: not JSON"):
         build_data(c, BYTE_VOCAB)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "cache").glob("*/")) == []
 
 
 META = {"num_tokens": 4, "num_documents": 1, "dtype": "uint16", "content": "x", "checksums": {}}
@@ -356,7 +359,7 @@ DAMAGE = {
 def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: bytes | None):
     folder = write_files(tmp_path / "text", a="one")
     TokenCache.of(text_source(folder), ByteTokenizer(), tmp_path / "cache")
-    (entry,) = (tmp_path / "cache").iterdir()
+    (entry,) = (tmp_path / "cache").glob("*/")
     (entry / name).unlink()
     if content is not None:
         (entry / name).write_bytes(content)
@@ -373,7 +376,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         TokenCache.of(
             text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"
         )
-    assert list((tmp_path / "c").iterdir()) == []
+    assert list((tmp_path / "c").glob("*/")) == []
 
 
 def test_encoding_goes_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

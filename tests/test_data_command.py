@@ -36,5 +36,5 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command.main([str(path), "--data.cache_dir", str(tmp_path)]) == 2
     assert "nearest is" in capsys.readouterr().err
     assert command.main([str(tmp_path / "none.parquet")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err
     assert command.main([]) == 2

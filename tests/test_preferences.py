@@ -295,7 +295,7 @@ def test_a_longer_pair_is_left_out_and_said(pair_words, tmp_path, caplog):
         (["data.packing=whole"], "data.packing: 'whole' contradicts train.objective 'dpo'"),
         (
             ["data.seq_len=8", *NO_EVAL],
-            "data.seq_len: no pair of data.path fits into 8 tokens; raise it",
+            "data.seq_len: 8: the 700 tokens of data.path make no row of so many to learn",
         ),
     ],
 )

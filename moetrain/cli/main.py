@@ -12,12 +12,10 @@ import atexit
 import os
 import sys
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -42,13 +40,11 @@ _COMMANDS = {
 
 
 def version() -> str:
-    """Return ``moetrain 0.1.0``: the installed package's version, else that of its pyproject."""
+    """Return ``moetrain 0.1.0``, of a checkout that is not installed ``moetrain`` alone."""
     try:
-        number = metadata.version("moetrain")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        number = tomllib.loads(project.read_text("utf-8"))["project"]["version"]
-    return f"moetrain {number}"
+        return f"moetrain {metadata.version('moetrain')}"
+    except metadata.PackageNotFoundError:
+        return "moetrain"
 
 
 def error_line(text: str) -> str:

@@ -195,7 +195,14 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
-    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.memory", {"checkpoint.memory_interval": _SOME}),
+    _Need(
+        "checkpoint.replicas",
+        {"checkpoint.memory_interval": _SOME, "checkpoint.shared": {False}},
+    ),
+    # All ranks write or read these files.
+    _Need("checkpoint.save_hf", {"checkpoint.shared": {True}}),
+    _Need("train.objective", {"checkpoint.shared": {True}}, _PREFERENCES),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),

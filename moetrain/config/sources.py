@@ -155,17 +155,9 @@ class Reader(Generic[_C]):
             return {f"{self.PROPOSED * _is_recipe(source)}{origin}": values}
         except ConfigError:
             raise
-        except FileNotFoundError:
-            problem = "does not exist"
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-        except UnicodeDecodeError as error:
-            problem = f"is not UTF-8: {error.reason} at byte {error.start}"
-        except ValueError as error:  # tomllib's own, a NUL, Python's for integers of 4,300 digits
-            problem = f"is not TOML: {error}"
-        except RecursionError:
-            problem = "is nested too deeply"
-        raise ConfigError("config file", f"{shortened(origin)} {problem}")
+        except (OSError, ValueError, RecursionError) as error:
+            problem = f"{shortened(origin)} cannot be read as TOML: {error}"
+            raise ConfigError("config file", problem) from None
 
     def _known(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Return ``flat`` without empty sections."""
@@ -188,7 +180,6 @@ class Reader(Generic[_C]):
             if name is None:
                 words = variable[len(_PREFIX) :].replace("__", ".")
                 raise ConfigError(variable, f"unknown setting{self._hint(words, _variable)}")
-            _check_once(name, values, text, "in the environment")
             values[name] = self._value(name, text)
         return values
 
@@ -199,12 +190,8 @@ class Reader(Generic[_C]):
             word = rest.pop(0)
             key, has_value, text = word.removeprefix("--").partition("=")
             if not word.startswith("--") and not has_value:
-                problem = "is not a setting; write --section.key value (a recipe or file comes "
-                problem += "first)"
-                if _is_recipe(word) or word.endswith(".toml"):
-                    problem = "is a recipe or file, of which a run takes one, as its first word; "
-                    problem += "leave the rest out, or put what they set into one file"
-                raise ConfigError(shortened(word), problem)
+                problem = "is not a setting; write --section.key value; a run takes one recipe or "
+                raise ConfigError(shortened(word), f"{problem}file, as its first word")
             if key not in self._may_be_unset:
                 spelt = "--{}".format if word.startswith("--") else str
                 near = self._hint(key, spelt, ("dry_run", "help", "version"))
@@ -214,8 +201,9 @@ class Reader(Generic[_C]):
                     problem = f"has no value on the command line; write --{key} VALUE"
                     raise ConfigError(key, problem)
                 text = rest.pop(0)
-            if once:
-                _check_once(key, values, text, "on the command line")
+            if once and key in values:
+                both = f"as {shortened(values[key])} and {shortened(text)}"
+                raise ConfigError(key, f"given twice on the command line, {both}; leave one out")
             values[key] = self._value(key, text)
         return values
 
@@ -259,13 +247,6 @@ def _text_of(name: str) -> str:
 
 def _variable(name: str) -> str:
     return _PREFIX + name.upper().replace(".", "__")
-
-
-def _check_once(name: str, values: Mapping[str, str | None], text: str, where: str) -> None:
-    if name in values:
-        before = shortened(values[name])
-        problem = f"given twice {where}, as {before} and {shortened(text)}; leave one out"
-        raise ConfigError(name, problem)
 
 
 def _given(layers: _Layers) -> dict[str, Any]:

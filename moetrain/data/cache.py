@@ -1,8 +1,8 @@
 """The token cache: a source is tokenised once, into files that training maps into memory.
 
 A cache is a folder named by a hash of everything that decides its tokens. It is written under a
-temporary name and renamed, so it exists whole or not at all. If several processes build it at once,
-the first one wins. Neither building nor reading holds the corpus in memory.
+temporary name and renamed, so it exists whole or not at all. If several processes want it at once,
+one builds it, and the others wait. Neither building nor reading holds the corpus in memory.
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
@@ -96,8 +96,7 @@ class TokenCache(NamedTuple):
         identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         folder = cache_dir / key
-        if not os.path.isdir(folder):
-            _build(source.documents(), tokenizer, folder, source.total_bytes())
+        _build(source.documents(), tokenizer, folder, source.total_bytes)
         return cls.opened(folder)
 
     @classmethod
@@ -205,8 +204,9 @@ class Blocks:
                 disk = shutil.disk_usage(self._folder)
 
     def _made(self, found: list[Any], name: str) -> TokenCache:
-        _build_block(self._source, self._tokenizer, found, self._folder / name)
-        return TokenCache.opened(self._folder / name)
+        documents, folder = self._source.documents_of(found), self._folder / name
+        _build(documents, self._tokenizer, folder)
+        return TokenCache.opened(folder)
 
     def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
         """Yield the place, the name and the records of each block, without end."""
@@ -260,22 +260,7 @@ def _begin_worker(given: Path) -> None:
 
 def _work(found: list[Any], folder: Path) -> None:
     source, tokenizer = _worker
-    _build_block(source, tokenizer, found, folder)
-
-
-def _build_block(source: Source, tokenizer: Tokenizer, found: list[Any], folder: Path) -> None:
-    """Make a block, unless it is there; if another process makes it, wait for that."""
-    if folder.is_dir():
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = folder.with_suffix(".lock").open("w")
-    except OSError as error:
-        raise ConfigError("data.cache_dir", f"{str(folder)!r} cannot be written: {error}") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            _build(source.documents_of(found), tokenizer, folder, is_block=True)
+    _build(source.documents_of(found), tokenizer, folder)
 
 
 def _checksum(file: Path) -> int:
@@ -287,27 +272,33 @@ def _build(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     folder: Path,
-    total: int | None = None,
-    is_block: bool = False,
+    total: Callable[[], int] | None = None,
 ) -> None:
-    """Write a cache; ``total`` is how many bytes all documents are, for the progress bar."""
+    """Write a cache, unless it is there; if another process writes it, wait for that.
+
+    ``total`` counts the bytes of all documents, for the progress bar; None: there is none.
+    """
+    if os.path.isdir(folder):  # not if its name is too long to ask
+        return
     parent = folder.parent
-    is_silent = is_block or not sys.stderr.isatty()
+    is_silent = total is None or not sys.stderr.isatty()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with (
+            folder.with_suffix(".lock").open("w") as lock,
             TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
             Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
         ):
-            task = progress.add_task("Tokenising", total=total)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return
+            task = progress.add_task("Tokenising", total=total and total())
             meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
             Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
-        if not os.path.isdir(folder):  # else another process was first, with the same content
-            problem = f"{str(parent)!r} cannot be written: {error}"
-            raise ConfigError("data.cache_dir", problem) from None
-        return
-    if meta["num_documents"] and not is_block:
+        problem = f"{str(parent)!r} cannot be written: {error}"
+        raise ConfigError("data.cache_dir", problem) from None
+    if meta["num_documents"] and total is not None:
         logger.info("tokenised %(num_documents)d documents into %(num_tokens)d tokens", meta)
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -320,15 +319,11 @@ def _compiled(source: str) -> jinja2.Template:
 
 def _read(file_name: str) -> str:
     try:
-        if stat.S_ISREG(os.stat(file_name).st_mode):
+        if os.path.isfile(file_name):
             return Path(file_name).read_text(encoding="utf-8")
-        problem = "is not a file"
-    except FileNotFoundError:
-        problem = "does not exist"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # not UTF-8
-        problem = f"is no text file: {error}"
+        problem = "is not a file" if os.path.lexists(file_name) else "does not exist"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read as text: {error}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
 

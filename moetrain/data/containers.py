@@ -62,16 +62,9 @@ class Raw(NamedTuple):
             return self.content
         try:
             return json.loads(self.content)
-        except json.JSONDecodeError as error:
-            said = f"not JSON: {error.msg} at column {error.colno}"
-            said += f" of {shortened(self.content)}"
+        except (ValueError, RecursionError) as error:
+            said = f"not JSON: {getattr(error, 'msg', error)}: {shortened(self.content)}"
             raise BadLineError(f"{said}; give one object a line") from None
-        except UnicodeDecodeError as error:
-            raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-        except ValueError as error:  # an integer of thousands of digits
-            raise BadLineError(f"not JSON that can be read: {error}") from None
-        except RecursionError:
-            raise BadLineError("nested too deeply") from None
 
 
 class FilePart(NamedTuple):
@@ -280,9 +273,7 @@ def list_files(
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        absent = isinstance(error, FileNotFoundError)
-        problem = "does not exist; name a file or folder of this machine"
-        problem = problem if absent else f"cannot be read: {error}"
+        problem = f"cannot be read: {error.strerror}; name a file or folder of this machine"
         raise ConfigError(field, f"{path!r} {problem}") from None
     root = Path(path)
     takes_all = suffixes == ("",)
@@ -323,11 +314,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
     """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
     suffix = file.suffix.lower()
-    if suffix in _TABLES and as_text:
-        remedy = "set data.source records"
-    elif suffix in _ARCHIVES or (suffix in _COMPRESSED and as_text):
-        remedy = "unpack it"
-    else:
-        return
-    what = "it is" if str(file) == path else f"it holds {file.name!r},"
-    raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
+    if suffix in _ARCHIVES or (suffix in _TABLES | _COMPRESSED and as_text):
+        what = "it is" if str(file) == path else f"it holds {file.name!r},"
+        remedy = "set data.source records" if suffix in _TABLES else "unpack it"
+        raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")

@@ -241,15 +241,9 @@ def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
-        first = f"in their first {data.seq_len} tokens, the conversations of {source.field}"
-        problem = f"{first} have nothing to learn; raise it"
-        if isinstance(rows, PairDataset):
-            problem = f"no pair of {source.field} fits into {data.seq_len} tokens; raise it"
-        elif isinstance(rows, StreamDataset):
-            total = len(cache.tokens)
-            problem = f"{data.seq_len} is more than the {total} tokens of {source.field}"
-            problem += "; lower it or add text"
-        raise ConfigError("data.seq_len", problem)
+        problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
+        remedy = "lower it or add text" if isinstance(rows, StreamDataset) else "raise it"
+        raise ConfigError("data.seq_len", f"{problem} of so many to learn; {remedy}")
     return rows
 
 
@@ -268,18 +262,11 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
             moved = f"held out are the last {total - border} of all {total} {what} instead"
             logger.info("data.eval_fraction %s: %s", problem, moved)
             return sides
-    if is_stream:
-        raise ConfigError(
-            "data.seq_len",
-            f"{data.seq_len} is too long to make two rows of the {len(cache.tokens)} tokens of "
-            f"{source.field}, one of them held out; lower it, add text, or set data.eval_fraction "
-            "0",
-        )
     raise ConfigError(
         "data.eval_fraction",
-        f"{data.eval_fraction}: of the {total} documents of {source.field} none can be held out "
-        f"that leaves both sides something to learn in rows of data.seq_len {data.seq_len}; raise "
-        "that, add documents, name some in data.eval_path, or set it to 0",
+        f"{data.eval_fraction}: of the {total} {what} of {source.field} none can be held out that "
+        f"leaves both sides something to learn; {'lower' if is_stream else 'raise'} data.seq_len "
+        f"{data.seq_len}, add data, name some in data.eval_path, or set it to 0",
     )
 
 

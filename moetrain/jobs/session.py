@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
+from moetrain.checkpoint.save import SavePlan
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
@@ -193,7 +194,8 @@ class JobSession:
             now.kinds = ("model",)
             found = None if source is None else open_checkpoint(now.folder.parent / source)
         else:
-            found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
+            saved = RunFolder(now.folder, self.world)
+            found = saved.open("auto", self.engine.arch, self.world)
         if found is not None:
             self.engine.restore(now, found, now.kinds)
         else:
@@ -276,9 +278,10 @@ class JobSession:
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
-        now = self.now
-        progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
-        self.snapshots.save(root, progress, {}, failed=False, kinds=kinds)
+        now, settings = self.now, self.config.checkpoint
+        progress = {"steps": now.steps, "tokens": now.tokens, "sample_index": 0}
+        plan = SavePlan(root, now.seen, settings.keep, settings.keep_every)
+        self.snapshots.save(plan, progress, {}, kinds)
         self.snapshots.wait()
 
     # ---- requests ------------------------------------------------------------------------------

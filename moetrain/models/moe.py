@@ -128,8 +128,10 @@ class RoutedExperts(Part):
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
+        # Of a token's logits, ids, weights and indices.
+        routing = FP32 * (self.num_experts + 5 * self.num_experts_per_token)
         return {
-            "experts": share.own_tokens * (pre + self._routing()),
+            "experts": share.own_tokens * (pre + routing),
             "dispatch": self._received(share),
             **({} if self.shared is None else self.shared.saved(_own(share))),
         }
@@ -141,10 +143,6 @@ class RoutedExperts(Part):
         # Shared experts' gradients are made before or after those of the rows.
         shared = 0.0 if self.shared is None else self.shared.working_set(_own(share))
         return max(rows + 2 * self._received(share), shared)
-
-    def _routing(self) -> int:
-        """Return the bytes of a token's logits, ids, weights and indices."""
-        return FP32 * (self.num_experts + 5 * self.num_experts_per_token)
 
     def _received(self, share: Workload) -> float:
         """Return the bytes of tokens that reach this rank, if all experts are equally likely.
@@ -426,13 +424,9 @@ def update_router_bias(
     """Raise the selection bias of underused experts and lower the others', by ``rate``.
 
     Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` are the choices over the whole
-    batch, in the order of ``model``'s MoE layers.
-
-    Raises:
-        ValueError: ``model`` was built without ``moe.bias_update_rate``.
+    batch, in the order of ``model``'s MoE layers, which have such a bias.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, counts_E in zip(routers, counts_LE, strict=True):
-        if router.bias is None:
-            raise ValueError("the model has no router bias; build it with moe.bias_update_rate > 0")
+        assert router.bias is not None  # as moe.bias_update_rate builds it
         router.bias += rate * torch.sign(counts_E.float().mean() - counts_E)

@@ -9,8 +9,7 @@ the process, whatever ended that. On it a generator speaks first, and each is si
 has spoken; a generator that is busy is answered at once, and steps meanwhile. Groups that a dead
 generator had begin again in another; seeds go with a group's number, so they get the same tokens.
 
-    generator   groups that are over, or all; whether they are all; how many trajectories it has
-                that are not over; figures
+    generator   groups that are over, or all; whether they are all; trajectories not over; figures
     learner     parameters that follow; their version; stop ids; trajectories to begin; whether it
                 is to send all groups next
 
@@ -59,11 +58,8 @@ _STEP_SECONDS = 600.0
 _PAUSE = 0.01
 """Seconds before a busy generator that has nothing to say speaks again."""
 _SPARE = 1 / 8
-"""Of a generator's places, what is free before others begin, and what waits there to begin then.
-Steps that read prompts are no graphs: of 512 tokens on average, one in two steps was such a step
-where each trajectory that ended let another begin."""
-_READ_LEAST, _READ_A_PLACE = 2048, 32
-"""Tokens that a step reads: the least, and for each place. An update has all read again."""
+"""The share of a generator's places that is free before others begin, and that waits there until
+then. Steps that read prompts are no graphs, and were half of all where each end was a beginning."""
 _STILLBORN = 3
 """Generators of a rank in a row that died before they served, to end the run."""
 _IN_VAIN = 10
@@ -95,8 +91,7 @@ class _Wire:
         self.values = dict((*model.named_parameters(), *model.named_buffers()))
         self.groups: dict[int, int] = {}
         """Those that the generator has, and how many trajectories each is."""
-        self.running = 0
-        """Trajectories that it has or is given, and that are not over."""
+        self.running = 0  # trajectories that it has or is given, and that are not over
         self.begun: list[Trajectory] = []
         """What it was not yet told to begin."""
 
@@ -111,10 +106,9 @@ class _Wire:
         parts = [t.view(-1).view(torch.uint8) for t in tensors if t.numel()]
         if parts[0].is_cuda:
             return self._by_nccl(parts)
+        go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
         for part in parts:
-            memory = part.numpy().data
-            go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
-            go(memory)
+            go(part.numpy().data)
 
     def _by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
         device = parts[0].device
@@ -159,8 +153,7 @@ class Fleet(Collector):
         """The weights to generate with; None: they are being written."""
         self._counts = {"generators_lost": 0, "trajectories_restarted": 0}
         self._in_vain = 0
-        self._sums: Counter[Any] = Counter()
-        """Generators' figures since somebody asked."""
+        self._sums: Counter[Any] = Counter()  # generators' figures
         self._since = time.perf_counter()
         if world.is_main:
             key = secrets.token_bytes(32)
@@ -242,8 +235,7 @@ class Fleet(Collector):
             return
         rl = self.settings
         given = _over(self.groups).union(*(peer.groups for peer in self._peers))
-        most = (1 + _SPARE) * rl.max_sequences + rl.group_size
-        most = most if rl.max_staleness else math.inf
+        most = rl.group_size + (1 + _SPARE) * rl.max_sequences if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
             peer = min(self._peers, key=lambda peer: (peer.running, peer.index))
@@ -391,7 +383,7 @@ class _Serving:
         model = blank(config, arch, compute_dtype(config, device)).to_empty(device=device)
         places = config.rl.max_sequences
         how: Any = {"num_pages": setup.num_pages, "max_sequences": places}
-        how["max_tokens"] = max(_READ_LEAST, _READ_A_PLACE * places)
+        how["max_tokens"] = max(2048, 32 * places)  # an update may have all of them read again
         generator = Generator(model, setup.tokenizer, **how)
         generator.scheduler.batch = max(1, int(_SPARE * places))
         parts = generator, setup.environment, config.rl
@@ -412,10 +404,9 @@ class _Serving:
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
         generator, groups = collector.generator, []
-        spoke, waits, are_all = 0.0, False, False
-        keeps, scheduler = self.config.rl.keep_cache, generator.scheduler
+        figures, spoke, waits, are_all = generator.scheduler.figures, 0.0, False, False
         while True:
-            now, figures = time.monotonic(), scheduler.figures
+            now = time.monotonic()
             running = sum(not t.is_over for group in collector.groups.values() for t in group)
             self._stepped = now if running else math.inf
             if not waits and (groups or are_all or not running or now - spoke > _PAUSE):
@@ -425,12 +416,11 @@ class _Serving:
             if waits and (not running or wire.link.poll()):
                 names, version, collector.stop_ids, begun, are_all = wire.link.recv()
                 waits = False
-                if not running:
-                    figures["seconds/generator_idle"] += time.monotonic() - now
+                figures["seconds/generator_idle"] += (not running) * (time.monotonic() - now)
                 if names:
                     wire.link.send(None)
                     wire.carry(names)
-                    generator.weights_changed(keeps_cache=keeps)
+                    generator.weights_changed(keeps_cache=self.config.rl.keep_cache)
                     generator.version = version
                 for trajectory in begun:
                     collector.resume(trajectory)

@@ -299,8 +299,7 @@ class Generator:
     def weights_changed(self, *, keeps_cache: bool = False) -> None:
         """Empty the cache and count a new version, after weights were changed in place.
 
-        Completions under way go on with them, and their tokens are read again, unless
-        ``keeps_cache``: then only what begins later is read with the new weights alone.
+        Completions under way go on with them. Their tokens are read again unless ``keeps_cache``.
         """
         self.scheduler.start_over(keeps_cache)
         self.version += 1

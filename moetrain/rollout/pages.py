@@ -256,18 +256,15 @@ class Scheduler:
     """Whether sequences that begin alike share pages. Where layers carry states they do not: the
     states at a page's end take some fifty times the memory of the page."""
     batch: int = 1
-    """Places that are free before any that wait begin, once all are taken: steps that read prompts
-    are slow, and there are fewer where many begin at once."""
+    """Places, and as large a share of the pages, that are free before any that wait begin, or as
+    many as wait: steps that read prompts are slow, and fewer where many begin at once."""
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.max_sequences, 0, -1))
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self.num_preempted = 0
         self.figures: Counter[Any] = Counter()
-        """Steps, those that read more than a token of a sequence, sequences that ran in each, and
-        tokens to be read again; since somebody emptied it."""
-        self._begins = True
+        """Sums over steps by metrics' names (docs/metrics.md), until somebody empties it."""
 
     def plan(self) -> list[tuple[Running, int]]:
         """Return the next step's sequences and the tokens it reads of each, then its drafts; they
@@ -289,21 +286,21 @@ class Scheduler:
             sequence.drafts = sequence.drafts[: most if fit else 0]
             left -= len(sequence.drafts)
         planned += self._begin_some(left)
-        numbers = [number for _, number in planned]
-        self.figures["generator/steps"] += bool(numbers)
-        self.figures["generator/mixed_steps"] += max(numbers, default=0) > 1
-        self.figures["generator/places"] += len(numbers)
+        self.figures["generator/steps"] += bool(planned)
+        self.figures["generator/mixed_steps"] += any(number > 1 for _, number in planned)
+        self.figures["generator/places"] += len(planned)
         return planned
 
     def _begin_some(self, left: int) -> list[tuple[Running, int]]:
         """Start waiting sequences; return them and how many of ``left`` tokens each reads."""
         begun: list[tuple[Running, int]] = []
-        free = self.max_sequences - len(self.running)
-        least = 1 if self._begins else min(self.batch, len(self.waiting))
-        self._begins = free >= least
+        least = min(self.batch, len(self.waiting))
+        room = self.pages.num_available / self.pages.num_pages * self.max_sequences
+        if self.running and min(self.max_sequences - len(self.running), room) < least:
+            return []
         reading = {sequence.request.id for sequence in self.running if sequence.num_unread > 1}
         for sequence in list(self.waiting):
-            if not (left and self._begins) or len(self.running) >= self.max_sequences:
+            if not left or len(self.running) >= self.max_sequences:
                 break
             request, size = sequence.request, self.pages.page_size
             if self._shares(sequence):
@@ -337,9 +334,9 @@ class Scheduler:
         self._give_back(sequence)
 
     def start_over(self, keeps: bool = False) -> None:
-        """Queue all running sequences before all others, to be read again, and forget all pages.
+        """Forget all pages. Running sequences are queued before all others, to be read again.
 
-        ``keeps``: they go on with the pages that they have, which nobody else finds.
+        ``keeps``: they go on with their pages, which nobody else finds.
         """
         for sequence in self.running if keeps else ():
             sequence.is_mixed = True
@@ -352,7 +349,6 @@ class Scheduler:
         self.figures["generator/read_again"] += sequence.num_read
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preempted += 1
         return sequence
 
     def _shares(self, sequence: Running) -> bool:

@@ -143,17 +143,15 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[_Parts]:
             for name in source.stored:
                 for piece in source.own.get(name, ()):
                     if piece.parameter in names and not piece.is_copy:
-                        yield piece.parameter, piece.place, part_of(find(name), piece)
+                        found = find(name) if piece.is_whole else _Part(find(name), piece)
+                        yield piece.parameter, piece.place, found
 
         yield parts
 
 
-def part_of(tensor: Any, piece: Piece) -> Any:
-    """Return the part of a tensor of a file that ``piece`` is, read where it is indexed."""
-    return tensor if piece.is_whole else _Part(tensor, piece)
-
-
 class _Part(NamedTuple):
+    """The part of a tensor of a file that ``piece`` is, read where it is indexed."""
+
     tensor: Any
     piece: Piece
 

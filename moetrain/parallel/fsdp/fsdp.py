@@ -105,9 +105,6 @@ class _Unit:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
-    def rows(self) -> list[torch.Tensor]:
-        return [row for bucket in self.buckets for row in bucket.rows()]
-
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         for member, tensor in zip(self.members, full, strict=True):
             member.module._parameters[member.name] = tensor  # pyright: ignore
@@ -467,7 +464,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
-        rows = unit.rows()
+        rows = [row for bucket in unit.buckets for row in bucket.rows()]
         pairs = zip(rows, unit.members, strict=True)
         ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
         return tuple(rows)

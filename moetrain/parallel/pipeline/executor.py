@@ -132,7 +132,7 @@ class _Run:
             else:
                 self.backward(step)
         while self.sent:
-            self.wait_for_oldest()
+            _wait_for(self.sent.popleft()[0])
 
     # ---- actions -------------------------------------------------------------------------------
 
@@ -201,12 +201,7 @@ class _Run:
         self.sent.append((works, sent))
         # The longest way from a sending to an answer to it goes over all ranks and back.
         if len(self.sent) > 2 * self.schedule.num_ranks:
-            self.wait_for_oldest()
-
-    def wait_for_oldest(self) -> None:
-        """Release the oldest tensors sent; on a GPU only what is queued next waits for them."""
-        works, _ = self.sent.popleft()
-        _wait_for(works)
+            _wait_for(self.sent.popleft()[0])  # on a GPU only what is queued next waits
 
     def empty_like(self, made: Action, receiver: int) -> _Tensors:
         """Allocate the tensors that ``made`` has for the stage ``receiver``."""
