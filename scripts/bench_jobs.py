@@ -23,7 +23,7 @@ import argparse
 import random
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, service: Service, rows: int) -> None:
         self.service, self.session = service, service.session
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         arch, length = self.session.engine.arch, service.config.data.seq_len
         draws = random.Random(0)
         texts = [[draws.randrange(arch.vocab_size) for _ in range(length + 1)] for _ in range(rows)]
