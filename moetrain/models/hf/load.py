@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,11 +303,9 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
     preset = PRESETS.get(section.preset or "")
     if preset is None:
         name = section.preset or ""
-        known = sorted(PRESETS)
-        near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
         raise ConfigError(
             "model.preset",
-            f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models give "
+            f"{shortened(name)} is not one of {', '.join(sorted(PRESETS))}; for other models give "
             "model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
