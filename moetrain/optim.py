@@ -89,9 +89,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _make(self) -> None:
         names = {id(member): name for name, member in self.fsdp.members.items()}
-        for bucket in self.fsdp.buckets:
-            if not bucket.is_trained:
-                continue
+        for bucket in self.fsdp.trained:
             if self.dtype == torch.uint8:
                 for member in bucket.members:
                     key = zlib.crc32(names[id(member)].encode()) << 30

@@ -12,7 +12,7 @@ compiles, captures and connects and is not counted.
 A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
 published ones are: of responses alone, over the whole step. Exit code 1 where a log-probability of
 generation differs from training's though the kernels of both are exact and their weights the same
-(``--rl.generator_dtype``).
+(``--rl.generator_dtype``, ``--rl.keep_cache``).
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def main() -> int:
     print(report(rows, ranks, args), flush=True)
     config = trainer.config
     has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
+    has_same = has_same and not config.rl.keep_cache
     is_exact = has_same and config.kernels.attention == "exact"
     return 1 if is_exact and any(row.get("mismatch_share") for row in rows) else 0
 
@@ -156,6 +157,9 @@ def report(rows: Sequence[dict[str, Any]], ranks: int, args: argparse.Namespace)
     for name, value in mean.items():
         if name.startswith("seconds/"):
             lines.append(f"  {name[8:]:<16} {value:8.3f} s  {value / whole:6.1%}")
+    for name, value in mean.items():
+        if name.startswith("generator/"):
+            lines.append(f"  {name:<26} {value:10,.1f} a step")
     lines.append(f"  generation {mean['generated_tokens_per_second'] / ranks:,.0f} tokens/s/GPU, ")
     lines[-1] += f"training {mean['tokens_per_second_per_device']:,.0f}"
     return "\n".join(lines)

@@ -109,9 +109,10 @@ def main() -> int:
         total, differ, routed, rerouted = (int(number) for number in sums)
         if world.is_main:
             rate = counts.tokens / counts.seconds["generation"]
+            again = check.generator.scheduler.figures["generator/read_again"]
             print(
                 f"{differ} of {total} log-probabilities and {rerouted} of {routed} (token, layer) "
-                f"routings differ, {check.generator.scheduler.num_preempted} times preempted, "
+                f"routings differ, {again} tokens read again, "
                 f"{rate:.0f} tokens/s a rank, prompts and first compilation included",
                 flush=True,
             )

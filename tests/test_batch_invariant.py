@@ -419,7 +419,7 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     params = [SamplingParams(max_tokens=60, seed=i, temperature=i % 3 / 2) for i in range(40)]
     requests = [Request(str(i), tuple(prompts[i]), params[i]) for i in range(40)]
     found = [completions[0] for completions in generator.generate(requests)]
-    assert generator.scheduler.num_preempted  # there was not room for all
+    assert generator.scheduler.figures["generator/read_again"]  # there was not room for all
     texts = [[*prompt, *c.tokens] for prompt, c in zip(prompts, found, strict=True)]
     tokens = torch.tensor(list(itertools.chain(*texts)), device="cuda")
     lengths = [len(text) for text in texts]

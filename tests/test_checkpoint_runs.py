@@ -250,7 +250,7 @@ def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / _RUN).touch()  # all that was left
     place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
-    monkeypatch.setattr("moetrain.train.run.launched_place", lambda: place)
+    monkeypatch.setattr("moetrain.train.run_folder.launched_place", lambda: place)
     named = first / "checkpoints" / "step-00000002"
     for step in (2, 3):  # then auto is meant: the run has a checkpoint of its own
         trainer = Trainer(tiny(*QUIET, "train.steps=3", f"checkpoint.resume={named}"))
@@ -368,11 +368,8 @@ class MainOfTwo:
     def __init__(self, folder):
         self.folder, self.seen = folder, None
 
-    def broadcast(self, text):
-        self.seen = names(self.folder)
-        return text
-
     def gather(self, mine):
+        self.seen = self.seen or names(self.folder)
         return [mine, ("node1", 1, "")]
 
 

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
+from moetrain.kernels.optim import reduction
 from moetrain.kernels.optim.reduction import sum_chunks
 
 # Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
@@ -377,3 +379,29 @@ def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
         sum_chunks(chunks_RN, kernel_N, accumulate, "triton", squares_B)
         assert ((kernel_N - wide_N).abs() <= 2**-7 * wide_N.abs()).all()
         torch.testing.assert_close(squares_B, block_squares(kernel_N), rtol=1e-6, atol=0)
+
+
+class Ops(TorchDispatchMode):
+    """Notes the names of ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@devices
+def test_a_launch_that_nothing_watches_takes_no_op_and_is_a_change(monkeypatch, device):
+    chunks_RN, watched = torch.ones(1, 32, device=device), Ops()
+    calls, op = [], reduction._sum_chunks
+    for mode in (watched, nullcontext()):
+        out_N, squares_B = (torch.zeros(n, device=device) for n in (32, 1))
+        with mode:
+            sum_chunks(chunks_RN, out_N, squares_B=squares_B, backend="triton")
+        assert (out_N._version, squares_B.item()) == (1, 32)
+        monkeypatch.setattr(type(op), "__call__", lambda *args: calls.append(args))
+    assert "moetrain.sum_chunks.default" in watched.names
+    assert not calls

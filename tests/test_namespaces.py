@@ -6,6 +6,7 @@ the CPU, as docs/machines.md has it.
 
 import json
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from command_lines import settled
 from namespaces import Machines, do, why_not
+from test_checkpoint_runs import names
 from test_new_user import losses
+from test_recovery import rank_of
 
 from moetrain.config import Config
 from moetrain.train.metrics import read_metrics
@@ -95,8 +98,15 @@ def test_every_mesh_over_machines_gives_one_processs_losses(count, ranks, words,
             saved = tmp_path / RESUMES[name] / "checkpoints" / "step-00000002"
             own.append(f"checkpoint.resume={saved}")
             runs.append(settled([*own, f"output_dir={tmp_path}/{name} resumed"]))
+    own = [*words, *LAYOUTS[count, ranks]["fsdp"], "checkpoint.at_end=no", "checkpoint.interval=1"]
+    own += ["checkpoint.shared=no", "checkpoint.replicas=2", f"output_dir={tmp_path}/own"]
+    own = settled(own)
+    last = f"machine{count - 1}"
+    runs += [{"until": 1, "words": own}, {"lose": f"{tmp_path}/own", "of": "machine0"}]
+    runs += [{"until": 2, "words": own}, {"lose": f"{tmp_path}/own", "of": last}, own]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     with Machines(count) as machines:
+        folders = own_folders(machines, tmp_path / "own")
         command = [ONE_AFTER_ANOTHER, str(tmp_path / "runs.json")]
         codes = machines.torchrun(command, ranks, said=outputs(machines, tmp_path))
     assert codes == [0] * count, said(tmp_path)
@@ -105,6 +115,24 @@ def test_every_mesh_over_machines_gives_one_processs_losses(count, ranks, words,
     for name in RESUMES:
         resumed = losses(tmp_path / f"{name} resumed")
         assert resumed == pytest.approx(expected[2:], rel=TOLERANCE), name
+    # The run has begun once: the first machine has lost the metrics of step 1 alone.
+    assert losses(folders[0]) == pytest.approx(expected[1:], rel=TOLERANCE)
+    files = [names(folder / "checkpoints" / "step-00000003") for folder in folders]
+    at = [{rank_of(file) for file in found} - {None} for found in files]
+    ring = [*range(count), 0]
+    of = [{*range(n * ranks, (n + 1) * ranks)} for n in range(count)]
+    assert at == [of[n] | of[n - 1] for n in ring[:-1]]
+    assert not list((tmp_path / "own").iterdir())  # which no machine sees
+
+
+def own_folders(machines, folder):
+    """Have ``folder`` be another one on each machine; return those."""
+    folder.mkdir(exist_ok=True)
+    found = [folder.with_name(f"{folder.name}.{machine.name}") for machine in machines]
+    for machine, mine in zip(machines, found, strict=True):
+        mine.mkdir(exist_ok=True)
+        machine.bind(mine, folder)
+    return found
 
 
 def test_a_machine_with_another_folder_ends_the_run(words, tmp_path):
@@ -118,7 +146,29 @@ def test_a_machine_with_another_folder_ends_the_run(words, tmp_path):
     problem = r"' is not one folder for all ranks: on machine1 \(rank 1\) what rank 0 writes there"
     for path in outputs(machines, tmp_path):
         assert re.search(rf"^error: output_dir: .*/out{problem} is not", path.read_text(), re.M)
+        assert "choose one on a file system that all machines" in path.read_text()
+        assert "or set checkpoint.shared no" in path.read_text()
     assert not list((tmp_path / "another").iterdir())
+
+
+def test_machines_that_lose_power_and_one_its_disk_go_on(words, tmp_path):
+    words = [*words, "model.num_layers=2", "train.steps=12", "optim.lr=1e-4"]
+    Trainer(Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})).fit()
+    words += ["parallel.dp_shard=2", "checkpoint.shared=no", "checkpoint.replicas=2"]
+    words += ["checkpoint.interval=1", f"output_dir={tmp_path}/out"]
+    command = ["-m", "moetrain.train", "debug", *settled(words)]
+    with Machines(2) as machines:
+        folders = own_folders(machines, tmp_path / "out")
+        agents = machines.agents(command, said=outputs(machines, tmp_path))
+        wait_for_steps(folders[0], 4, agents)
+    shutil.rmtree(folders[1])
+    again = tmp_path / "again"
+    again.mkdir()
+    with Machines(2) as machines:
+        own_folders(machines, tmp_path / "out")
+        assert machines.torchrun(command, said=outputs(machines, again)) == [0, 0], said(again)
+    assert int(re.search(r"resuming from \S*step-(\d+)", said(again))[1]) >= 3
+    assert losses(folders[0]) == pytest.approx(losses(tmp_path / "one"), rel=TOLERANCE)
 
 
 # ---- cables ------------------------------------------------------------------------------------

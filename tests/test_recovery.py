@@ -140,8 +140,8 @@ def test_damage_in_memory_is_passed_over_in_one_line(tiny, memory, caplog):
     three = trainer.run_folder.memory.root / "step-00000003"
     (three / "model-00000-00.safetensors").unlink()
     assert Trainer(words).step == 0
-    (line,) = (text for text in said(caplog) if "step 3 in memory is passed over" in text)
-    assert line.endswith("no machine has model-00000-00.safetensors")
+    (line,) = (text for text in said(caplog) if "a checkpoint in memory is passed over" in text)
+    assert line.endswith("step-00000003/model-00000-00.safetensors': it is no file")
 
 
 def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):
@@ -168,7 +168,8 @@ def test_memory_without_room_ends_the_run_with_one_line(tiny, memory, monkeypatc
         return write(path, *args)
 
     monkeypatch.setattr(checkpoint_save, "write_tensors", full)
-    with pytest.raises(RunFailed, match=r"cannot write .*step-00000002: .*No space left"):
+    says = r"cannot write .*step-00000002: .*No space left.*; name another checkpoint\.memory, or"
+    with pytest.raises(RunFailed, match=says):
         train(tiny(*EACH, *memory.words, "train.steps=9"))
     assert [path.name for path in memory()] == ["step-00000001"]
 

@@ -30,7 +30,7 @@ from moetrain.train.memory import RankSizes
 from moetrain.train.metrics import read_metrics
 from moetrain.train.setup import resolve_run
 
-OWN = ("generators_lost", "trajectories_restarted")
+OWN = ("generators_lost", "trajectories_restarted", "generator/")
 
 MORTAL = """
 import os, signal, time
@@ -96,7 +96,8 @@ def launched(world, words, *, silence=8.0, timeout=60, kill_at=None):
 
 
 def rows_of(folder):
-    return [{k: v for k, v in row.items() if k not in OWN} for row in lines_of(folder)]
+    rows = lines_of(folder)
+    return [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in rows]
 
 
 def weights_of(folder):
@@ -158,6 +159,21 @@ def test_a_stopped_generator_is_replaced(mortal, tmp_path):
     assert all(0 <= row.get("mismatch/age_0", 0) < 1e-9 for row in rows)
 
 
+def test_a_cache_may_be_kept_over_updates_and_deaths(mortal, tmp_path):
+    """Nothing is read again but what a dead generator had, and bits of all ages are corrected."""
+    values = mortal | APART | {"rl.env_args": '{"often": 1}', "rl.max_sequences": 4} | QUIET
+    values |= {"rl.max_staleness": 2, "train.steps": 6, "rl.keep_cache": "true"}
+    values |= {"rl.supervised_steps": 0, "rl.ratio": "proximal"}
+    assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
+    rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
+    assert [row["prompts"] for row in rows] == [4] * 6
+    assert rows[-1]["generators_lost"] == 1
+    assert all(row["staleness_max"] <= 2 for row in rows)
+    assert not any(row.get("generator/read_again") for row in rows)
+    assert all("weight" in row for row in rows)  # scored and corrected, whatever the ages
+    assert max(row["generator/places"] for row in rows) > 2
+
+
 def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
     values = mortal | APART | {"rl.env_args": '{"often": 99, "at": 1}', "rl.eval_tasks": 0}
     values["train.eval_interval"] = 0
@@ -208,6 +224,9 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
             config_of(tmp_path / "out", **values, **{name: value})
     with pytest.raises(ConfigError, match=r"rl.generators"):
         config_of(tmp_path / "out", **{"rl.generators": 2})
+    for lacks in ({"rl.max_staleness": 1}, APART):
+        with pytest.raises(ConfigError, match=r"rl.keep_cache: True contradicts rl"):
+            config_of(tmp_path / "out", **lacks, **{"rl.keep_cache": "true"})
 
 
 def test_stale_trajectories_teach_too(tmp_path):
@@ -296,8 +315,8 @@ def come(address, key, rank):
     return link
 
 
-def say(link, groups=(), are_all=False, is_busy=False):
-    link.send((list(groups), are_all, is_busy, 0.0))
+def say(link, groups=(), are_all=False, running=0, **figures):
+    link.send((list(groups), are_all, running, figures))
 
 
 def hear(link):
@@ -338,8 +357,9 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
         assert hear(link)[:2] == (["weight", "bias"], 5)
     for group in range(2):
         fleet.start(group, task=3, size=2, seed=0)
-    say(one, is_busy=True)
-    assert hear(one)[3] == []  # groups may lack some yet
+    for link in (one, two):
+        say(link, running=1)
+        assert hear(link)[3] == []  # groups may lack some yet
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(fleet.finish, range(2))
         say(one)
@@ -358,6 +378,27 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
     assert hear(three)[0] == ["weight", "bias"]
 
 
+def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
+    """One trajectory of a group goes on for long: the others' places are given to more groups."""
+    fleet, address, key = fleet
+    one = come(address, key, 1)
+    monkeypatch.setattr(fleet, "_expects", 1)
+    monkeypatch.setattr(fleet, "settings", fleet.settings.model_copy(update={"max_sequences": 8}))
+    with fleet.updating(0):
+        pass
+    say(one)
+    hear(one)
+    for group in range(20):
+        fleet.start(group, task=3, size=4, seed=0)
+    fleet.finish(())
+    groups = []
+    for running in (0, 16, 12, 12, 13):
+        say(one, running=running)
+        groups.append([t.group for t in hear(one)[3]][::4])
+    # Eight places, one that waits for the next, and less than a group.
+    assert groups == [[0, 1, 2, 3], [], [4], [5], []]
+
+
 def test_nothing_begins_with_weights_from_before(fleet):
     """A group is given while weights are written; and one that dies as it takes them is no end."""
     fleet, address, key = fleet
@@ -370,7 +411,7 @@ def test_nothing_begins_with_weights_from_before(fleet):
     with fleet.updating(1):
         fleet.start(0, task=3, size=2, seed=0)
         fleet.finish(())
-        say(one, is_busy=True)
+        say(one, running=1)
         names, _, _, begun, _ = hear(one)
         assert names == begun == []
         say(one)

@@ -127,7 +127,7 @@ def test_requests_do_not_notice_each_other(name):
     while generator.is_busy:
         generator.step()
     if "room" in name:
-        assert generator.scheduler.num_preempted > 0
+        assert generator.scheduler.figures["generator/read_again"] > 0
     for request, completions in zip(requests[6:], found, strict=True):
         assert [c.tokens for c in completions] == alone(request), request
     assert generator.pages.num_available == generator.pages.num_pages
@@ -151,7 +151,7 @@ def test_hundreds_of_requests_with_arrivals_and_aborts():
         assert len(generator.scheduler.running) <= 40
     assert generator.pages.num_available == 200
     assert not any(generator.pages._references)
-    assert generator.scheduler.num_preempted > 0
+    assert generator.scheduler.figures["generator/read_again"] > 0
     assert aborted
     expected = {
         (r.id, i) for r in requests.values() if r.id not in aborted for i in range(r.params.n)
@@ -227,7 +227,7 @@ def test_log_probabilities_of_prompts_are_the_models():
     scored = [Request(str(i), tuple(text), asked) for i, text in enumerate(texts)]
     mixed = [request for pair in zip(plain, scored, strict=True) for request in pair]
     found = {c.request_id: c for (c,) in generator.generate(mixed)}
-    assert generator.scheduler.num_preempted > 0
+    assert generator.scheduler.figures["generator/read_again"] > 0
     for request, beside in zip(scored, plain, strict=True):
         completion = found[request.id]
         assert found[beside.id].tokens[:9] == completion.tokens
@@ -240,6 +240,61 @@ def test_log_probabilities_of_prompts_are_the_models():
             top = row[:known].topk(3)
             assert [*found_top] == top.indices.tolist()
             assert [*found_top.values()] == pytest.approx(top.values.tolist(), rel=1e-4)
+
+
+def test_a_cache_that_is_kept_is_its_own_sequences_alone():
+    """Over an update one goes on from its pages; what begins then is read with new weights."""
+    prompt, params = tuple(range(40)), SamplingParams(max_tokens=40, seed=3)
+    kept, untold = (make_generator(page_size=4, num_pages=64) for _ in range(2))
+    for generator in (kept, untold):
+        generator.submit(Request("a", prompt, params))
+        for _ in range(10):
+            generator.step()
+        generator.model.load_state_dict(make_model(seed=1).state_dict())
+    kept.weights_changed(keeps_cache=True)
+    (sequence,) = kept.scheduler.running
+    pages = sequence.pages.copy()
+    for _ in range(8):  # its page grows full
+        ours, theirs = kept.step()[0], untold.step()[0]
+    assert sequence.pages[: len(pages)] == pages
+    assert kept.scheduler.figures["generator/read_again"] == 0
+    assert ours.versions == [0] * 10 + [1] * 8
+    assert (ours.tokens, ours.logprobs) == (theirs.tokens, theirs.logprobs)
+    beside = Request("b", (*prompt, *ours.tokens[:16]), replace(params, n=2))
+    expected = make_generator(seed=1, page_size=4).generate([beside])[0]
+    found = kept.generate([beside])[0]
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert [c.logprobs for c in found] == [pytest.approx(c.logprobs, rel=1e-4) for c in expected]
+    assert not kept.is_busy
+    kept.submit(replace(beside, id="c"))
+    kept.step()
+    kept.weights_changed()
+    assert kept.scheduler.figures["generator/read_again"] >= 56
+    assert kept.abort("c")
+    assert kept.pages.num_available == 64
+
+
+@pytest.mark.parametrize(("batch", "pages", "most"), [(1, 400, 26), (4, 400, 12), (4, 40, 12)])
+def test_those_that_wait_begin_together(batch, pages, most):
+    """Each that ends would let another begin, whose prompt makes the step a slow one.
+
+    So it would where pages are what is short, and not places.
+    """
+    generator = make_generator(max_sequences=8, page_size=4, num_pages=pages)
+    scheduler = generator.scheduler
+    scheduler.batch = batch
+    rng = random.Random(0)
+    for i in range(32):
+        length = SamplingParams(max_tokens=rng.randrange(5, 60))
+        generator.submit(Request(str(i), (1, 2, 3, i), length))
+    while generator.is_busy:
+        waited = len(scheduler.waiting)
+        generator.step()
+        begun = waited - len(scheduler.waiting)
+        assert begun <= 0 or begun >= min(batch, waited)
+    figures = scheduler.figures
+    assert figures["generator/mixed_steps"] <= most
+    assert figures["generator/places"] / figures["generator/steps"] > 4
 
 
 def test_what_begins_alike_is_read_once():

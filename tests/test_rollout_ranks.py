@@ -106,7 +106,7 @@ def answers_of(generator, requests):
     estimates = [part.cached_numbers(heads.group.size() if heads else 1) for part in parts]
     width = generator.pages.num_tokens * generator.model.embed.weight.element_size()
     assert sizes == [width * numbers for numbers in estimates if numbers]
-    return found, generator.scheduler.num_preempted, sizes
+    return found, generator.scheduler.figures["generator/read_again"], sizes
 
 
 def family_answers(kind, heads=None):

@@ -114,15 +114,31 @@ def test_an_older_or_failed_copy_is_left_alone(tiny, tmp_path):
 def test_damage_in_the_store_is_passed_over(tiny, tmp_path):
     Trainer(tiny(*STORED, "checkpoint.interval=2", "train.steps=4")).fit()
     path = next(p for p in FILES.store if "step-00000004/model" in p)
-    data = bytearray(FILES.cat_file(path))
-    data[-1] ^= 1
-    FILES.pipe_file(path, bytes(data))
+    FILES.pipe_file(path, flipped(FILES.cat_file(path)))
     shutil.rmtree(tmp_path / "out")
     trainer = Trainer(tiny(*STORED, "train.steps=5", "checkpoint.keep=1"))
     assert trainer.step == 2
     trainer.train_step()
     trainer.save()
     assert Store(URL).steps() == [3]
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("spoiled", [flipped, lambda data: data[:-1]], ids=["flipped", "cut"])
+def test_what_is_damaged_on_the_disk_is_fetched_again(spoiled, tiny, tmp_path):
+    Trainer(tiny(*STORED, "train.steps=4")).fit()
+    file = tmp_path / "out" / "checkpoints" / "step-00000004" / "model-00000-00.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(spoiled(whole))
+    assert Trainer(tiny(*STORED, "train.steps=6")).step == 4
+    assert file.read_bytes() == whole
+    for path in (name for name in FILES.store if "step-00000004/model" in name):
+        FILES.pipe_file(path, spoiled(FILES.cat_file(path)))
+    file.write_bytes(spoiled(whole))
+    assert Trainer(tiny(*STORED, "train.steps=6")).step == 3
 
 
 def ranks(words):

@@ -2,7 +2,9 @@
 
 import errno
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -18,6 +20,7 @@ from moetrain.kernels.experts import products
 from moetrain.kernels.experts.mlp import adapted_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.small_m import add_low_rank, low_rank_products
+from moetrain.parallel.mesh import Layout
 
 assert compiled  # a fixture
 
@@ -253,6 +256,28 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
     with Service(config_of(tmp_path, *words)) as service:
         serve_all(service, names, passes)
         assert {service.find(name).done for name in names} == {4, 5}
+
+
+def test_updates_that_share_a_turn_wait_once_and_show_no_gradient(tmp_path, monkeypatch):
+    """A step of nothing among them is refused, and costs the others nothing."""
+    counts, item, tolist = Counter(), torch.Tensor.item, torch.Tensor.tolist
+    with Service(config_of(tmp_path, *WORDS, "jobs.max_tenants=4", "data.seq_len=512")) as service:
+        names = [new(service, seed) for seed in range(4)]
+        serve_all(service, names[:3], [("forward_backward", body_of(seed)) for seed in range(3)])
+        futures = [service.answer(x, service.submit(x, "optim_step", rate(1e-2))) for x in names]
+        counted = {"item": item, "tolist": tolist}
+        for name, read in counted.items():
+            count = partial(lambda name, read, x: counts.update([name]) or read(x), name, read)
+            monkeypatch.setattr(torch.Tensor, name, lambda x, count=count: count(x))
+        monkeypatch.setattr(Layout, "dtensor", lambda *_: counts.update(["dtensor"]))
+        monkeypatch.setattr(service.session, "forget", lambda _: counts.update(["forget"]))
+        assert service.turn()
+        assert counts == {"tolist": 1}
+        assert all("result" in future.result(0) for future in futures[:3])
+        assert not futures[3].done()
+        monkeypatch.undo()
+        assert service.turn()
+        assert futures[3].result(0)["refused"]
 
 
 def test_clients_of_a_job_do_not_wait_for_anothers_disk(tmp_path, monkeypatch):

@@ -1,16 +1,17 @@
-"""Checkpoints in the memory of machines, from which a run that starts again goes on.
+"""Checkpoints of which each machine has a part: in its memory, or in an ``output_dir`` of its own.
 
-Each machine of a run has a folder of its own under ``checkpoint.memory``, which holds what its own
-ranks have written, and with ``checkpoint.replicas`` what those of other machines have, so that a
-machine that is lost takes nothing with it::
+A machine's folder holds what its own ranks have written, and with ``checkpoint.replicas`` what
+those of other machines have, so that a machine that is lost takes nothing with it::
 
+    output_dir/checkpoints/step-00000007/                          with checkpoint.shared no
     /dev/shm/moetrain-<hash of output_dir>/<id of the run>/step-00000007/
         manifest.json  state.json     on every machine, of the whole checkpoint
         model-00000-00.safetensors    of a rank of this machine, or of one that it keeps a copy for
 
 A run that starts again looks at all machines' folders. A step of which some machine has each file
 is complete, and each machine fetches the files that it lacks: what then lies in its folder is a
-checkpoint like any other. Files travel between host memories, over gloo.
+checkpoint like any other. Files travel between host memories, over gloo. A folder that all machines
+share is the same with one machine, which has all ranks.
 
 Left out on purpose: fetching only what a machine's ranks will read, which would matter where a
 whole checkpoint does not fit in a machine's memory.
@@ -20,7 +21,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ from moetrain.checkpoint.read import (
     step_of,
 )
 from moetrain.config import CheckpointSection, logger
+from moetrain.config.files import write_atomically
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.processes import TIMEOUT, machine
 
@@ -56,119 +59,109 @@ class _Move(NamedTuple):
 class _Held(NamedTuple):
     """What a machine has of a checkpoint."""
 
-    seal: str
-    """Checksum of the manifest; empty: the machine has none."""
-    sizes: dict[str, int]
-    """Of all files of the checkpoint, on whichever machine."""
-    here: set[str]
+    seal: str = ""
+    """Checksum of the manifest; empty: the machine has none, or a damaged one."""
+    sizes: Mapping[str, int] = {}
+    """Of all files of the checkpoint, on whichever machine; the manifest's comes last."""
+    here: Collection[str] = ()
     """Names of the files that are on this one."""
+    problem: str = ""
+    """What is damaged here."""
 
 
-class Memory:
-    """A run's folder in this machine's memory, and how files come from other machines'.
+class Folders:
+    """The machines' folders of checkpoints, and how files come from one to another.
 
     All ranks make it, and call :meth:`newest` and :meth:`fetch` together.
     """
 
     def __init__(
         self,
-        settings: CheckpointSection,
-        output_dir: Path,
-        rank: int,
-        gather: Callable[[Any], list[Any]],
+        root: Path,
+        rank: int = 0,
+        gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+        copies: int = 0,
     ) -> None:
-        """``gather`` gives every rank the objects of all."""
-        name = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
-        self.root = self._base = Path(settings.memory) / f"moetrain-{name}"
-        """Where this run's checkpoints lie on this machine, once it is open."""
-        self._rank, self._gather, self._copies = rank, gather, settings.replicas
-        places = gather(f"{machine()} {os.path.realpath(self._base)}")
+        """``gather`` gives every rank the objects of all; ``copies``: how many machines have each
+        file of ranks, 0: all share ``root``."""
+        self.root = root
+        """Where the checkpoints lie on this machine."""
+        self.rank, self.gather, self._copies = rank, gather, copies
+        places = gather(f"{machine()} {os.path.realpath(root)}" if copies else "")
         self._keepers = [places.index(place) for place in places]  # by rank, its machine's first
         self._machines = sorted(set(self._keepers))
-        self.keeps = rank in self._machines
+        self.keeper = self._keepers[rank]
+        self.keeps = rank == self.keeper
         """Whether this rank makes, completes and removes its machine's checkpoints."""
         self._group: Any = None
         if len(self._machines) > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def open(self, run: str, since: int | None = None) -> None:
-        """Use the checkpoints of ``run``, none later than step ``since``; remove all others."""
-        self.root = self._base / run
-        if not self.keeps:
-            return
-        for other in self._base.iterdir() if self._base.is_dir() else ():
-            if other.name != run:
-                logger.warning("memory of another run is passed over: %s", other)
-                shutil.rmtree(other)
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            is_later = since is not None and (step_of(path) or 0) > since
-            if is_later or path.name.startswith("."):  # a killed process left it
-                shutil.rmtree(path)
-
-    def remove(self, step: int | None = None) -> None:
-        """Remove what this machine has of the run, or of one step."""
-        if self.keeps:
-            gone = self._base if step is None else self.root / checkpoint_name(step)
-            shutil.rmtree(gone, ignore_errors=True)
-
     # ---- what the machines have together -------------------------------------------------------
 
-    def newest(self) -> int:
-        """Return the newest step that the machines have together; -1: there is none. Collective.
+    def newest(self, before: int | None = None, only: str = "") -> tuple[Path | None, list[str]]:
+        """Return the newest checkpoint that the machines have together, if there is one, and why
+        newer ones are passed over. Collective.
 
-        Rank 0 says why newer ones are passed over.
+        Args:
+            before: checkpoints of this step and later ones are known to be damaged.
+            only: the name of the one that is asked for, if one is.
         """
-        found = self._gather(self._parts() if self.keeps else {})
-        for step in sorted({step for parts in found for step in parts}, reverse=True):
-            problem = self._find([parts.get(step, _Held("", {}, set())) for parts in found])
+        found = self.gather(self._parts(before, only) if self.keeps else {})
+        names = {name for parts in found for name in parts}
+        problems = []
+        for name in sorted(names, key=lambda name: step_of(Path(name)) or 0, reverse=True):
+            problem = self._find([parts.get(name, _Held()) for parts in found])
             if not problem:
-                return step
-            if self._rank == 0:
-                logger.warning("step %d in memory is passed over: %s", step, problem)
-        return -1
+                return self.root / name, problems
+            problems.append(problem if name in problem else f"{self.root / name}: {problem}")
+        return None, problems
 
-    def _parts(self) -> dict[int, _Held]:
-        """Return what is here, by step; what is damaged is removed."""
+    def _parts(self, before: int | None, only: str) -> dict[str, _Held]:
+        """Return what is here, by name."""
         found = {}
-        for path in list_checkpoints(self.root):
+        for path in self.root.glob(only) if only else list_checkpoints(self.root):
+            if before is not None and (step_of(path) or 0) >= before:
+                found[path.name] = _Held(problem=f"{path.name}, as said before")
+                continue
             try:
-                files = open_checkpoint(path, is_whole=False).contents.files
+                is_whole = len(self._machines) == 1
+                files = open_checkpoint(path, is_whole=is_whole).contents.files
             except DamagedCheckpoint as error:
-                logger.warning("a checkpoint in memory is passed over: %s", error.problem)
-                shutil.rmtree(path)
+                found[path.name] = _Held(problem=error.problem)
                 continue
             data = (path / MANIFEST).read_bytes()
-            sizes = {MANIFEST: len(data), **{name: known.size for name, known in files.items()}}
+            sizes = {name: known.size for name, known in files.items()} | {MANIFEST: len(data)}
             here = {name for name in sizes if (path / name).exists()}
-            found[step_of(path) or 0] = _Held(crc_of(data), sizes, here)
+            found[path.name] = _Held(crc_of(data), sizes, here)
         return found
 
     def _find(self, parts: Sequence[_Held]) -> str:
         """Note which files machines lack; return why they do not have all of them together."""
-        if len({part.seal for part in parts if part.seal}) > 1:
+        known = {part.seal: part.sizes for part in parts if part.seal}
+        if len(known) > 1:
             return "machines have different ones"
-        sizes = next(part.sizes for part in parts if part.seal)
+        damaged = next((part.problem for part in parts if part.problem), "")
         self._lacking = []
-        for name, size in sizes.items():
+        for name, size in next(iter(known.values()), {}).items():
             have = [keeper for keeper in self._machines if name in parts[keeper].here]
             if not have:
-                return f"no machine has {name}"
+                return damaged or f"no machine has {name}"
             for target in {*self._machines} - {*have}:
                 self._lacking.append(_Move(name, size, have[0], target))
-        return ""
+        return "" if known else damaged
 
-    def fetch(self, step: int) -> Path:
-        """Complete ``step``, which :meth:`newest` returned, on every machine; return its folder.
+    def fetch(self, path: Path) -> Path:
+        """Complete what :meth:`newest` has just returned, on every machine; return it.
 
         Collective. Raises RunFailed on every rank: a machine has no room for it.
         """
-        path = self.root / checkpoint_name(step)
         problem = ""
         try:
             self.carry(path, self._lacking)
         except OSError as error:
-            problem = f"cannot fetch {path}: {error} (checkpoint.memory)"
-        if problem := next(filter(None, self._gather(problem)), ""):
+            problem = f"cannot fetch {path}: {error} (output_dir or checkpoint.memory)"
+        if problem := next(filter(None, self.gather(problem)), ""):
             raise RunFailed(problem)
         return path
 
@@ -189,19 +182,50 @@ class Memory:
         """Send and write files; OSError, once all have come: one could not be written."""
         works, problem = [], None
         for name, size, source, target in moves:
-            if source == self._rank:
+            if source == self.rank:
                 data = torch.from_file(str(folder / name), size=size, dtype=torch.uint8)
                 works.append((data, dist.isend(data, target, group=self._group)))
         for name, size, source, target in moves:
-            if target == self._rank:
+            if target == self.rank:
                 data = torch.empty(size, dtype=torch.uint8)
                 dist.recv(data, source, group=self._group)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(data.numpy().data)
+                    put = partial(Path.write_bytes, data=data.numpy().data)
+                    write_atomically(folder / name, put, durable=True)
                 except OSError as error:
                     problem = error
         for _, work in works:
             work.wait()
         if problem is not None:
             raise problem
+
+
+class Memory(Folders):
+    """A run's folders in the machines' memory."""
+
+    def __init__(self, settings: CheckpointSection, output_dir: Path, *who: Any) -> None:
+        """``who``: rank and gather of :class:`Folders`."""
+        name = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
+        self._base = Path(settings.memory) / f"moetrain-{name}"
+        super().__init__(self._base, *who, copies=settings.replicas)
+
+    def open(self, run: str, since: int | None = None) -> None:
+        """Use the checkpoints of ``run``, none later than step ``since``; remove all others."""
+        self.root = self._base / run
+        if not self.keeps:
+            return
+        for other in self._base.iterdir() if self._base.is_dir() else ():
+            if other.name != run:
+                logger.warning("memory of another run is passed over: %s", other)
+                shutil.rmtree(other)
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            is_later = since is not None and (step_of(path) or 0) > since
+            if is_later or path.name.startswith("."):  # a killed process left it
+                shutil.rmtree(path)
+
+    def remove(self, step: int | None = None) -> None:
+        """Remove what this machine has of the run, or of one step."""
+        if self.keeps:
+            gone = self._base if step is None else self.root / checkpoint_name(step)
+            shutil.rmtree(gone, ignore_errors=True)

@@ -5,9 +5,9 @@
 
 Ranks talk through their store, on the host, so no collective is in the way of a step that runs
 meanwhile. A save that fails on one rank fails on all with one message and leaves nothing behind;
-complete checkpoints stay as they were. The machines of a run must share one file system, except for
-checkpoints in memory (:mod:`moetrain.checkpoint.memory`): one rank of each machine makes a folder
-there, ranks send one another copies, and all folders get the same manifest.
+complete checkpoints stay as they were. Where machines have folders of their own
+(:mod:`moetrain.checkpoint.memory`), one rank of each makes a folder there, ranks send one another
+copies, and all folders get the same manifest.
 
 :class:`Saver` writes tensors that do not change meanwhile. :class:`Staging` copies a rank's state
 to host memory while the next step already runs, so that the saver can write the copies.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.checkpoint.memory import Memory
+from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.checkpoint.read import (
     CHUNK,
     DTYPE_NAMES,
@@ -82,8 +82,8 @@ class SavePlan:
     remove nothing else."""
     keeps: int | None = None
     """The checkpoint of this step is kept too, as the best one; None: there is none."""
-    memory: Memory | None = None
-    """The machines' memories, in which ``root`` then lies; None: on a disk that all share."""
+    folders: Folders | None = None
+    """The machines' own folders, of which ``root`` is this one's; None: all share it."""
     store: Store | None = None
     """Where a copy goes, unless the run has failed; None: nowhere."""
 
@@ -93,11 +93,13 @@ class SavePlan:
 
     def outdated(self) -> list[Path]:
         """List the checkpoints to remove once this one is complete."""
-        if self.memory is not None:  # one is complete while the next is written
+        if isinstance(self.folders, Memory):  # one is complete while the next is written
             return list_checkpoints(self.root)[:-2]
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
-        intact = {step_of(p) or 0: p for p in list_checkpoints(self.root) if _is_intact(p)}
+        is_whole = self.folders is None
+        paths = [p for p in list_checkpoints(self.root) if _is_intact(p, is_whole)]
+        intact = {step_of(path) or 0: path for path in paths}
         return [intact[step] for step in intact.keys() - self.kept([*intact])]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
@@ -106,9 +108,9 @@ class SavePlan:
         return {n for n in steps if n in kept or (self.keep_every and n % self.keep_every == 0)}
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_intact(folder: Path, is_whole: bool) -> bool:
     try:
-        open_checkpoint(folder)
+        open_checkpoint(folder, is_whole=is_whole)
     except ConfigError:
         return False
     return True
@@ -170,23 +172,23 @@ class Saver:
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
-        memory = plan.memory
-        is_here = self._rank == 0 if memory is None else memory.keeps
-        if memory is not None:
+        folders = plan.folders
+        is_here = self._rank == 0 if folders is None else folders.keeps
+        if folders is not None:
             new = plan.root / new.name
             self._do(lambda: begin(plan.path, new), plan, is_here and self._rank > 0)
         mine = {group: _written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
         reports = self._rendezvous.gather(report)
         try:
-            if memory is None:
-                self._tell_all(lambda: _complete(plan, new, reports, state), plan)
+            if folders is None:
+                self._tell_all(lambda: str(commit(new, plan.path, _joined(reports), state)), plan)
             else:
                 told = self._tell_all(lambda: json.dumps([_joined(reports).to_json(), state]), plan)
                 value, state = json.loads(told)
                 contents = Contents.from_json(value)
-                self._do(lambda: memory.carry(new, memory.copies(contents)), plan)
-                self._do(lambda: commit(new, plan.path, contents, state), plan, memory.keeps)
+                self._do(lambda: folders.carry(new, folders.copies(contents)), plan)
+                self._do(lambda: commit(new, plan.path, contents, state), plan, is_here)
         finally:
             if is_here:
                 shutil.rmtree(new, ignore_errors=True)
@@ -218,6 +220,8 @@ class Saver:
             left = "there is no earlier one, so the next run begins where this one did"
             if list_checkpoints(plan.root):
                 left = "earlier ones are as they were, and the next run goes on from the newest"
+            if isinstance(plan.folders, Memory):
+                left = f"name another checkpoint.memory, or lower checkpoint.replicas; {left}"
             raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
         return answer["value"]
 
@@ -261,19 +265,6 @@ def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice
             size = part.tensor.nbytes
         files[-1][name] = part
     return files
-
-
-def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Write the manifest of what all ranks have written, and rename the folder."""
-    contents = _joined(reports)
-    for name in contents.files:
-        if not (new / name).is_file():
-            raise OSError(
-                f"{name} was written, and is not there: output_dir must lie on a file system that "
-                "all machines of the run share"
-            )
-    commit(new, plan.path, contents, state)
-    return str(plan.path)
 
 
 def _joined(reports: Sequence[str]) -> Contents:

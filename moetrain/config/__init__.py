@@ -136,7 +136,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
     _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
-    _Need("rl.generators", {"rl.placement": {"apart"}}),
+    _Need("rl.generators rl.keep_cache", {"rl.placement": {"apart"}}),
+    _Need("rl.keep_cache", {"rl.max_staleness": _SOME}),  # else nothing is under way
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
@@ -194,7 +195,14 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
-    _Need("checkpoint.memory checkpoint.replicas", {"checkpoint.memory_interval": _SOME}),
+    _Need("checkpoint.memory", {"checkpoint.memory_interval": _SOME}),
+    _Need(
+        "checkpoint.replicas",
+        {"checkpoint.memory_interval": _SOME, "checkpoint.shared": {False}},
+    ),
+    # All ranks write or read these files.
+    _Need("checkpoint.save_hf", {"checkpoint.shared": {True}}),
+    _Need("train.objective", {"checkpoint.shared": {True}}, _PREFERENCES),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),

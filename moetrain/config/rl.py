@@ -142,6 +142,10 @@ class RlSection(Section):
     last rl.generators, which train nothing and generate while the others train."""
     generators: PositiveInt = 1
     """Ranks that generate with rl.placement apart, each with a copy of the weights."""
+    keep_cache: bool = False
+    """At an update keep keys and values of the trajectories under way, in place of reading their
+    tokens again with the new weights (in-flight updates, arXiv 2509.19128). rl.importance and
+    rl.mask correct for what was read with older ones."""
     generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
     """How generation stores its copy of routed experts' matrices. float8, mxfp4, nf4: in codes of 8
     or 4 bits with scales, quantised anew at every update, which takes a half or a quarter of the

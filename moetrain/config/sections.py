@@ -395,7 +395,11 @@ class CheckpointSection(Section):
     memory: GivenPath = "/dev/shm"
     """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
-    """Machines, at most all, that hold each file of a checkpoint in memory. 2: one may be lost."""
+    """Machines, at most all, that hold each file of a checkpoint in memory or in an output_dir of
+    their own. 2: one may be lost."""
+    shared: bool = True
+    """Whether all machines share output_dir. no: it is a folder of each machine's own, with its
+    part of each checkpoint; metrics and exports are written on the first machine."""
     store: str | None = None
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
     copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""

@@ -27,7 +27,6 @@ from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, Pass, Refused
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.shared import JobState
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
@@ -287,21 +286,13 @@ class Service(AbstractContextManager["Service"]):
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
                 job.small.pop(job.done, None)
         if len(jobs) > 1:
-            jobs = [job for job in jobs if self._can_share(job, kinds[0])]
+            engine, updates = self.session.engine, kinds[0] == "optim_step"
+            jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
             self._answer(self._serve_together(jobs))
         else:
             self._answer({job: self._serve(job) for job in jobs if self._bring(job)})
         return bool(waiting)
-
-    def _can_share(self, job: Job, kind: str) -> bool:
-        """Let the session have ``job`` on the device, for a turn of several."""
-        state = self.session.resident(job.id)
-        is_current = state is not None and state.seen == job.done
-        if not is_current or (self._is_due(job, state) and not state.since_step):
-            state = self.session.resident(job.id) if self._bring(job) else None
-        # A step of nothing is refused in a turn of its own.
-        return state is not None and (kind != "optim_step" or bool(state.since_step))
 
     def _bring(self, job: Job) -> bool:
         """Let the session have ``job`` as its answers left it; False: it is not to be served."""
@@ -332,12 +323,11 @@ class Service(AbstractContextManager["Service"]):
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
             results = self.session.serve_together({job.id: job.done for job in jobs})
-        except (RunFailed, OSError):
+        except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
-            raise
-        except Exception as error:  # noqa: BLE001 - whose it is, their own turns show
+            if isinstance(error, RunFailed | OSError):
+                raise
             logger.warning("%d jobs shared a turn that failed: %s", len(jobs), _line_of(error))
-            self._forget(jobs)
             self.session.probe()
             return {}
         return {job: [{"result": result}] for job, result in zip(jobs, results, strict=True)}
@@ -408,17 +398,14 @@ class Service(AbstractContextManager["Service"]):
             if future is not None:
                 future.set_result(answer)
 
-    def _is_due(self, job: Job, state: JobState) -> bool:
-        """Return whether a checkpoint of ``job`` is due, once it is between two steps."""
-        new, seconds = state.seen - state.saved, 60 * self.config.checkpoint.minutes
+    def _save_if_due(self, job: Job) -> None:
+        session, minutes = self.session, self.config.checkpoint.minutes
+        new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         # What was loaded need not be there any more when requests are served again.
         has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
-        return has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
-
-    def _save_if_due(self, job: Job) -> None:
-        session, is_here = self.session, self.session.now.id == job.id
-        if is_here and session.engine.is_between_steps and self._is_due(job, session.now):
+        is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
+        if session.now.id == job.id and is_due and session.engine.is_between_steps:
             seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:

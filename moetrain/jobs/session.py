@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, partialmethod, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
+from moetrain.checkpoint.save import SavePlan
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
@@ -65,24 +66,21 @@ _LOGPROB_BYTES = 32
 _ROW_MULTIPLE = 64
 """Multiple that row lengths are rounded to where nothing is compiled for one length: the pads
 behind it are computed too."""
-_P = ParamSpec("_P")
+_M = TypeVar("_M", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
 
-def _together(
-    method: "Callable[Concatenate[JobSession, _P], _R]",
-) -> "Callable[Concatenate[JobSession, _P], _R]":
+def _together(method: _M) -> _M:
     """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
 
     @wraps(method)
-    def call(session: "JobSession", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(session: "JobSession", *args: Any) -> Any:
         if session.is_told or session.world.size == 1:
-            return method(session, *args, **kwargs)
-        assert not kwargs
-        session.world.broadcast(json.dumps([method.__name__, *args]))
+            return method(session, *args)
+        session.world.broadcast(json.dumps([call.__name__, *args]))
         return session.run_here(method, *args)
 
-    return call
+    return call  # pyright: ignore[reportReturnType]
 
 
 class JobSession:
@@ -196,20 +194,13 @@ class JobSession:
             now.kinds = ("model",)
             found = None if source is None else open_checkpoint(now.folder.parent / source)
         else:
-            found = RunFolder(now.folder).open("auto", self.engine.arch, self.world)
+            saved = RunFolder(now.folder, self.world)
+            found = saved.open("auto", self.engine.arch, self.world)
         if found is not None:
             self.engine.restore(now, found, now.kinds)
         else:
             self.engine.begin(seed)
         now.saved, now.id = now.seen, job
-
-    def resident(self, job: str) -> JobState | None:
-        """Leave the current job, and return the state of ``job`` if it lies on the device."""
-        self._leave(more=0)
-        if job in self._held:
-            self._held[job] = self._held.pop(job)  # the latest
-        held = self._held.get(job)
-        return held if held is not None and held.place == "device" else None
 
     def _leave(self, more: int = 1) -> None:
         """Leave the current job, and hold its state on the device, if there is room for so many
@@ -287,9 +278,10 @@ class JobSession:
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
-        now = self.now
-        progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
-        self.snapshots.save(root, progress, {}, failed=False, kinds=kinds)
+        now, settings = self.now, self.config.checkpoint
+        progress = {"steps": now.steps, "tokens": now.tokens, "sample_index": 0}
+        plan = SavePlan(root, now.seen, settings.keep, settings.keep_every)
+        self.snapshots.save(plan, progress, {}, kinds)
         self.snapshots.wait()
 
     # ---- requests ------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class SharedEngine(Engine):
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
         rows = max(1, size // tenants)
         self.part = rows, size * config.data.seq_len // (tenants * rows)
-        self.fsdp.shows_gradients = config.log.find_nan or config.optim.name == "muon"
+        self.fsdp.shows_gradients = config.log.find_nan
         for arena in (self.fsdp.gradients, self.optimizer.arena):
             arena.fixed = False  # their memory comes and goes with jobs
         self.optimizer.begin()
@@ -95,10 +95,9 @@ class SharedEngine(Engine):
             if not (self._is_drawn and name.endswith(ADAPTER))
         }
         """The values that every job begins with, without what is drawn."""
-        self._trained = [bucket for bucket in self.fsdp.buckets if bucket.is_trained]
-        model = [*(bucket.shard_N for bucket in self._trained), *self.model.buffers()]
+        model = [*(bucket.shard_N for bucket in self.fsdp.trained), *self.model.buffers()]
         views: list[torch.Tensor] = []
-        for member in (member for bucket in self._trained for member in bucket.members):
+        for member in (member for bucket in self.fsdp.trained for member in bucket.members):
             views += [member.local, member.parameter._local_tensor]  # pyright: ignore
             views += self.optimizer.state[member.local].values()
         self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
@@ -134,7 +133,7 @@ class SharedEngine(Engine):
             ]
         for view, there in job.views:
             view.data = there
-        for i, bucket in enumerate(self._trained):
+        for i, bucket in enumerate(self.fsdp.trained):
             bucket.moved()
             _take_gradient(bucket, job, i)
         self._since_step, job.since_step = job.since_step, []
@@ -142,7 +141,7 @@ class SharedEngine(Engine):
     def leave(self, job: JobState) -> None:
         """Leave the state of ``job``, in whatever step it is, where it lies."""
         job.since_step, self._since_step = self._since_step, []
-        for i, bucket in enumerate(self._trained):
+        for i, bucket in enumerate(self.fsdp.trained):
             _keep_gradient(bucket, job, i)
 
     def update(
@@ -153,38 +152,37 @@ class SharedEngine(Engine):
         The device is waited for once, behind the last update. Raises Refused: a job has no
         gradient.
         """
-        outcomes, results, is_left = [], [], len(jobs) > 1
+        outcomes, optimizer = [], self.optimizer
         for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
-            if is_left:
+            if len(jobs) > 1:
                 self.enter(job)
             if self.is_between_steps:
                 raise Refused("there was no forward_backward since the last step")
-            optimizer, limit = self.optimizer, asked.grad_clip_norm or math.inf
-            numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": asked.eps}
+            numbers = asked.model_dump(include={"beta1", "beta2", "eps"})
             optimizer.settings = optimizer.settings._replace(**numbers)
+            limit = asked.grad_clip_norm or math.inf
             change = {"weight_decay": asked.weight_decay, "max_grad_norm": limit}
             optimizer.config = optimizer.config.model_copy(update=change)
             outcomes += self.step(asked.learning_rate)
-            if is_left:
+            if len(jobs) > 1:
                 self.leave(job)
-        found = torch.stack([x.double() for x in outcomes]).tolist()
-        for job, norm, skipped in zip(jobs, found[::2], found[1::2], strict=True):
+        metrics, found = [], iter(torch.stack([x.double() for x in outcomes]).tolist())
+        for job, norm, skipped in zip(jobs, found, found, strict=True):
             job.steps += not skipped
-            metrics = {"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)}
-            results.append({name: x for name, x in metrics.items() if math.isfinite(x)})
-        return results
+            metrics.append({"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)})
+        return [{name: x for name, x in row.items() if math.isfinite(x)} for row in metrics]
 
     @contextmanager
     def together(self, jobs: Sequence[JobState]) -> Iterator[None]:
         """Let the pass inside be that of all ``jobs``, which are resident, and left: the terms of
         its loss, and equal parts of its rows, belong to one each, in order."""
-        for i, bucket in enumerate(self._trained):
+        for i, bucket in enumerate(self.fsdp.trained):
             bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
             for job, tenant in zip(jobs, bucket.tenants, strict=True):
                 _take_gradient(tenant, job, i)
         try:
             yield
-            for i, bucket in enumerate(self._trained):
+            for i, bucket in enumerate(self.fsdp.trained):
                 for job, tenant in zip(jobs, bucket.tenants, strict=True):
                     _keep_gradient(tenant, job, i)
             for totals in self._since_step:
@@ -192,7 +190,7 @@ class SharedEngine(Engine):
                     job.since_step.append(Totals(total, {}, None))
         finally:
             self._since_step = []
-            for bucket in self._trained:
+            for bucket in self.fsdp.trained:
                 bucket.tenants = ()
 
     def most_resident(self, room: float) -> int:

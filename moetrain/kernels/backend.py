@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moetrain.config.compute import SavedName
 
@@ -74,6 +75,7 @@ __all__ = [
     "gl",
     "gluon",
     "hopper",
+    "launch",
     "refusal",
     "require_contiguous",
     "save_inputs",
@@ -125,6 +127,19 @@ def require_contiguous(kernel: str, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise refusal(kernel, "a contiguous tensor", **{name: tensor})
+
+
+def launch(op: Any, written: Sequence[torch.Tensor], *arguments: Any) -> None:
+    """Run ``op``, a custom op without a gradient that returns nothing and writes to ``written``.
+
+    Where nothing watches ops, neither a compiler nor a dispatch mode, its body is called without
+    torch's dispatcher, in which a host spends 40 us and more.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        op(*arguments)
+    else:
+        op._init_fn(*arguments)
+        torch.autograd.graph.increment_version(written)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:

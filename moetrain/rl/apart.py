@@ -9,7 +9,7 @@ the process, whatever ended that. On it a generator speaks first, and each is si
 has spoken; a generator that is busy is answered at once, and steps meanwhile. Groups that a dead
 generator had begin again in another; seeds go with a group's number, so they get the same tokens.
 
-    generator   groups that are over, or all; whether they are all; whether it is busy; idle seconds
+    generator   groups that are over, or all; whether they are all; trajectories not over; figures
     learner     parameters that follow; their version; stop ids; trajectories to begin; whether it
                 is to send all groups next
 
@@ -27,6 +27,7 @@ import select
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError, connection
@@ -56,6 +57,9 @@ _STEP_SECONDS = 600.0
 """The most between two of its steps, beside ``rl.step_timeout``; then something hangs."""
 _PAUSE = 0.01
 """Seconds before a busy generator that has nothing to say speaks again."""
+_SPARE = 1 / 8
+"""The share of a generator's places that is free before others begin, and that waits there until
+then. Steps that read prompts are no graphs, and were half of all where each end was a beginning."""
 _STILLBORN = 3
 """Generators of a rank in a row that died before they served, to end the run."""
 _IN_VAIN = 10
@@ -87,6 +91,7 @@ class _Wire:
         self.values = dict((*model.named_parameters(), *model.named_buffers()))
         self.groups: dict[int, int] = {}
         """Those that the generator has, and how many trajectories each is."""
+        self.running = 0  # trajectories that it has or is given, and that are not over
         self.begun: list[Trajectory] = []
         """What it was not yet told to begin."""
 
@@ -101,10 +106,9 @@ class _Wire:
         parts = [t.view(-1).view(torch.uint8) for t in tensors if t.numel()]
         if parts[0].is_cuda:
             return self._by_nccl(parts)
+        go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
         for part in parts:
-            memory = part.numpy().data
-            go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
-            go(memory)
+            go(part.numpy().data)
 
     def _by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
         device = parts[0].device
@@ -149,7 +153,7 @@ class Fleet(Collector):
         """The weights to generate with; None: they are being written."""
         self._counts = {"generators_lost": 0, "trajectories_restarted": 0}
         self._in_vain = 0
-        self._idle = 0.0
+        self._sums: Counter[Any] = Counter()  # generators' figures
         self._since = time.perf_counter()
         if world.is_main:
             key = secrets.token_bytes(32)
@@ -202,10 +206,12 @@ class Fleet(Collector):
             self._hand_out()
 
     def figures(self) -> dict[str, float]:
-        """Return counts, and seconds without work since the last call, the mean of generators."""
+        """Return counts, and means over generators of what they did since the last call."""
+        number = self.settings.generators
         with self._changed:
-            idle, self._idle, self._since = self._idle, 0.0, time.perf_counter()
-        return self._counts | {"seconds/generator_idle": idle / self.settings.generators}
+            sums, self._sums, self._since = self._sums, Counter(), time.perf_counter()
+        sums["generator/places"] *= number / max(1, sums["generator/steps"])
+        return self._counts | {name: value / number for name, value in sums.items()}
 
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
@@ -229,14 +235,15 @@ class Fleet(Collector):
             return
         rl = self.settings
         given = _over(self.groups).union(*(peer.groups for peer in self._peers))
-        most = rl.max_sequences + rl.group_size if rl.max_staleness else math.inf
+        most = rl.group_size + (1 + _SPARE) * rl.max_sequences if rl.max_staleness else math.inf
         # Numbers of an evaluation, which is waited for, are below 0.
         for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
-            peer = min(self._peers, key=lambda peer: (sum(peer.groups.values()), peer.index))
-            if sum(peer.groups.values()) >= most:
+            peer = min(self._peers, key=lambda peer: (peer.running, peer.index))
+            if peer.running >= most:
                 break
-            peer.groups[group] = len(self.groups[group])
+            peer.groups[group] = number = len(self.groups[group])
             peer.begun += self.groups[group]
+            peer.running += number
 
     # ---- threads ---------------------------------------------------------------------------------
 
@@ -280,10 +287,11 @@ class Fleet(Collector):
                     self._hand_out()
 
     def _answer(
-        self, peer: _Wire, groups: list[list[Trajectory]], are_all: bool, is_busy: bool, idle: float
+        self, peer: _Wire, groups: list[Any], are_all: bool, running: int, figures: Any
     ) -> tuple[Any, ...]:
         with self._changed:
-            self._idle += idle
+            peer.running = running + len(peer.begun)
+            self._sums.update(figures)
             self.groups |= {group[0].group: group for group in groups}
             for number in peer.groups.keys() & _over(self.groups):
                 del peer.groups[number]
@@ -298,7 +306,7 @@ class Fleet(Collector):
                     has = () if peer.version is None else self.generator.borrowed
                     if peer.version != self._version:
                         names = [name for name in peer.values if name not in has]
-                if is_busy or begun or names or peer.reports or peer.is_gone():
+                if running or begun or names or peer.reports or peer.is_gone():
                     return names, self._version, self.stop_ids, begun, peer.reports
                 self._changed.wait(1.0)
 
@@ -373,8 +381,11 @@ class _Serving:
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
         model = blank(config, arch, compute_dtype(config, device)).to_empty(device=device)
-        how: Any = {"num_pages": setup.num_pages, "max_sequences": config.rl.max_sequences}
+        places = config.rl.max_sequences
+        how: Any = {"num_pages": setup.num_pages, "max_sequences": places}
+        how["max_tokens"] = max(2048, 32 * places)  # an update may have all of them read again
         generator = Generator(model, setup.tokenizer, **how)
+        generator.scheduler.batch = max(1, int(_SPARE * places))
         parts = generator, setup.environment, config.rl
         collector = Collector(*parts, stop_ids=(), longest=config.data.seq_len)
         try:
@@ -393,29 +404,31 @@ class _Serving:
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
         generator, groups = collector.generator, []
-        idle = spoke = 0.0
-        waits = are_all = False
+        figures, spoke, waits, are_all = generator.scheduler.figures, 0.0, False, False
         while True:
             now = time.monotonic()
-            is_busy = bool(collector.groups)
-            self._stepped = now if is_busy else math.inf
-            if not waits and (groups or are_all or not is_busy or now - spoke > _PAUSE):
-                wire.link.send((groups, are_all, is_busy, idle))
-                groups, idle, spoke, waits = [], 0.0, now, True
-            if waits and (not is_busy or wire.link.poll()):
+            running = sum(not t.is_over for group in collector.groups.values() for t in group)
+            self._stepped = now if running else math.inf
+            if not waits and (groups or are_all or not running or now - spoke > _PAUSE):
+                wire.link.send((groups, are_all, running, figures))
+                groups, spoke, waits = [], now, True
+                figures.clear()
+            if waits and (not running or wire.link.poll()):
                 names, version, collector.stop_ids, begun, are_all = wire.link.recv()
                 waits = False
-                if not is_busy:
-                    idle += time.monotonic() - now
+                figures["seconds/generator_idle"] += (not running) * (time.monotonic() - now)
                 if names:
                     wire.link.send(None)
                     wire.carry(names)
-                    generator.weights_changed()
+                    generator.weights_changed(keeps_cache=self.config.rl.keep_cache)
                     generator.version = version
                 for trajectory in begun:
                     collector.resume(trajectory)
             if collector.groups:
+                before, now = figures["generator/mixed_steps"], time.monotonic()
                 collector.go_on()
+                is_mixed = figures["generator/mixed_steps"] > before
+                figures["seconds/generator_mixed"] += is_mixed * (time.monotonic() - now)
             groups += collector.finish(_over(collector.groups))
             if are_all:
                 collector.under_way()

@@ -149,14 +149,14 @@ class Learner:
         of those that are scored, on tokens of each older version. Where all tokens of every rank's
         first batch have the same bits in training and in generation, and no batch has a token of
         earlier weights, the others have them too, and are not scored; unless generation's weights
-        are stored in other codes (``rl.generator_dtype``).
+        are in other codes (``rl.generator_dtype``), or older ones read too (``rl.keep_cache``).
         """
         settings = self.config.rl
         first = score(self.engine, batches[:1], settings.temperature)
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
         coded = settings.generator_dtype not in ("auto", self.config.lora.base_dtype)
-        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or coded
+        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or coded or settings.keep_cache
         corrects = settings.importance_of != "none" or settings.mask != "none"
         if differs and (settings.ratio == "proximal" or corrects):
             rest = score(self.engine, batches[1:], settings.temperature)

@@ -129,10 +129,7 @@ class RlTrainer(Run):
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
         model, experts = replica(self.engine)
-        sizes: dict[str, Any] = {
-            "num_pages": setup.num_pages,
-            "max_sequences": rl.max_sequences,
-        }
+        sizes: Any = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
         heads, self.leaders = sharing_heads(self.world, experts)
         if rl.apart:  # here is only the copy of the weights that is sent
             sizes, self.leaders = dict.fromkeys(sizes, 1), [0]

@@ -296,12 +296,12 @@ class Generator:
 
     # ---- weights and memory --------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, *, keeps_cache: bool = False) -> None:
         """Empty the cache and count a new version, after weights were changed in place.
 
-        Completions under way go on with them, and their tokens are read again.
+        Completions under way go on with them. Their tokens are read again unless ``keeps_cache``.
         """
-        self.scheduler.start_over()
+        self.scheduler.start_over(keeps_cache)
         self.version += 1
 
     def wipe(self) -> None:

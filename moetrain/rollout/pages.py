@@ -16,7 +16,7 @@ Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of
 H query heads, G key/value heads, d width of a query and a key, v of a value.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -201,6 +201,8 @@ class Running:
         """Its page table, which begins with ``pages``."""
         self.slot = 0
         """Where layers that carry a state keep it; 0: it does not run."""
+        self.is_mixed = False
+        """Whether its pages are of several versions of the weights, and no other sequence's."""
         self.num_read = 0
         """Tokens whose keys and values lie in ``pages``."""
         self.drafts: list[int] = []
@@ -253,12 +255,16 @@ class Scheduler:
     shares: bool = True
     """Whether sequences that begin alike share pages. Where layers carry states they do not: the
     states at a page's end take some fifty times the memory of the page."""
+    batch: int = 1
+    """Places, and as large a share of the pages, that are free before any that wait begin, or as
+    many as wait: steps that read prompts are slow, and fewer where many begin at once."""
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.max_sequences, 0, -1))
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self.num_preempted = 0
+        self.figures: Counter[Any] = Counter()
+        """Sums over steps by metrics' names (docs/metrics.md), until somebody empties it."""
 
     def plan(self) -> list[tuple[Running, int]]:
         """Return the next step's sequences and the tokens it reads of each, then its drafts; they
@@ -279,11 +285,19 @@ class Scheduler:
             fit = sequence.drafts and self._grow(sequence, 1 + most)
             sequence.drafts = sequence.drafts[: most if fit else 0]
             left -= len(sequence.drafts)
-        return planned + self._begin_some(left)
+        planned += self._begin_some(left)
+        self.figures["generator/steps"] += bool(planned)
+        self.figures["generator/mixed_steps"] += any(number > 1 for _, number in planned)
+        self.figures["generator/places"] += len(planned)
+        return planned
 
     def _begin_some(self, left: int) -> list[tuple[Running, int]]:
         """Start waiting sequences; return them and how many of ``left`` tokens each reads."""
         begun: list[tuple[Running, int]] = []
+        least = min(self.batch, len(self.waiting))
+        room = self.pages.num_available / self.pages.num_pages * self.max_sequences
+        if self.running and min(self.max_sequences - len(self.running), room) < least:
+            return []
         reading = {sequence.request.id for sequence in self.running if sequence.num_unread > 1}
         for sequence in list(self.waiting):
             if not left or len(self.running) >= self.max_sequences:
@@ -319,22 +333,28 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._give_back(sequence)
 
-    def start_over(self) -> None:
-        """Queue all running sequences before all others, to be read again, and forget all pages."""
-        while self.running:
+    def start_over(self, keeps: bool = False) -> None:
+        """Forget all pages. Running sequences are queued before all others, to be read again.
+
+        ``keeps``: they go on with their pages, which nobody else finds.
+        """
+        for sequence in self.running if keeps else ():
+            sequence.is_mixed = True
+        while self.running and not keeps:
             self._preempt_youngest()
         self.pages.forget()
 
     def _preempt_youngest(self) -> Running:
         sequence = self.running.pop()
+        self.figures["generator/read_again"] += sequence.num_read
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preempted += 1
         return sequence
 
     def _shares(self, sequence: Running) -> bool:
         params = sequence.params  # either of the two takes reading every token for itself
-        return self.shares and not params.routes and params.prompt_logprobs is None
+        takes_all = params.routes or params.prompt_logprobs is not None
+        return self.shares and not (takes_all or sequence.is_mixed)
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Allocate pages for ``number`` more tokens than were read; False: there are too few."""
@@ -354,7 +374,7 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
             sequence.slot = 0
         sequence.pages, sequence.num_read, sequence.routes, sequence.scores = [], 0, [], []
-        sequence.drafts = []
+        sequence.drafts, sequence.is_mixed = [], False
 
 
 @dataclass(eq=False)

@@ -29,13 +29,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Completions, Responses
-from moetrain.rollout.request import (
-    Request,
-    RequestError,
-    SamplingParams,
-    TextStream,
-    end_ids,
-)
+from moetrain.rollout.request import Request, RequestError, SamplingParams, TextStream, end_ids
 from moetrain.rollout.serving import Serving, Update
 
 _MOST_LOGPROBS = 1 << 20

@@ -21,10 +21,9 @@ from typing import Any, ClassVar, TextIO, cast
 
 import torch
 
-from moetrain.checkpoint.read import Checkpoint, checkpoint_name, list_checkpoints
-from moetrain.checkpoint.save import Saved
+from moetrain.checkpoint.read import Checkpoint, list_checkpoints
+from moetrain.checkpoint.save import Saved, SavePlan
 from moetrain.config import Config, ConfigError, logger
-from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.loss.balancing import RoutingStats
@@ -137,7 +136,7 @@ class Run(ABC):
         config, arch = self.config, self.session.arch
         self.device = self.world.device
         self.folder = Path(config.output_dir)
-        self.run_folder = RunFolder(self.folder, config.checkpoint.store)
+        self.run_folder = RunFolder(self.folder, self.world, config.checkpoint)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time, self.wants_save = time.monotonic(), False
         self.stop: list[int] = []
@@ -160,9 +159,8 @@ class Run(ABC):
         self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
-            self.run_folder.check_shared(self.world)
-            if config.checkpoint.memory_interval:
-                self.run_folder.use_memory(config.checkpoint, self.world)
+            self.run_folder.check_shared(self.world, ", or set checkpoint.shared no")
+            self.run_folder.open_memory(self.world)
             found = self.find(None)
             self.build(arch)
             config.log.check(self.total_steps)
@@ -174,7 +172,7 @@ class Run(ABC):
 
     def claim(self) -> AbstractContextManager[None]:
         """Keep every other run out of this run's folder while inside."""
-        return self.run_folder.claimed() if self.world.is_main else nullcontext()
+        return self.run_folder.claimed() if self.run_folder.disk.keeps else nullcontext()
 
     # ---- what a kind of run says ---------------------------------------------------------------
 
@@ -213,8 +211,8 @@ class Run(ABC):
         config = self.config
         with self.claim():
             try:
+                self.run_folder.set_aside(self.continues, self.step, self.world)
                 if self.world.is_main:
-                    self.run_folder.set_aside(self.continues, self.step)
                     self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
                     self.announce()
                 self.run_folder.open_memory(self.world, self.step)
@@ -411,30 +409,27 @@ class Run(ABC):
 
     def begin_save(self, *, failed: bool = False, in_memory: bool = False) -> Path:
         """Begin a checkpoint; with ``checkpoint.asynchronous`` training goes on meanwhile."""
-        memory = self.run_folder.memory if in_memory else None
-        root = self.run_folder.checkpoints if memory is None else memory.root
-        path = root / checkpoint_name(self.step, failed=failed)
+        own, settings = self.run_folder, self.config.checkpoint
+        folders, store = (own.memory, None) if in_memory else (own.own, own.store)
+        best = self.best.step if settings.best else None
+        how = settings.keep, settings.keep_every, failed, best, folders, store
+        plan = SavePlan((folders or own.disk).root, self.step, *how)
         if self.saved_at == self.step and not failed:
-            return path
+            return plan.path
         self.clock.stop()
         started = time.perf_counter()
         self.report_saved(self.snapshots.wait())  # one at a time
-        own, tensors = self.progress()
-        progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
-        progress |= own | self.callbacks.state()
-        keeps = self.best.step if self.config.checkpoint.best else None
-        how: dict[str, Any] = {"failed": failed, "keeps": keeps, "memory": memory}
-        if memory is None:
-            how["store"] = self.run_folder.store
-        self.snapshots.save(root, progress, tensors, **how)
-        if not self.config.checkpoint.asynchronous:
+        more, tensors = self.progress()
+        progress = {"tokens": self.tokens, "data": self.identity}
+        self.snapshots.save(plan, progress | more | self.callbacks.state(), tensors)
+        if not settings.asynchronous:
             self.report_saved(self.snapshots.wait())
         self.clock.blocked += time.perf_counter() - started
-        if memory is None:
-            self.saved_at, self.continues = self.step, path
+        if not in_memory:
+            self.saved_at, self.continues = self.step, plan.path
             self.saved_time = time.monotonic()
         self.clock.start()
-        return path
+        return plan.path
 
     def report_saved(self, saved: Saved | None) -> None:
         """Say that a checkpoint is complete, if one is, and not in memory."""
@@ -459,14 +454,9 @@ class Run(ABC):
 
     def find(self, before: int | None) -> Checkpoint | None:
         """Find the checkpoint to resume, of an earlier step than ``before``. Collective."""
-        place, resume = launched_place(), self.config.checkpoint.resume
-        memory = self.run_folder.memory
-        kept = memory is not None and any(self.world.gather(bool(list_checkpoints(memory.root))))
-        if place is not None and self.world.is_main:
-            resume = self.run_folder.resume_now(resume, place.restarts, kept)
-        self.resume_from = self.world.broadcast(resume)
-        arch, world = self.session.arch, self.world
-        return self.run_folder.open(self.resume_from, arch, world, before)
+        resume = self.config.checkpoint.resume
+        self.resume_from = self.run_folder.resume_now(resume, self.world)
+        return self.run_folder.open(self.resume_from, self.session.arch, self.world, before)
 
     def resume(self, found: Checkpoint) -> None:
         """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""

@@ -4,13 +4,15 @@ The checkpoints of a folder are one branch of training, the higher step the newe
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
 checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-The main rank alone calls these methods, except :meth:`RunFolder.check_shared` and
-:meth:`RunFolder.open`, which are collective.
+With ``checkpoint.shared no`` each machine has an output folder of its own: a part of each
+checkpoint, or all of it, lies in each, and only the main rank's has metrics and exports. One rank
+of each machine does there what the main rank does in a folder that all share.
 """
 
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
@@ -21,11 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from moetrain.checkpoint.memory import Memory
+from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.checkpoint.read import (
     Checkpoint,
-    DamagedCheckpoint,
     checkpoint_name,
     list_checkpoints,
     newest_in,
@@ -35,6 +37,7 @@ from moetrain.checkpoint.read import (
 from moetrain.checkpoint.save import begin, remove_leftovers
 from moetrain.checkpoint.store import Store
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
+from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
@@ -57,13 +60,26 @@ _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions
 class RunFolder:
     """The output folder of a run."""
 
-    def __init__(self, path: Path, store: str | None = None) -> None:
-        """``store``: the URL that checkpoint.store is."""
-        self.path = path
-        self.store = Store(store) if store else None
-        self.checkpoints = path / "checkpoints"
+    def __init__(
+        self, path: Path, world: World | None = None, settings: CheckpointSection | None = None
+    ) -> None:
+        """All ranks of a ``world`` make it together; without one, this process has it alone."""
+        settings = settings or CheckpointSection()
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self.store = Store(settings.store) if settings.store else None
+        self._stored = math.inf
+        """The step that was fetched from the store last; only older ones are of use now."""
+        copies = 0 if settings.shared else settings.replicas
+        who: Any = (world.rank, world.gather) if world else ()
+        self.disk = Folders(self.checkpoints, *who, copies=copies)
+        """Who has the checkpoints: the main rank for all, or a rank of each machine for its own."""
+        self.own = self.disk if copies else None
+        """The machines' own folders; None: all share this one."""
         self.memory: Memory | None = None
-        """The run's folder in each machine's memory; None: it uses none."""
+        """The run's folders in the machines' memory; None: it uses none."""
+        if world and settings.memory_interval:
+            self.memory = Memory(settings, path, *who)
+            world.endings.append(self.memory.remove)
 
     def check_usable(self) -> None:
         """Check that a run can write here, without creating anything.
@@ -102,7 +118,7 @@ class RunFolder:
 
     def check_room(self, config: Config, arch: Architecture) -> None:
         """Raise ConfigError, with what needs how much, unless the disk has room for the run."""
-        checkpoint, steps = config.checkpoint, config.train.steps
+        checkpoint, steps, place = config.checkpoint, config.train.steps, launched_place()
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
         if checkpoint.interval:
@@ -114,13 +130,13 @@ class RunFolder:
         # The oldest goes when the newest is complete.
         copies = min(saves, keep + 1 + milestones)
         one = arch.num_params() * _CHECKPOINT_BYTES
+        if place and place.on_machine and not checkpoint.shared:
+            one *= min(1, checkpoint.replicas * place.on_machine / place.world_size)
         export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
         # New checkpoints take the place of these.
         going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(self.checkpoints)
-        folder = self.path
-        while not folder.exists():
-            folder = Path(os.path.abspath(folder)).parent
-        total, _, free = shutil.disk_usage(folder)
+        folders = (self.path, *Path(os.path.abspath(self.path)).parents)
+        total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
         need = copies * one + export
         if not total or free + going >= need:  # remote ones may not know their size
             return
@@ -165,32 +181,34 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
-    def check_shared(self, world: World) -> None:
-        """Check that every rank can write to this very folder, which the main rank has made.
+    def check_shared(self, world: World, remedy: str = "") -> None:
+        """Check that every rank can write to this very folder, which one rank has made.
 
-        Every rank must be able to read a small file that the main rank writes, and to write one;
-        all are removed again. Collective: all ranks return, or all raise the same error.
+        Every rank must be able to read a small file that the main rank, or one of its machine,
+        writes, and to write one; all are removed again. Collective: all ranks return, or all raise
+        the same error.
 
         Raises ConfigError: a rank does not see the main rank's file, as on machines that each have
         their own disk, or cannot write there.
         """
         if world.size == 1:
             return
-        shared, mine = (self.path / _MARK.format(rank) for rank in (0, world.rank))
-        token = secrets.token_hex(8)
-        problem = _failure_to_write(shared, token) if world.is_main else ""
-        token = world.broadcast(token)  # NFS would remember that a file was not there yet
-        if not world.is_main:
+        keeper = self.disk.keeper
+        shared, mine = (self.path / _MARK.format(rank) for rank in (keeper, world.rank))
+        token, keeps = secrets.token_hex(8), world.rank == keeper
+        problem = _failure_to_write(shared, token) if keeps else ""
+        token = world.gather(token)[keeper]  # NFS would remember that a file was not there yet
+        if not keeps:
             if _is_seen(shared, token):
                 problem = _failure_to_write(mine, token)
             else:
-                there = "what rank 0 writes there is not seen"
+                there = f"what rank {keeper} writes there is not seen"
                 problem = there if os.path.exists(self.path) else "there is no such folder"
             with suppress(OSError):
                 mine.unlink()
         reports = world.gather((socket.gethostname(), world.rank, problem))
         problems = [report for report in reports if report[2]]
-        if world.is_main:  # the folder may go again, and must be empty then
+        if keeps:  # the folder may go again, and must be empty then
             with suppress(OSError):
                 shared.unlink()
         if problems:
@@ -200,21 +218,18 @@ class RunFolder:
                 "output_dir",
                 f"{shortened(str(self.path))} is not one folder for all ranks: on {host} (rank "
                 f"{rank}{others}) {problem}; choose one on a file system that all machines of the "
-                "run share",
+                f"run share{remedy}",
             )
-
-    def use_memory(self, settings: CheckpointSection, world: World) -> None:
-        """Use the machines' memory too, until the end of the run. Collective."""
-        self.memory = Memory(settings, self.path, world.rank, world.gather)
-        self.open_memory(world)
-        world.endings.append(self.memory.remove)
 
     def open_memory(self, world: World, since: int | None = None) -> None:
         """Keep in memory what is of the run whose checkpoints are here, up to step ``since``."""
         if self.memory is not None:
-            mark = self.path / _RUN
-            run = mark.read_text() if world.is_main and mark.exists() else ""
-            self.memory.open(world.broadcast(run), since)
+            self.memory.open(world.any(self._run()), since)
+
+    def _run(self) -> str:
+        """Return the name of the run that has begun here, if this rank looks after the folder."""
+        mark = self.path / _RUN
+        return mark.read_text() if self.disk.keeps and mark.exists() else ""
 
     def is_in_memory(self, checkpoint: Path) -> bool:
         return self.memory is not None and checkpoint.parent == self.memory.root
@@ -224,71 +239,81 @@ class RunFolder:
 
         ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
         of step ``before`` and later are known to be damaged, and those before step ``least`` are
-        of no use.
+        of no use. Collective.
 
         Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
         that is not damaged has another version of the format.
         """
-        if self.store is not None:
-            self._fetch(self.store, resume, before, least)
         if resume == "never":
             return None
+        only = ""
         if resume != "auto":
-            return open_checkpoint(newest_in(Path(resume))).folder
-        damaged: list[str] = []
-        for newest in reversed(list_checkpoints(self.checkpoints)):
-            if (step_of(newest) or 0) < least:
-                return None
-            if before is not None and (step_of(newest) or 0) >= before:
-                damaged.append(f"{newest.name}, as said before")
-                continue
-            try:
-                open_checkpoint(newest)
-            except DamagedCheckpoint as error:
-                damaged.append(error.problem)
-                continue
-            for problem in damaged if before is None else ():
+            chosen = newest_in(Path(resume))
+            is_own = self.own is not None and chosen.resolve().parent == self.checkpoints.resolve()
+            chosen, only = self.disk.gather((chosen, chosen.name * is_own))[0]
+            if not only:
+                return open_checkpoint(chosen).folder
+        newest, problems = self.disk.newest(before, only)
+        if newest and (step_of(newest) or 0) >= least:
+            for problem in problems if before is None and self.disk.rank == 0 else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
-            return newest
-        if damaged and not least:
+            return self.disk.fetch(newest)
+        if (problems or only) and not least:
+            more = "" if self.own is None else " (checkpoint.replicas 2 lets one machine be lost)"
+            what, why = only or "every checkpoint", "; ".join(problems) or "no machine has it"
             raise ConfigError(
                 "checkpoint.resume",
-                f"every checkpoint in {str(self.checkpoints)!r} is damaged ({'; '.join(damaged)}); "
-                "name another one, or start afresh with never",
+                f"{what} in {str(self.checkpoints)!r} is damaged or incomplete ({why}){more}; name "
+                "another one, or start afresh with never",
             )
         return None
 
-    def _fetch(self, store: Store, resume: str, before: int | None, least: int) -> None:
-        """Fetch the newest checkpoint of ``store``, as :meth:`find` looks for it, if none here is
-        as new; ConfigError: there is one, and ``resume`` is not auto."""
+    def _fetch(self, store: Store, resume: str, newest: int) -> str:
+        """Fetch the newest checkpoint of ``store`` if it is newer than ``newest``; return its step.
+
+        Raises ConfigError: there is one, and ``resume`` is not auto.
+        """
         try:
-            there = store.steps(before)
-            here = [step_of(path) or 0 for path in list_checkpoints(self.checkpoints)]
-            here = [n for n in here if before is None or n < before]
+            there = [step for step in store.steps() if step < self._stored]
             if there and resume != "auto":
                 problem = f"it holds step {there[-1]}, which checkpoint.resume {resume} passes over"
                 raise ConfigError("checkpoint.store", f"{problem}; empty it, or choose another")
-            if there and there[-1] > max([least - 1, *here]):
-                final = self.checkpoints / checkpoint_name(there[-1])
-                new = begin(final)
-                store.get(there[-1], new)
-                new.rename(final)
+            if not there or there[-1] <= newest:
+                return ""
+            final = self.checkpoints / checkpoint_name(there[-1])
+            new = begin(final)
+            store.get(there[-1], new)
+            shutil.rmtree(final, ignore_errors=True)  # it is damaged
+            new.rename(final)
+            self._stored = there[-1]
         except OSError as error:
             raise RunFailed(f"cannot fetch from checkpoint.store: {error}") from error
+        return str(there[-1])
 
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> Checkpoint | None:
-        """Open what :meth:`find` finds on the main rank, or with auto what lies in memory if that
-        is newer; ConfigError also for another model's."""
-        step = -1 if self.memory is None or resume != "auto" else self.memory.newest()
-        path = self.find(resume, before, step + 1) if world.is_main else None
-        shared = world.broadcast("" if path is None else str(path))
-        if self.memory is not None and not shared and step >= 0:
-            shared = self.memory.fetch(step)
-        if not shared:
+        """Open what :meth:`find` finds, or with auto what lies in memory or in the store if that
+        is newer; ConfigError also for another model's. Collective."""
+        kept, least = None, 0
+        if self.memory is not None and resume == "auto":
+            kept, problems = self.memory.newest()
+            least = 0 if kept is None else (step_of(kept) or 0) + 1
+            for problem in problems if world.is_main else ():
+                logger.warning("a checkpoint in memory is passed over: %s", problem)
+        if self.store is not None:
+            here, _ = self.disk.newest(before)
+            newest = max(least - 1, -1 if here is None else step_of(here) or 0)
+            fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
+            fetched = world.broadcast(fetched)  # which waits as long as that takes
+            if fetched and before is not None:
+                before = max(before, int(fetched) + 1)
+        path = self.find(resume, before, least)
+        if path is None and self.memory is not None and kept is not None:
+            path = self.memory.fetch(kept)
+        if path is None:
             return None
-        found = open_checkpoint(Path(shared))
+        found = open_checkpoint(path)
         mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
         for key in {**mine, **theirs}:
             if mine.get(key) != theirs.get(key):
@@ -300,31 +325,48 @@ class RunFolder:
                 )
         return found
 
-    def resume_now(self, resume: str, restarts: int, in_memory: bool = False) -> str:
-        """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
+    def resume_now(self, resume: str, world: World) -> str:
+        """Return what ``checkpoint.resume`` means to ranks that a launcher may have started again.
 
         It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
-        before that, the run begins where it first did.
-        """
-        mark = self.path / _RUN
-        if not restarts and resume != "auto":
-            mark.unlink(missing_ok=True)
-        has_saved = in_memory or list_checkpoints(self.checkpoints)
-        return "auto" if mark.exists() and has_saved else resume
+        before that, the run begins where it first did. Collective.
 
-    def set_aside(self, resumed: Path | None, step: int) -> None:
+        Raises ConfigError: machines with folders of their own have different runs there.
+        """
+        place = launched_place()
+        restarts = world.gather(place.restarts if place else 0)[0]
+        if place and not restarts and resume != "auto" and self.disk.keeps:
+            (self.path / _RUN).unlink(missing_ok=True)
+        saved = any(list_checkpoints(x.root) for x in (self.disk, self.memory) if x)
+        found = world.gather((self._run(), saved, socket.gethostname()))
+        runs = {run: host for run, _, host in found if run}
+        if len(runs) > 1 and resume == "auto":
+            raise ConfigError(
+                "output_dir",
+                f"{str(self.path)!r} is of one run on {' and of another on '.join(runs.values())}; "
+                "move that which is not to go on, or choose another",
+            )
+        return "auto" if place and runs and any(saved for _, saved, _ in found) else resume
+
+    def set_aside(self, resumed: Path | None, step: int, world: World) -> None:
         """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
 
         A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
         checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
-        metrics, whose later lines it will drop.
+        metrics, whose later lines it will drop. Collective.
         """
         folder, root = self.path, self.checkpoints
         is_continued = resumed is not None and (
             self.is_in_memory(resumed) or resumed.resolve().parent == root.resolve()
         )
-        if not is_continued or not (folder / _RUN).exists():
-            (folder / _RUN).write_text(secrets.token_hex(8))
+        if self.disk.keeps and not is_continued:
+            (folder / _RUN).unlink(missing_ok=True)
+        # No machine has a new name before all have lost the old one.
+        run = world.any(self._run()) or world.broadcast(secrets.token_hex(8))
+        if not self.disk.keeps:
+            return
+        if self._run() != run:
+            (folder / _RUN).write_text(run)
         since = step if is_continued else -1
         if going := [path for path in list_checkpoints(root) if (step_of(path) or 0) > since]:
             names = (folder / f"earlier-{number}" for number in count(1))
@@ -365,7 +407,7 @@ def _bytes_of_checkpoints(root: Path) -> int:
     return total
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
 
 

@@ -123,15 +123,15 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
     Raises ConfigError: the run cannot write to its folder, the model or the settings that depend on
     it are wrong, or there is no room for what will be written.
     """
-    place = launched_place()
-    writes = place is None or place.rank == 0
+    place, shared = launched_place(), config.checkpoint.shared
+    writes = place is None or (place.rank if shared else place.local_rank) == 0
     folder = RunFolder(Path(config.output_dir))
     if writes:
         folder.check_usable()
         reporters_of(config.log)  # each has its library
         _check_data_lies_apart(config)
         resume = config.checkpoint.resume
-        if resume not in ("auto", "never") and not os.path.isdir(resume):
+        if shared and resume not in ("auto", "never") and not os.path.isdir(resume):
             raise ConfigError(
                 "checkpoint.resume",
                 f"{resume!r} is not a checkpoint: no such folder; name one, or auto, or never",

@@ -17,10 +17,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from moetrain.checkpoint.memory import Memory
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint
 from moetrain.checkpoint.save import SavePlan, Saver, Staging
-from moetrain.checkpoint.store import Store
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
@@ -329,17 +327,12 @@ class Snapshots(Saver):
 
     def save(
         self,
-        root: Path,
+        plan: SavePlan,
         progress: Mapping[str, Any],
         tensors: Mapping[str, Mapping[str, TensorSlice]],
-        *,
-        failed: bool,
-        keeps: int | None = None,
-        memory: Memory | None = None,
-        store: Store | None = None,
         kinds: Sequence[str] = ModelState.GROUPS,
     ) -> None:
-        """Begin to write a checkpoint under ``root``, once the previous one is written.
+        """Begin to write a checkpoint, once the previous one is written.
 
         It is complete when :meth:`wait` returns. Unless it is written from copies, nothing may
         change before.
@@ -347,9 +340,6 @@ class Snapshots(Saver):
         Args:
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
-            keeps: a step whose checkpoint is kept besides the newest.
-            memory: the machines' memories, if ``root`` lies there.
-            store: where a copy goes.
             kinds: the engine's groups that are written.
 
         Raises RunFailed: this checkpoint or the previous one cannot be written.
@@ -363,13 +353,12 @@ class Snapshots(Saver):
         mine = engine.state()
         groups = {**{kind: mine[kind] for kind in kinds}, "rng": rng, **tensors}
         state = {
+            "step": plan.step,
             **progress,
             "architecture": engine.arch.model_dump(mode="json"),
             "config": engine.config.to_dict(),
             "frozen": engine.fingerprint,
         }
-        keep, every = self.settings.keep, self.settings.keep_every
-        plan = SavePlan(root, progress["step"], keep, every, failed, keeps, memory, store)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

@@ -24,6 +24,7 @@ import torch
 
 from moetrain.kernels.backend import (
     Backend,
+    launch,
     refusal,
     tl,
     triton,
@@ -105,7 +106,7 @@ def adamw(
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
         tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B, origins_B)
-        _adamw(*tensors, out_N, *settings)
+        launch(_adamw, (param_N, avg_N, avg_sq_N, out_N), *tensors, out_N, *settings)
         return
     clip, decay, size, root, skipped, step, _ = rates_S.unbind()
     g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from moetrain.kernels.backend import (
     Backend,
+    launch,
     refusal,
     tl,
     triton,
@@ -77,7 +78,7 @@ def sum_chunks(
         # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)
         squares_B = none if squares_B is None else squares_B
-        _sum_chunks(out_N, chunks_RN, accumulate, squares_B, own_N, own)
+        launch(_sum_chunks, (out_N, squares_B), out_N, chunks_RN, accumulate, squares_B, own_N, own)
         return out_N
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)
     sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)

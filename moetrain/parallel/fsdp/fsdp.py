@@ -138,7 +138,7 @@ class FSDP(Sharding):
         """Whether gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
         self.gradients = Arena("gradients", device, fixed=not self.frees)
-        self.units: list[_Unit] = []
+        self.units, self.trained = list[_Unit](), list[Bucket]()
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
@@ -149,11 +149,9 @@ class FSDP(Sharding):
         self._copies = CopyStreams(device)
         self._reducing: list[Wait | None] = []
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
-        self._is_working = self._is_last = False
-        self._num_works = 0
+        self._is_working, self._is_last, self._num_works = False, False, 0
         self.before_reduce: Callable[[], object] = lambda: None  # waits for what others still add
-        self.shows_gradients = True
-        """Whether parameters have a ``grad`` while they are updated, for hooks of the optimizer."""
+        self.shows_gradients = True  # as parameters' grad, for hooks of an optimizer
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; their forwards run in the order of units."""
@@ -163,6 +161,7 @@ class FSDP(Sharding):
         staging = self._staging[index % 2]
         unit = _Unit(index, buckets, region, staging, takes_turns)
         self.units.append(unit)
+        self.trained += [bucket for bucket in buckets if bucket.is_trained]
         self._unit_of.update(dict.fromkeys(modules, unit))
 
     @property
@@ -220,7 +219,7 @@ class FSDP(Sharding):
             self._share()
             yield
             self._finish_reductions()
-            self._reducing = [bucket.flush() for bucket in self.buckets]
+            self._reducing = [bucket.flush() for bucket in self.trained]
             self._finish_reductions()
         finally:
             if self.peers:
@@ -384,14 +383,13 @@ class FSDP(Sharding):
         """Complete every gradient after the step's work; give the whole gradient's 2-norm (0-d
         fp32, the same on every rank)."""
         self.check_idle()
-        trained = [bucket for bucket in self.buckets if bucket.is_trained]
         squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
-        squares += [bucket.complete_gradient() for bucket in trained]
+        squares += [bucket.complete_gradient() for bucket in self.trained]
         total = torch.cat(squares).sum(dtype=torch.float64)
         if dist.get_world_size() > 1:
             with waiting(self.device):
                 dist.all_reduce(total)
-        for bucket in trained:  # the host takes longer for it than the device for the sum
+        for bucket in self.trained:  # the host takes longer for it than the device for the sum
             bucket.give_gradient()
             if self.shows_gradients:
                 bucket.show_gradient()
@@ -452,7 +450,7 @@ class FSDP(Sharding):
             bucket.has_gradient = mark
 
     def clear_gradients(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self.trained:
             bucket.clear_gradient(free=self.frees)
 
 

@@ -263,10 +263,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 
 # ---- by name ------------------------------------------------------------------------------------
 
-_GENERATED: dict[str, Callable[..., Environment]] = {
-    "sort": _Sort,
-    "arithmetic": _Arithmetic,
-}
+_GENERATED: dict[str, Callable[..., Environment]] = {"sort": _Sort, "arithmetic": _Arithmetic}
 """Environments that need no files, by the name that ``rl.env`` gives them."""
 
 
