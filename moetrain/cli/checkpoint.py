@@ -81,12 +81,7 @@ def main(argv: Sequence[str] | None) -> int:
 
 
 def _open(path: Path) -> Checkpoint:
-    try:
-        return open_checkpoint(newest_in(path))
-    except DamagedCheckpoint:
-        raise
-    except ConfigError as error:
-        raise ConfigError("PATH", error.problem) from None
+    return open_checkpoint(newest_in(path))
 
 
 def _architecture(found: Checkpoint) -> Architecture:
