@@ -81,7 +81,12 @@ def main(argv: Sequence[str] | None) -> int:
 
 
 def _open(path: Path) -> Checkpoint:
-    return open_checkpoint(newest_in(path))
+    try:
+        return open_checkpoint(newest_in(path))
+    except DamagedCheckpoint:
+        raise
+    except ConfigError as error:
+        raise ConfigError("PATH", error.problem) from None
 
 
 def _architecture(found: Checkpoint) -> Architecture:
