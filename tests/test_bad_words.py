@@ -209,8 +209,8 @@ VALUES = [
     ("debug sft", "'sft'", "is not a setting; .* a run takes one recipe or file"),
     ("debug train.steps 3", "'train.steps'", "is not a setting; write --section.key value"),
     ("--train.steps 3 4", "'4'", "is not a setting"),
-    ("debugg", "recipe", r"did you mean debug\?"),
-    ("DEBUG", "recipe", r"did you mean debug\?"),
+    ("debugg", "recipe", "is not one of .*, debug, .* nor a"),
+    ("DEBUG", "recipe", "is not one of .*, debug, .* nor a"),
     ("outputs/debug/config.json", "recipe", "nor a .toml file"),
     ("-x", "recipe", "'-x' is not one of"),
 ]

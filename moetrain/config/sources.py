@@ -239,10 +239,8 @@ def _text_of(name: str) -> str:
         return (_RECIPES / f"{name}.toml").read_text("utf-8")
     if name.endswith(".toml"):
         return Path(name).read_bytes().decode("utf-8-sig")
-    near = difflib.get_close_matches(name.lower(), recipe_names(), n=1)
-    problem = f"{shortened(name)} is not one of {', '.join(recipe_names())}"
-    problem += f" (did you mean {near[0]}?)" if near else ""
-    raise ConfigError("recipe", f"{problem}, nor a .toml file")
+    problem = f"{shortened(name)} is not one of {', '.join(recipe_names())}, nor a .toml file"
+    raise ConfigError("recipe", problem)
 
 
 def _variable(name: str) -> str:

@@ -93,7 +93,7 @@ class TokenParts:
         elif style == "routed":
             part.register_forward_pre_hook(self._cut_context)
         elif style == "gather":
-            part.register_forward_hook(lambda part, args, x_ND: self.gather(x_ND))
+            part.register_forward_hook(self._gather_output)
 
     def _gather_input(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x_ND, context = args
@@ -101,6 +101,9 @@ class TokenParts:
 
     def _scatter_output(self, part: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
         return (self.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else self.scatter(y)
+
+    def _gather_output(self, part: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor) -> Any:
+        return self.gather(x_ND)
 
     def _cut_context(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x_ND, context = args

@@ -9,10 +9,9 @@ Every name, shape and dtype is checked before the first byte is copied.
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 from moetrain.config import ConfigError, ModelSection, logger
 from moetrain.config.sources import shortened
 from moetrain.kernels.norm.rope_scaling import RopeScaling
-from moetrain.models.architecture import Architecture, Part
+from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
@@ -303,20 +302,18 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
         return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
-        name = section.preset or ""
-        known = sorted(PRESETS)
-        near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
         raise ConfigError(
             "model.preset",
-            f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models give "
-            "model.path, a Hugging Face folder or hub id",
+            f"{shortened(section.preset)} is not one of {', '.join(sorted(PRESETS))}; for other "
+            "models give model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
     for name in ("sliding_windows", "moe_layers", "linear_layers", "mixers"):
         if (each := getattr(preset, name, ())) and (count := overrides.get("num_layers")):
             overrides[name] = (each + each[-1:] * count)[:count]
     kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
-    foreign = _fields_of(kinds) - _fields_of(preset.kinds)
+    own = {field.name for kind in preset.kinds for field in fields(kind)}
+    foreign = {field.name for kind in kinds for field in fields(kind)} - own
     for field in overrides:
         if field in foreign:
             problem = f"{overrides[field]}, but preset {section.preset!r} has no use for it"
@@ -337,7 +334,3 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
                 problem = f"{getattr(part, field)} is not a multiple of {multiple}"
                 raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
     return with_further(arch, {}) if further else arch
-
-
-def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:
-    return {field.name for kind in kinds for field in fields(kind)}
