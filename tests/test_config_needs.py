@@ -146,6 +146,11 @@ def test_what_a_user_sets_without_effect_is_one_line(words, says, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+def test_an_environment_says_a_setting_once(monkeypatch):
+    with pytest.raises(ConfigError, match=r"train\.seed: given twice in the environment"):
+        Config.load(environ={"MOETRAIN_TRAIN__SEED": "1", "moetrain_train__seed": "2"})
+
+
 def test_what_a_recipe_proposes_goes_back_to_the_default():
     """And what is resolved loads again, although a mapping is a user's."""
     prompt = Config.load("debug").train.sample_prompt

@@ -180,6 +180,9 @@ class Reader(Generic[_C]):
             if name is None:
                 words = variable[len(_PREFIX) :].replace("__", ".")
                 raise ConfigError(variable, f"unknown setting{self._hint(words, _variable)}")
+            if name in values:
+                both = f"as {shortened(values[name])} and {shortened(text)}"
+                raise ConfigError(name, f"given twice in the environment, {both}; leave one out")
             values[name] = self._value(name, text)
         return values
 
