@@ -239,14 +239,8 @@ class AdamW(torch.optim.Optimizer):
         for name, member in trained.items():
             for key in keys(member.rule):
                 moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]
-                theirs, ours = (str(x.dtype).removeprefix("torch.") for x in (state[moment], self))
-                if theirs != ours and theirs in ("float32", "bfloat16"):
-                    raise ConfigError(
-                        "optim.state_dtype",
-                        f"{ours!r} was asked for, and the checkpoint's {moment!r} is {theirs}; set "
-                        "it to that, or start again with checkpoint.resume never",
-                    )
-                check_like(moment, state[moment], shape, self.dtype)
+                remedy = "; set optim.state_dtype to that, or set never"
+                check_like(moment, state[moment], shape, self.dtype, remedy)
             check_like(f"{name}.step", state[f"{name}.step"], (), torch.float32)
         self.begin()
         for name, member in trained.items():

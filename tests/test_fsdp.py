@@ -10,7 +10,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moetrain.config import Config
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply
 from moetrain.parallel.fsdp.bucket import GatherBuffer
@@ -296,13 +295,6 @@ def test_a_backward_after_its_work_is_refused(tiny_words):
         loss = loss_of(model, model.backbone(tokens_BS)[0], tokens_BS)
     with fsdp.work(), pytest.raises(RuntimeError, match=r"after the FSDP\.work"):
         loss.backward()
-
-
-def test_what_is_trained_is_stored_in_fp32_or_bf16():
-    Rule("colwise", storage=torch.float16, trainable=False)
-    Rule("colwise", storage=torch.bfloat16)
-    with pytest.raises(ValueError, match="float16 cannot be trained"):
-        Rule("colwise", storage=torch.float16)
 
 
 def reduce_what_the_last_lacks(words):

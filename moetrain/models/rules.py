@@ -69,10 +69,6 @@ class Rule:
     is_orthogonal: bool = False
     """Whether Muon updates it, each matrix by itself; else AdamW does."""
 
-    def __post_init__(self) -> None:
-        if self.trainable and self.storage not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
-
     @property
     def is_matrix(self) -> bool:
         """Whether the parameter is the matrix of a product in the compute dtype."""
