@@ -35,6 +35,7 @@ LONG = (
     "optim.state_dtype=bfloat16 train.global_batch_size=1 data.seq_len={0} model.max_positions={0}"
 )
 """Settings of one row on two GPUs, with its length."""
+NF4 = "lora.rank=16 lora.targets=*.attn.* lora.base_dtype=nf4 activation.policy=full"
 MEASURED = [
     ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 66.875),
     ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.844),
@@ -70,6 +71,11 @@ MEASURED = [
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
     ("qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
+    ("qwen3-30b-a3b", 1, 4, 1, NF4, 22.4),
+    ("qwen3-30b-a3b", 1, 1, 1, f"{NF4} compile.cuda_graphs=yes", 19.2),
+    ("qwen3-30b-a3b", 1, 2, 1, f"{NF4} compile.cuda_graphs=yes", 20.0),
+    ("qwen3-30b-a3b", 1, 4, 1, f"{NF4} lora.offload_experts=yes", 10.1),
+    ("qwen3-30b-a3b", 1, 2, 1, f"{NF4} lora.offload_experts=yes compile.cuda_graphs=yes", 7.7),
     ("qwen3-0.6b", 1, 4, 1, "", 28.769),
     ("qwen3-0.6b", 1, 4, 1, "activation.policy=full", 9.79),
     ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=none parallel.ep=4", 118.477),
