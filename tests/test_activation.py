@@ -268,7 +268,12 @@ def watch_reshard(words):
         hidden_BSD, _ = trainer.model.backbone(batch(0)[0])
         seen.append((0, unsharded()))
         sharding.backward(hidden_BSD.pow(3).sum(), is_last=True)
-    places = {row.untyped_storage().data_ptr() for unit in blocks for row in unit.rows()}
+    places = {
+        row.untyped_storage().data_ptr()
+        for unit in blocks
+        for bucket in unit.buckets
+        for row in bucket.rows()
+    }
     return seen, len(places), sharding.gradient_norm().item()
 
 
