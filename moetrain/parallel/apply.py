@@ -78,7 +78,7 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
     frees, turns = frees_memory(config, world.size), turning_regions(config, world.size)
-    fsdp = FSDP(config.parallel, device, frees, reshard, turns)
+    fsdp = FSDP(config.parallel, device, world.size, frees, reshard, turns)
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     all_styles = model.arch.plan().styles

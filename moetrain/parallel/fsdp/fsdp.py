@@ -124,6 +124,8 @@ class FSDP(Sharding):
 
     setting: ParallelSection
     device: torch.device
+    world_size: int
+    """Of all ranks, also once torch's process group is gone, with another run of this process."""
     frees: bool
     """Whether full parameters are freed after their last use, and gradients are allocated at their
     first, as a single process does."""
@@ -386,7 +388,7 @@ class FSDP(Sharding):
         squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
         squares += [bucket.complete_gradient() for bucket in self.trained]
         total = torch.cat(squares).sum(dtype=torch.float64)
-        if dist.get_world_size() > 1:
+        if self.world_size > 1:
             with waiting(self.device):
                 dist.all_reduce(total)
         for bucket in self.trained:  # the host takes longer for it than the device for the sum
