@@ -37,7 +37,6 @@ G key/value heads (of this tensor parallel rank), d head width, D model width, c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> N
     for module in model.modules():
         others: dict[str, Any] = {"over_heads": parts.over_heads, "gather_latents": parts.gather}
         if (core := getattr(module, "core", None)) is not None:
-            others["core"] = partial(parts.mix_pieces if gathers else parts.mix_heads, core)
+            others["core"] = _Gathered(core, parts) if gathers else _Ulysses(core, parts)
         for name, other in others.items():
             if hasattr(module, name) and (name != "gather_latents" or gathers):
                 setattr(module, name, other)
@@ -152,30 +151,41 @@ class _Parts(TokenParts):
         own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
         return self.collected(mixed(self.spread(given), own, context))
 
-    def mix_heads(
-        self, core: Core, *given: Any, sinks_H: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attend by ``core`` over all tokens of this rank's part of the heads."""
+
+class _Ulysses:
+    """Attention ``core`` over all tokens of this rank's part of the heads."""
+
+    def __init__(self, core: Core, parts: _Parts) -> None:
+        self.core, self.parts = core, parts
+
+    def __call__(self, *given: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v, context, *scale = given
         assert context.whole is not None  # rows were cut
-        copies = max(1, self.ranks // k.shape[2])
+        ranks, rank = self.parts.ranks, self.parts.rank
+        copies = max(1, ranks // k.shape[2])
         heads = [q, *(x.repeat_interleave(copies, 2) for x in (k, v))]
-        spread = self.spread([x[0].flatten(1) for x in heads])
+        spread = self.parts.spread([x[0].flatten(1) for x in heads])
         q, k, v = (
             part.reshape(*context.whole, -1, x.shape[3])
             for part, x in zip(spread, heads, strict=True)
         )
-        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(self.ranks, -1)[self.rank]}
-        y_Tc = core(q, k, v, context, *scale, **how).flatten(2).flatten(0, 1)
-        return self.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
+        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[rank]}
+        y_Tc = self.core(q, k, v, context, *scale, **how).flatten(2).flatten(0, 1)
+        return self.parts.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
 
-    def mix_pieces(self, core: Core, *given: Any, **how: torch.Tensor) -> torch.Tensor:
-        """Attend by ``core`` from queries here, piece by piece, to the keys of all tokens."""
+
+class _Gathered:
+    """Attention ``core`` of this rank's queries, piece by piece, over the keys of all tokens."""
+
+    def __init__(self, core: Core, parts: _Parts) -> None:
+        self.core, self.parts = core, parts
+
+    def __call__(self, *given: Any, **how: torch.Tensor) -> torch.Tensor:
         q, k, v, context, *scale = given
         before, keys = context.parts[0].before, (k, v)
         if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
-            arrived = self.gather(own) if before is None else self._near(own, before)
+            arrived = self.parts.gather(own) if before is None else self._near(own, before)
             widths = [x.shape[2] * x.shape[3] for x in keys]
             both = zip(arrived.split(widths, 2), keys, strict=True)
             keys = tuple(y.contiguous().unflatten(2, x.shape[2:]) for y, x in both)
@@ -187,18 +197,18 @@ class _Parts(TokenParts):
             own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
         pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
         found = [
-            core(piece, *seen, context._replace(mask=mask), *scale, **how)
+            self.core(piece, *seen, context._replace(mask=mask), *scale, **how)
             for piece, seen, mask in pieces
         ]
         return torch.cat(found, 1)
 
     def _near(self, own_1Nc: torch.Tensor, before: int) -> torch.Tensor:
         """Put the ``before`` tokens that lie before each of this rank's pieces in front of it."""
-        pieces = own_1Nc.chunk(self.pieces, 1)
-        ends = self.gather(torch.cat([x[:, -before:] for x in pieces], 1))
+        pieces = own_1Nc.chunk(self.parts.pieces, 1)
+        ends = self.parts.gather(torch.cat([x[:, -before:] for x in pieces], 1))
         ends = F.pad(ends, (0, 0, before, 0)).unflatten(1, (-1, before))
         found = []
-        for start, piece in zip(self.starts(len(ends[0]) - 1), pieces, strict=True):
+        for start, piece in zip(self.parts.starts(len(ends[0]) - 1), pieces, strict=True):
             found += [ends[:, start], piece]
         return torch.cat(found, 1)
 
