@@ -1,5 +1,6 @@
 """Data up to tokens: sources, tokenizers and the token cache."""
 
+import errno
 import json
 import logging
 import os
@@ -322,6 +323,34 @@ def test_concurrent_builders_share_one_build(tmp_path: Path):
         thread.join(timeout=20)
     assert results == [[*b"one", 256, *b"two", 256]] * 4
     assert tokenizer.num_texts == 2
+    assert len(list((tmp_path / "cache").glob("*/"))) == 1
+
+
+def test_builders_on_a_file_system_without_locks_share_what_the_first_one_made(
+    tmp_path, monkeypatch
+):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    barrier, results = threading.Barrier(4), []
+
+    class Waiting(CountingTokenizer):
+        def encode_batch(self, texts):
+            barrier.wait(timeout=10)  # so that all four are building at the same time
+            return super().encode_batch(texts)
+
+    def build():
+        built = TokenCache.of(text_source(folder), Waiting(), tmp_path / "cache")
+        results.append(built.tokens.tolist())
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert results == [[*b"one", 256, *b"two", 256]] * 4
     assert len(list((tmp_path / "cache").glob("*/"))) == 1
 
 

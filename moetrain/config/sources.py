@@ -180,9 +180,7 @@ class Reader(Generic[_C]):
             if name is None:
                 words = variable[len(_PREFIX) :].replace("__", ".")
                 raise ConfigError(variable, f"unknown setting{self._hint(words, _variable)}")
-            if name in values:
-                both = f"as {shortened(values[name])} and {shortened(text)}"
-                raise ConfigError(name, f"given twice in the environment, {both}; leave one out")
+            _check_once(name, values, text, "in the environment")
             values[name] = self._value(name, text)
         return values
 
@@ -204,9 +202,8 @@ class Reader(Generic[_C]):
                     problem = f"has no value on the command line; write --{key} VALUE"
                     raise ConfigError(key, problem)
                 text = rest.pop(0)
-            if once and key in values:
-                both = f"as {shortened(values[key])} and {shortened(text)}"
-                raise ConfigError(key, f"given twice on the command line, {both}; leave one out")
+            if once:
+                _check_once(key, values, text, "on the command line")
             values[key] = self._value(key, text)
         return values
 
@@ -248,6 +245,12 @@ def _text_of(name: str) -> str:
 
 def _variable(name: str) -> str:
     return _PREFIX + name.upper().replace(".", "__")
+
+
+def _check_once(name: str, values: Mapping[str, str | None], text: str, where: str) -> None:
+    if name in values:
+        both = f"as {shortened(values[name])} and {shortened(text)}"
+        raise ConfigError(name, f"given twice {where}, {both}; leave one out")
 
 
 def _given(layers: _Layers) -> dict[str, Any]:

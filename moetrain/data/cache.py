@@ -30,7 +30,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -289,13 +289,16 @@ def _build(
             TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
             Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
         ):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # without locks all build the same, and the first one wins
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.is_dir():
                 return
             task = progress.add_task("Tokenising", total=total and total())
             meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
             Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
+        if os.path.isdir(folder):
+            return
         problem = f"{str(parent)!r} cannot be written: {error}"
         raise ConfigError("data.cache_dir", problem) from None
     if meta["num_documents"] and total is not None:

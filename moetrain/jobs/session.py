@@ -327,7 +327,8 @@ class JobSession:
             jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
             requests += [requests[0].model_copy(update={"data": []})] * missing
         with self.engine.together(jobs):
-            return self._pass(jobs, requests, kind == "forward_backward")[: len(numbers)]
+            learns = kind == "forward_backward"
+            return self._pass(jobs, requests, learns)[: len(numbers)]
 
     def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
         return self._pass([self.now], [request], learns)[0]

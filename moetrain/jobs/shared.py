@@ -28,7 +28,6 @@ from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
-from moetrain.train.state import StateKind
 
 
 @dataclass
@@ -79,7 +78,6 @@ class SharedEngine(Engine):
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Raises ConfigError as :class:`Engine`, or if jobs cannot share a pass as is wanted."""
-        self._entered: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(config, arch, world)
         self._check_tenants()
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
@@ -133,32 +131,27 @@ class SharedEngine(Engine):
                 for name, views in self._views.items()
                 for view, start in views
             ]
+        for view, there in job.views:
+            view.data = there
         for i, bucket in enumerate(self.fsdp.trained):
+            bucket.moved()
             _take_gradient(bucket, job, i)
         self._since_step, job.since_step = job.since_step, []
-        self._entered = job.views
-        if self.config.jobs.max_tenants == 1 or job.kinds != self.GROUPS:
-            self._need("weights")
-
-    def _need(self, *what: StateKind) -> None:
-        super()._need(*what)
-        views, self._entered = self._entered, []  # late, as many that share a turn need it not
-        for view, there in views:
-            view.data = there
-        for bucket in self.fsdp.trained if views else ():
-            bucket.moved()
 
     def leave(self, job: JobState) -> None:
         """Leave the state of ``job``, in whatever step it is, where it lies."""
-        job.since_step, self._since_step, self._entered = self._since_step, [], []
+        job.since_step, self._since_step = self._since_step, []
         for i, bucket in enumerate(self.fsdp.trained):
             _keep_gradient(bucket, job, i)
 
     def update(
         self, jobs: Sequence[JobState], requests: Sequence[OptimStep]
     ) -> list[dict[str, float]]:
-        """Update each of ``jobs``, all of which are left, or the current one; wait for the device
-        once, and return the metrics. Raises Refused: a job has no gradient."""
+        """Update each of ``jobs``, all of which are left, or the current one; return the metrics.
+
+        The device is waited for once, behind the last update. Raises Refused: a job has no
+        gradient.
+        """
         outcomes, optimizer = [], self.optimizer
         for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
             if len(jobs) > 1:

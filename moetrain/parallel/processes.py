@@ -182,7 +182,7 @@ class Rendezvous:
         try:
             yield f"{what}/{next(self._calls)}"
         except dist.DistError as error:
-            raise RunFailed(f"lost the other ranks: {str(error).splitlines()[0]}") from None
+            raise RunFailed(f"lost the other ranks: {_first_line(error)}") from None
 
     def _await(self, key: str) -> None:
         # Asked for again and again: a wait inside the store would hold back Ctrl-C.
@@ -218,6 +218,10 @@ def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
             store.add(key, 1)
         except RuntimeError:  # the store is gone, and so is the run
             return
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()
 
 
 def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> dist.Store:
@@ -262,7 +266,7 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
     except dist.DistError as error:
         raise RunFailed(
             f"rank {place.rank} of {place.world_size} could not meet the others at "
-            f"{place.address}: {str(error).splitlines()[0]}"
+            f"{place.address}: {_first_line(error)}"
         ) from None
     return store
 
