@@ -18,7 +18,6 @@ from test_recovery import rank_of, train
 from moetrain.checkpoint.read import MANIFEST, list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train import run_folder
@@ -262,16 +261,16 @@ def test_what_needs_a_shared_folder_is_refused(word, says, tmp_path, capsys):
 
 
 def test_a_machines_disk_needs_room_for_its_part(tiny, tmp_path, monkeypatch):
-    place = LaunchedPlace(0, 0, 4, "host:1", None, on_machine=1)
-    monkeypatch.setattr(run_folder, "launched_place", lambda: place)
     words = [*WORDS, "train.steps=2", "checkpoint.keep=1", "checkpoint.interval=0"]
     arch = resolve_architecture(tiny(*words, "checkpoint.at_end=yes").model)
-    free = 0.6 * 12 * arch.num_params()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1e12, 1e12 - free, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1e12, 1e12 - 600, 600))
 
     def check(*more):
         config = tiny(*settled([*words, "checkpoint.at_end=yes", *more]))
-        run_folder.RunFolder(tmp_path).check_room(config, arch)
+        folder = run_folder.RunFolder(tmp_path, settings=config.checkpoint)
+        if folder.own is not None:
+            folder.own._machines = [0, 1, 2, 3]
+        folder.check_room(config, arch, 1000.0)
 
     check()
     check(TWO)  # half of a checkpoint
