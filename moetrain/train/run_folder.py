@@ -132,7 +132,8 @@ class RunFolder:
             # The oldest goes when the newest is complete, and new ones take the place of these.
             there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
             sizes = there, min(saves, keep + 1 + milestones), saved * self.disk.share
-            export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
+            exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
+            export = arch.num_params() * _EXPORT_BYTES * exports
             less = "checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end"
             remedy = f"choose another, or write less ({less})"
             _check_free("output_dir", self.path, *sizes, export, remedy)
