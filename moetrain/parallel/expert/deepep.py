@@ -135,10 +135,14 @@ class DeepEP(ExpertParallelDispatcher):
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         room: tuple[int | None, int] = (None, 0),
+        came_MW: torch.Tensor | None = None,
     ) -> Received:
-        """:meth:`send` to room for S tokens and R rows; without it the host waits to learn both."""
+        """:meth:`send` to room for S tokens and R rows; without it the host waits to learn both.
+
+        ``came_MW``: how many arrive here of every machine by every rank, to be sorted so.
+        """
         given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
-        how = self.group_name, self.num_sms, *room, self.precision
+        how = self.group_name, self.num_sms, *room, self.precision, came_MW
         sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
         x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle))
@@ -188,19 +192,34 @@ class DeepEPInside(AllToAll):
         self.num_sms = self._near.num_sms
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        (tokens, rows, arriving, _), handle, _ = self._plan(ids_TK // self.num_local_experts)
+        sizes, handle, (_, came_MG) = self._plan(ids_TK // self.num_local_experts)
         across, near = self.hops[0], self._near
         given = [x.detach() for x in (x_TD, self._routing(ids_TK, weights_TK))]
-        how = arriving, False, across.group_name, 0, self.precision, self.backend
+        how = sizes[2], False, across.group_name, 0, self.precision, self.backend
         x_AD, routing_AC = _ops.exchange_rows(given, handle[6:], *how)
         weights_AK, ids_AK = routing_AC.chunk(2, dim=1)
         ids_AK = self._local(ids_AK, across.rank(), near.num_experts)
-        passed = near.send_to_room(x_AD, ids_AK, weights_AK, (tokens, rows))
-        handle += passed.handle
-        arrived = [passed.x_SD, passed.weights_SK, passed.ids_SK]
-        arrived = _ops.sort_ranks([x_TD, weights_TK.float()], arrived, handle, *self._ways)
-        x_SD, weights_SK, ids_SK = arrived
-        return Received(x_SD, ids_SK, weights_SK, rows, tuple(handle))
+        got = near.send_to_room(x_AD, ids_AK, weights_AK, (sizes[0], sizes[1]), came_MG)
+        handle += got.handle
+        arrived = x_TD, weights_TK.float(), got.x_SD, got.weights_SK
+        x_SD, weights_SK = _Arrived.apply(*arrived, self._ways, *handle)
+        return Received(x_SD, got.ids_SK, weights_SK, sizes[1], tuple(handle))
+
+
+class _Arrived(torch.autograd.Function):
+    """What arrived by DeepEP, whose gradients go straight home."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD, weights_TK, x_SD, weights_SK, ways, *handle):
+        ctx.save_for_backward(*handle)
+        ctx.num_rows, ctx.ways = x_TD.shape[0], ways
+        return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
+
+    @staticmethod
+    def backward(ctx: Any, d_x_SD, d_weights_SK):
+        handle, d_rows = [*ctx.saved_tensors], [d_x_SD.contiguous(), d_weights_SK.contiguous()]
+        d_x_TD, d_weights_TK = _ops.exchange_rows(d_rows, handle, ctx.num_rows, True, *ctx.ways)
+        return d_x_TD, d_weights_TK, *[None] * (3 + len(handle))
 
 
 def why_not(

@@ -326,9 +326,8 @@ def _exchange_rows(
         return [unpermute(x, home, kernels) for x in rows]
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
-    steps, (*_, home_W) = steps[1:] or steps, steps[0]
     near = steps.pop() if num_sms else None
-    for way, *route, sent, received in steps:
+    for way, *route, sent, received in steps[1:] or steps:
         leaving = [permute(x, None, ExpertIndices(*route), kernels)[0] for x in rows]
         rows = _travel(leaving, sent, received, way)
     rows = list(rows)
@@ -336,9 +335,9 @@ def _exchange_rows(
         rows[0] = _unpack(rows[0], first, recipe)
     if near is not None:
         way, *known = near
+        came_MG = handle[5].view(handle[11].numel(), -1)
         again = torch.ops.moetrain.deepep_combine_backward
-        rows = [again(x, known, way, num_sms, precision) for x in rows]
-        rows = _sort_ranks(rows, home_W, steps[0][-1].numel())
+        rows = [again(x, known, way, num_sms, precision, came_MG) for x in rows]
     return rows
 
 
@@ -360,55 +359,6 @@ def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
-
-
-@torch.library.custom_op("moetrain::sort_ranks", mutates_args=())
-def _arrive(
-    rows: Sequence[torch.Tensor],
-    arrived: Sequence[torch.Tensor],
-    handle: Sequence[torch.Tensor],
-    ways: str,
-    num_sms: int,
-    precision: str,
-    backend: str,
-) -> list[torch.Tensor]:
-    """Give ``arrived``, what DeepEP brought of ``rows`` and more, in the order of ranks.
-
-    The backward is that of the exchange which brings ``rows`` there.
-    """
-    return _sort_ranks(arrived, handle[5], handle[11].numel())
-
-
-@_arrive.register_fake
-def _(rows, arrived, handle, ways, num_sms, precision, backend):
-    return [torch.empty_like(x) for x in arrived]
-
-
-def _save_arrived(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, arrived, handle, *ctx.how = inputs
-    ctx.save_for_backward(*handle)
-    ctx.sizes = len(rows), len(arrived), rows[0].shape[0]
-
-
-def _differentiate_arrived(ctx: Any, d_outputs: list[torch.Tensor]):
-    (given, arrived, num_rows), handle = ctx.sizes, list(ctx.saved_tensors)
-    d_outputs = [d.contiguous() for d in d_outputs[:given]]
-    d_rows = _exchange_rows(d_outputs, handle, num_rows, True, *ctx.how)
-    return d_rows, [None] * arrived, [None] * len(handle), *[None] * 4
-
-
-_arrive.register_autograd(_differentiate_arrived, setup_context=_save_arrived)
-
-
-def _sort_ranks(
-    rows: Sequence[torch.Tensor], received_W: torch.Tensor, machines: int
-) -> list[torch.Tensor]:
-    """Put what each rank sent in the ranks' order, where it is sorted by place, then by machine."""
-    sizes_GM = received_W.view(machines, -1).T
-    sizes, places = sizes_GM.flatten().tolist(), len(sizes_GM)
-    order = [g * machines + m for m in range(machines) for g in range(places)]
-    blocks = (x.split(sizes) for x in rows)
-    return [torch.cat([each[i] for i in order]) for each in blocks]
 
 
 def _travel(
