@@ -46,7 +46,7 @@ _PLAIN = {"forward", "forward_backward", "optim_step"}
 _UNFINISHED = 2
 """Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
 _POLL_SECONDS = 5e-4
-"""Between looks whether the device has computed a turn, while no request waits."""
+"""Between looks whether the device has computed a turn, while nothing can be begun."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
 
@@ -299,20 +299,25 @@ class Service(AbstractContextManager["Service"]):
         """Begin what is next: a request, or small ones of several jobs together. Then finish turns
         that the device has computed, and with too many unfinished ones those that came first.
 
+        While the device is at work, fewer jobs than had the turn before wait for further ones.
+
         Returns False: there is nothing to do. RunFailed, OSError: device or disk failed.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
-            if not waiting and self._begun and not self._begun[0].mark.is_ready:
-                self._lock.wait(_POLL_SECONDS)
+            has_more = bool(waiting or self._begun)
             kinds = [job.next_kind if job.begun in job.small else job.id for job in waiting]
             alike = [job for job, kind in zip(waiting, kinds, strict=True) if kind == kinds[0]]
             jobs = alike[: self.config.jobs.max_tenants]
+            for latest in self._begun[-1:]:
+                if len(jobs) < len(latest.served) and not latest.mark.is_ready:
+                    jobs = []  # others may come while the device is at work
+                    if not self._begun[0].mark.is_ready:
+                        self._lock.wait(_POLL_SECONDS)
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
                 job.small.discard(job.begun)
-        has_more = bool(waiting or self._begun)
         session, kinds = self.session, {job.next_kind for job in jobs}
         is_plain = kinds <= _PLAIN and all(session.is_resident(job.id) for job in jobs)
         if not is_plain:
