@@ -377,14 +377,12 @@ class JobSession:
     def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
         length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
-        longest = max(len(sample.tokens) for sample in samples) - 1
+        most = max(len(sample.tokens) for sample in samples) - 1
         if parts > 1:
             rows, length = self.engine.part
-            longest = max(
-                sum(len(s.targets) for s in samples if s.group == i) for i in range(parts)
-            )
+            most = max(sum(len(s.targets) for s in samples if s.group == i) for i in range(parts))
         if not self.config.compile.is_on:
-            length = min(length, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            length = min(length, -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
         return Dealt(self.engine, samples, range(len(samples)), length, rows, parts)
 
