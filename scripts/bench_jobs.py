@@ -111,7 +111,7 @@ class Bench:
         timed(self.session, "_pass", "passes")
         timed(self.session.engine, "update", "updates")
         timed(self.session, "probe", "device")
-        timed(self.service, "_finish", "finish")
+        timed(self.service, "_answer", "answers")
         timed(self.service, "turn", "turns")
 
     def device_ms(self, jobs: list[str], steps: int) -> str:
@@ -126,8 +126,7 @@ class Bench:
     def breakdown(self, jobs: list[str], steps: int, seconds: float) -> str:
         """Where the time of one of the last ``steps`` steps, of ``seconds``, went, in ms."""
         spent = dict(self.spent)
-        spent["answers"] = spent["finish"] - spent["device"]
-        named = ("passes", "updates", "finish")
+        named = ("passes", "updates", "device", "answers")
         spent["else"] = spent["turns"] - sum(spent[part] for part in named)
         ms = {part: f"{1e3 * took / steps:.1f}" for part, took in spent.items()}
         return (

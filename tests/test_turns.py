@@ -28,9 +28,9 @@ class Slow:
         session.mark = lambda: _Mark(self)
         serve, together = session.serve, session.serve_together
 
-        def count(number):
+        def count(number, *more):
             self.log.append("begun")
-            return serve(number)
+            return serve(number, *more)
 
         def count_together(numbers):
             self.log.append("begun")
@@ -101,6 +101,26 @@ def test_turns_that_jobs_share_are_begun_early_too(tmp_path):
         for _ in range(3):
             assert service.turn()
         assert device.log == ["begun"] * 3 + ["waited"]
+
+
+def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_at_work(tmp_path):
+    with slow(tmp_path, *TENANTS, SELDOM) as (service, device):
+        names = [new(service, seed) for seed in range(3)]
+        answers_of(service, [(name, LEARN) for name in names])
+        device.log.clear()
+        submit_all(service, [(name, STEP) for name in names])
+        assert service.turn()
+        submit_all(service, [(name, LEARN) for name in names[:2]])
+        for _ in range(3):
+            assert service.turn()
+        assert device.log == ["begun"]
+        submit_all(service, [(names[2], LEARN)])
+        assert service.turn()
+        assert device.log == ["begun"] * 2
+        submit_all(service, [(name, STEP) for name in names[:2]])
+        while service.find(names[0]).done < 4:  # it does not wait for ever
+            assert service.turn()
+        assert {service.find(name).begun for name in names} == {3, 4}
 
 
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):

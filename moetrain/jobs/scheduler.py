@@ -25,11 +25,11 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import JOB_ID, Pass, Refused
+from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
 from moetrain.kernels.memory import LateNumbers
@@ -41,23 +41,14 @@ _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
-_PLAIN = {"forward", "forward_backward", "optim_step"}
-"""Kinds of requests that are begun before the turn before them is finished."""
+_Answers = Mapping[Job, list[dict[str, Any]]]
+"""To the next requests of each job, with callables for what waits for the device."""
 _UNFINISHED = 2
 """Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
 _POLL_SECONDS = 5e-4
 """Between looks whether the device has computed a turn, while nothing can be begun."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
-
-
-class _Turn(NamedTuple):
-    """A turn that is begun."""
-
-    mark: LateNumbers
-    """It is ready when the device has computed the results."""
-    served: Mapping[Job, list[dict[str, Any]]]
-    """Answers to the next requests of each job, with callables for what waits for the device."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -84,8 +75,8 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
-            self._begun: list[_Turn] = []
-            """Unfinished, in order."""
+            self._begun: list[tuple[LateNumbers, _Answers]] = []
+            """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
@@ -245,11 +236,13 @@ class Service(AbstractContextManager["Service"]):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
         request = self.session.limits.parse(kind, body)
         text = request.model_dump_json()
-        is_small = isinstance(request, Pass) and request.fits(*self.session.engine.part)
-        how = {"most": self.config.jobs.max_queued, "is_small": is_small or kind == "optim_step"}
+        ahead = kind if isinstance(request, OptimStep) else ""
+        if isinstance(request, Pass):
+            ahead = kind if request.fits(*self.session.engine.part) else name
+        most = self.config.jobs.max_queued
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
-            taken = job.add(kind, text, number, **how)
+            taken = job.add(kind, text, number, most=most, ahead=ahead)
         with self._lock:
             self._lock.notify()
         return taken
@@ -296,34 +289,33 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Begin what is next: a request, or small ones of several jobs together. Then finish turns
-        that the device has computed, and with too many unfinished ones those that came first.
+        """Begin what is next, a request or small ones of several jobs together, and finish turns
+        that the device has computed, or that are too many. False: there is nothing to do.
 
         While the device is at work, fewer jobs than had the turn before wait for further ones.
-
-        Returns False: there is nothing to do. RunFailed, OSError: device or disk failed.
+        RunFailed, OSError: device or disk failed.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
             has_more = bool(waiting or self._begun)
-            kinds = [job.next_kind if job.begun in job.small else job.id for job in waiting]
-            alike = [job for job, kind in zip(waiting, kinds, strict=True) if kind == kinds[0]]
+            words = {job: job.ahead.get(job.begun, job.id) for job in waiting}
+            alike = [job for job in waiting if words[job] == words[waiting[0]]]
             jobs = alike[: self.config.jobs.max_tenants]
-            for latest in self._begun[-1:]:
-                if len(jobs) < len(latest.served) and not latest.mark.is_ready:
+            for mark, served in self._begun[-1:]:
+                if len(jobs) < len(served) and not mark.is_ready:
                     jobs = []  # others may come while the device is at work
-                    if not self._begun[0].mark.is_ready:
+                    if not self._begun[0][0].is_ready:
                         self._lock.wait(_POLL_SECONDS)
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-                job.small.discard(job.begun)
-        session, kinds = self.session, {job.next_kind for job in jobs}
-        is_plain = kinds <= _PLAIN and all(session.is_resident(job.id) for job in jobs)
-        if not is_plain:
+        session, is_ahead = self.session, True
+        for job in jobs:
+            is_ahead &= bool(job.ahead.pop(job.begun, "")) and session.is_resident(job.id)
+        if not is_ahead:
             self._settle()
         if len(jobs) > 1:
-            engine, updates = session.engine, kinds == {"optim_step"}
+            engine, updates = session.engine, words[jobs[0]] == "optim_step"
             jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
             served = self._serve_together(jobs)
@@ -332,8 +324,8 @@ class Service(AbstractContextManager["Service"]):
         if served:
             for job, answers in served.items():
                 job.begun += len(answers)
-            self._begun.append(_Turn(session.mark(), served))
-        self._settle(_UNFINISHED if is_plain else 0)
+            self._begun.append((session.mark(), served))
+        self._settle(_UNFINISHED if is_ahead else 0)
         if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
         return has_more
@@ -349,9 +341,7 @@ class Service(AbstractContextManager["Service"]):
                 number = self.session.now.seen
                 answer = job.answer_of(number)
                 if "result" in answer and answer["kind"] in _CHANGES:
-                    late = self.session.serve(number)
-                    if callable(late):
-                        late()
+                    self.session.serve(number, True)
                 else:
                     has_failed = "error" in answer and not answer["refused"]
                     self.session.pass_over(number, has_failed)
@@ -364,7 +354,7 @@ class Service(AbstractContextManager["Service"]):
             return False
         return True
 
-    def _serve_together(self, jobs: list[Job]) -> dict[Job, list[dict[str, Any]]]:
+    def _serve_together(self, jobs: list[Job]) -> _Answers:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
             results = self.session.serve_together({job.id: job.begun for job in jobs})
@@ -386,8 +376,7 @@ class Service(AbstractContextManager["Service"]):
                 results = session.sample(number, job.accepted - number)
             else:
                 results = [result := session.serve(number)]
-                new = None if callable(result) else result.pop("sampler", None)
-                if new is not None:
+                if not callable(result) and (new := result.pop("sampler", None)) is not None:
                     try:
                         self.create(**new)
                     except Refused:  # nobody has its weights
@@ -420,42 +409,36 @@ class Service(AbstractContextManager["Service"]):
         self._settle()
 
     def _settle(self, most: int = 0) -> None:
-        """Finish turns in order: those that are computed, and more while ``most`` or more are not.
+        """Finish turns in order: those that are computed, and others until ``most`` are left.
 
-        A checkpoint may be written when none is left: it has seen nothing without an answer.
+        With none left states have seen nothing without an answer, and may be saved.
         """
-        while self._begun and (len(self._begun) > most or self._begun[0].mark.is_ready):
-            turn, *later = self._begun
+        while self._begun and (len(self._begun) > most or self._begun[0][0].is_ready):
+            (mark, served), *later = self._begun
             self._begun = []  # if this fails: states have seen what has no answer
-            self._finish(turn)
+            self.session.probe(mark)
+            self._answer(served)
             self._begun = later
 
-    def _finish(self, turn: _Turn) -> None:
-        """Wait for the results, write the answers, of all jobs at once, and tell who waits."""
-        self.session.probe(turn.mark)
+    def _answer(self, served: _Answers) -> None:
+        """Write the answers, of all jobs at once, and tell who waits for each when it is there."""
         served = {
             job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
-            for job, answers in turn.served.items()
+            for job, answers in served.items()
         }
-        firsts = [job.done for job in served]
 
         def write(job: Job) -> None:
             for number, answer in enumerate(served[job], job.done):
                 job.answer(number, answer)
+                with self._lock:
+                    future = job.waiting.pop(number, None)
+                if future is not None:
+                    future.set_result(answer)
+            if job.is_sampler:
+                with self._lock:
+                    job.prune(job.done)
 
         list(self._writers.map(write, served))
-        with self._lock:
-            told = [
-                (job.waiting.pop(number, None), answer)
-                for first, (job, answers) in zip(firsts, served.items(), strict=True)
-                for number, answer in enumerate(answers, first)
-            ]
-            for job in served:
-                if job.is_sampler:
-                    job.prune(job.done)
-        for future, answer in told:
-            if future is not None:
-                future.set_result(answer)
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes
@@ -484,9 +467,8 @@ class Service(AbstractContextManager["Service"]):
     def _remove(self) -> None:
         while self._remains:
             self._remains.pop().clear()
-        if self._removals:
-            self._settle()
         while self._removals:
+            self._settle()
             job, future = self._removals[0]
             self.session.forget(job.id)
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")

@@ -20,7 +20,6 @@ import math
 import re
 import shutil
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, partialmethod, wraps
@@ -65,8 +64,7 @@ from moetrain.train.state import Snapshots
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
-"""Multiple that row lengths are rounded to where nothing is compiled for one length: the pads
-behind it are computed too."""
+"""Row lengths are multiples of it where nothing is compiled for one: pads are computed too."""
 _M = TypeVar("_M", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -101,8 +99,7 @@ class JobSession:
         """Build everything; ConfigError for settings that do not fit the model or the device."""
         start = Session(config, arch, sleep="never")
         self.world = start.world
-        self.config = start.config
-        config = self.config
+        config = self.config = start.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_given_up: Callable[[], bool] = lambda: False
         """Called on the main rank while text is generated: whether to cancel the request."""
@@ -264,10 +261,7 @@ class JobSession:
         return LateNumbers(torch.ones(1, device=self.world.device).sum())
 
     def probe(self, mark: LateNumbers | None = None) -> None:
-        """Wait for the device, until it is at ``mark``.
-
-        Raises RunFailed if it no longer works, as after an error in a kernel.
-        """
+        """Wait for the device until it is at ``mark``; RunFailed: it has failed, as in a kernel."""
         try:
             (mark or self.mark()).read()
         except RuntimeError as error:
@@ -299,8 +293,9 @@ class JobSession:
     # ---- requests ------------------------------------------------------------------------------
 
     @_together
-    def serve(self, number: int) -> dict[str, Any] | Callable[[], dict[str, Any]]:
-        """Serve request ``number`` of the current job; return the result, or what waits for it.
+    def serve(self, number: int, waits: bool = False) -> Any:
+        """Serve request ``number`` of the current job; return the result, or what waits for it,
+        unless this ``waits`` or there are several ranks.
 
         Raises:
             Refused: the job's state does not allow it, and is unchanged.
@@ -312,7 +307,7 @@ class JobSession:
         torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # dropout's
         result = getattr(self, f"_{entry['kind']}")(request)
         self.now.seen = number + 1
-        return result() if callable(result) and self.world.size > 1 else result
+        return result() if callable(result) and (waits or self.world.size > 1) else result
 
     @_together
     def pass_over(self, number: int, forgets_step: bool) -> None:
@@ -324,8 +319,8 @@ class JobSession:
         raise Refused(request.problem)
 
     def serve_together(self, numbers: Mapping[str, int]) -> list[Callable[[], dict[str, Any]]]:
-        """Serve a small request each, of one kind, of several jobs, which are resident: in one
-        pass, or all updates one after another. Returns what waits for each result."""
+        """Serve a small request each, of one kind, of several jobs, which are resident, in one
+        pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)
         jobs, kind, requests = [self._held[job] for job in numbers], "", list[Any]()
         for job, number in zip(jobs, numbers.values(), strict=True):
@@ -334,13 +329,13 @@ class JobSession:
             requests.append(self.limits.parse(kind, entry["body"]))
         if kind == "optim_step":
             late = cache(self.engine.update(jobs, requests))
-            return [lambda i=i: late()[i] for i in range(len(numbers))]
-        if self.config.compile.is_on:  # for one shape: further parts are empty
-            missing = self.config.jobs.max_tenants - len(jobs)
-            jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
-            requests += [requests[0].model_copy(update={"data": []})] * missing
-        with self.engine.together(jobs):
-            late = cache(self._pass(jobs, requests, kind == "forward_backward"))
+        else:
+            if self.config.compile.is_on:  # for one shape: further parts are empty
+                missing = self.config.jobs.max_tenants - len(jobs)
+                jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
+                requests += [requests[0].model_copy(update={"data": []})] * missing
+            with self.engine.together(jobs):
+                late = cache(self._pass(jobs, requests, kind == "forward_backward"))
         return [lambda i=i: late()[i] for i in range(len(numbers))]
 
     def _forward(self, request: Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
@@ -369,10 +364,9 @@ class JobSession:
 
         def results() -> list[dict[str, Any]]:
             *logprobs_BS, losses = (numbers.read() for numbers in late)
-            found = iter(dealt.by_sample(logprobs_BS, lambda logprobs: logprobs[1:].tolist()))
-            rows = zip(requests, losses.tolist(), strict=True)
-            outputs = [([[*map(_finite, next(found))] for _ in r.data], x) for r, x in rows]
-            return [{"logprobs": logprobs, "loss": _finite(x)} for logprobs, x in outputs]
+            found = iter(dealt.by_sample(logprobs_BS, lambda x: [*map(_finite, x[1:].tolist())]))
+            rows = zip(requests, map(_finite, losses.tolist()), strict=True)
+            return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
 
         return results
 
@@ -383,12 +377,12 @@ class JobSession:
     def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
         length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
-        longest = max(len(sample.tokens) for sample in samples) - 1
+        most = max(len(sample.tokens) for sample in samples) - 1
         if parts > 1:
             rows, length = self.engine.part
-            longest = max(Counter(s.group for s in samples for _ in s.tokens[1:]).values())
+            most = max(sum(len(s.targets) for s in samples if s.group == i) for i in range(parts))
         if not self.config.compile.is_on:
-            length = min(length, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            length = min(length, -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
         return Dealt(self.engine, samples, range(len(samples)), length, rows, parts)
 

@@ -170,12 +170,11 @@ class SharedEngine(Engine):
         late = LateNumbers(torch.stack([x.double() for x in outcomes]))
 
         def results() -> list[dict[str, Any]]:
-            rows, found = [], iter(late.read().tolist())
+            metrics, found = [], iter(late.read().tolist())
             for job, norm, skipped in zip(jobs, found, found, strict=True):
                 job.steps += not skipped
-                row = {"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)}
-                rows.append({"metrics": {k: x for k, x in row.items() if math.isfinite(x)}})
-            return rows
+                metrics.append({"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)})
+            return [{"metrics": {k: x for k, x in m.items() if math.isfinite(x)}} for m in metrics]
 
         return results
 

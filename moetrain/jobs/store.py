@@ -185,8 +185,9 @@ class Job:
     """Requests that were served, of which the latest need not have an answer yet."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
-    small: set[int] = field(default_factory=set)
-    """Requests that may share a turn with other jobs'."""
+    ahead: dict[int, str] = field(default_factory=dict)
+    """Requests that may be begun before a turn before them is finished, each with a word that it
+    has in common with those that may share its turn."""
     adding: threading.Lock = field(default_factory=threading.Lock)
     """Who has it writes the next request, or moves the folder."""
     saved_time: float = field(default_factory=time.monotonic)
@@ -218,11 +219,6 @@ class Job:
     def has_work(self) -> bool:
         """Whether a request waits to be served."""
         return self.status == "open" and self.begun < self.accepted
-
-    @property
-    def next_kind(self) -> str:
-        """The kind of the next request to be served; "" if it was taken up by a process before."""
-        return self._entries.get(self.begun, {}).get("kind", "")
 
     @property
     def has_begun(self) -> bool:
@@ -305,13 +301,11 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(
-        self, kind: str, body: str, number: int | None, *, most: int, is_small: bool = False
-    ) -> int:
+    def add(self, kind: str, body: str, number: int | None, *, most: int, ahead: str = "") -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        ``number``: what its client calls it, which is a sampler's key; None: the next. With
-        ``is_small`` its turn may be that of other jobs' too.
+        ``number``: what its client calls it, which is a sampler's key; None: the next. ``ahead``:
+        what :attr:`ahead` has of it.
 
         Raises Refused: another request has ``number``, or ones before it have not come; as many as
         ``most`` wait already.
@@ -333,8 +327,8 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
-        if is_small:
-            self.small.add(self.accepted)
+        if ahead:
+            self.ahead[self.accepted] = ahead
         self.accepted += 1
         return self.accepted - 1
 
