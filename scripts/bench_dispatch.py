@@ -155,8 +155,9 @@ def over_machines(
     inside = hops[1].size()
     yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
     for num_sms in every_num_sms:
-        how: Any = {"hops": hops, "num_sms": num_sms, "precision": precision}
-        deepep = DeepEPInside(EXPERTS, group, WIDTH, **how)
+        here = EXPERTS // hops[0].size()
+        near = DeepEP(here, hops[1], WIDTH, num_sms=num_sms, precision=precision)
+        deepep = DeepEPInside(near, EXPERTS, group, hops=hops, precision=precision)
         yield f"{inside}, DeepEP {num_sms} SMs", compiled(deepep)
 
 

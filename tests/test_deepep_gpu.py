@@ -154,7 +154,8 @@ def check_machines_on_gpus() -> None:
     hops, group = build_meshes(dims, "cuda").expert_hops, dist.group.WORLD
     for how in ({}, {"precision": "fp8"}):
         flat, plain = (AllToAll(LARGE.experts, group, hops=x, **how) for x in ((), hops))
-        near = DeepEPInside(LARGE.experts, group, LARGE.width, hops=hops, **how)
+        inside = DeepEP(LARGE.experts // 2, hops[1], LARGE.width, **how)
+        near = DeepEPInside(inside, LARGE.experts, group, hops=hops, **how)
         layer = run_narrow if how else run_layer
         for ours, compiled in product((plain, near), (False, True)):
             case = (type(ours).__name__, how)

@@ -48,7 +48,7 @@ from transports import (
 
 from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.experts.deepep import disconnect
-from moetrain.parallel.expert.deepep import DeepEPInside
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside
 from moetrain.parallel.expert.dispatch import AllToAll
 
 
@@ -57,7 +57,9 @@ def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:
     sys.modules["deep_ep"] = fake_deep_ep
     world, hops = dist.group.WORLD, hops_of(per_machine)
     flat = AllToAll(size.experts, world, **how)
-    return flat, DeepEPInside(size.experts, world, size.width, hops=hops, num_sms=6, **how)
+    here = size.experts // hops[0].size()
+    near = DeepEP(here, hops[1], size.width, num_sms=6, **how)
+    return flat, DeepEPInside(near, size.experts, world, hops=hops, **how)
 
 
 def calls_of(run, *inputs) -> Counter[str]:

@@ -153,10 +153,11 @@ def _choose_dispatcher(
     machine.
     """
     moe, kernels = config.moe, config.kernels
+    inside, machines = (hops[1], hops[0].size()) if hops else (group, 1)
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        spare, inside = moe.redundant_experts, hops[1] if hops else None
-        reason = why_not(arch, group, device, dtype, kernels.precision, spare, inside)
+        how: Any = kernels.precision, moe.redundant_experts, inside
+        reason = why_not(arch, group, device, dtype, *how)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -177,19 +178,17 @@ def _choose_dispatcher(
             ranks=group.size(),
         )
     sizes: Any = {"num_sms": moe.deepep_num_sms, "static": static}
-    if hops and hops[0].size() > 1:
-        sizes = {"num_sms": moe.deepep_num_sms, "hops": hops}
-        dispatcher = DeepEPInside(arch.num_experts, group, arch.sent_size, **sizes, **how)
-    else:
-        dispatcher = DeepEP(arch.num_experts, group, arch.sent_size, **sizes, **how)
+    near = DeepEP(arch.num_experts // machines, inside, arch.sent_size, **sizes, **how)
     logger.info(
         "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
-        " of a machine" * isinstance(dispatcher, DeepEPInside),
-        dispatcher.num_sms,
+        " of a machine" * (machines > 1),
+        near.num_sms,
         moe.dispatch_mode,
         kernels.precision,
     )
-    return dispatcher
+    if machines > 1:
+        return DeepEPInside(near, arch.num_experts, group, hops=hops, **how)
+    return near
 
 
 def set_dispatcher(

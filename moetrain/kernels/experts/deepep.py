@@ -34,6 +34,7 @@ import torch
 
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import worth_saving
+from moetrain.kernels.experts.permutation import transpose_blocks
 from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 
@@ -131,17 +132,17 @@ def _dispatch(
     send: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
+    precision: str,
     worst_tokens: int | None,
     worst_rows: int,
-    precision: str,
-    came_MW: torch.Tensor | None,
+    came_WM: torch.Tensor | None,
 ) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
     """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
 
     ``send`` has the tokens for each rank, the slots that chose each expert (both int32), and
     whether a token goes to a rank. ``worst_tokens`` of None is the counted mode; else it is S, of
     which some may not be taken, and ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is
-    how R comes out of an op. With ``came_MW`` (int64, on the host) the tokens of each rank are
+    how R comes out of an op. With ``came_WM`` (integers on the host) the tokens of each rank are
     those of M machines in turn, so many of each here, and arrive by machine, and then by rank.
     """
     tokens_W, slots_E, is_sent_TW = send
@@ -162,15 +163,10 @@ def _dispatch(
     # None of the results may be an argument.
     handle = *prefixes, source_S[:worst_tokens], is_sent_TW.clone(), send_head_TW
     x_SD = _widened(x_SD, x_TD.dtype, precision)
-    arrived = (_by_machine(x[:worst_tokens], came_MW) for x in (x_SD, ids_SK.int(), weights_SK))
+    arrived = [x[:worst_tokens] for x in (x_SD, ids_SK.int(), weights_SK)]
+    if came_WM is not None:
+        arrived = [transpose_blocks(x, came_WM) for x in arrived]
     return *arrived, rows_R0, *handle
-
-
-def _by_machine(x_SD: torch.Tensor, came_MW: torch.Tensor | None) -> torch.Tensor:
-    if came_MW is None:
-        return x_SD
-    blocks = x_SD.split(came_MW.T.flatten().tolist())
-    return torch.cat([x for m in range(len(came_MW)) for x in blocks[m :: len(came_MW)]])
 
 
 def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -193,7 +189,7 @@ def _widened(
 
 
 @_dispatch.register_fake
-def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, *_):
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, precision, worst_tokens, worst_rows, *_):
     (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
     integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
@@ -243,13 +239,14 @@ def _combine_backward(
     group: str,
     num_sms: int,
     precision: str,
-    came_MW: torch.Tensor | None = None,
+    came_WM: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send tokens the way that a dispatch has sent others."""
     sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
-    return _by_machine(_widened(d_y_SD, d_y_TD.dtype, precision), came_MW)
+    d_y_SD = _widened(d_y_SD, d_y_TD.dtype, precision)
+    return d_y_SD if came_WM is None else transpose_blocks(d_y_SD, came_WM)
 
 
 @_combine_backward.register_fake

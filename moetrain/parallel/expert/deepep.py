@@ -11,13 +11,15 @@ padded, and tokens arrive in the same order. Two modes size what is received:
             uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
             rows may be too few; the dispatcher sees that on the device, where it counts the ids.
 
-The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`.
+The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`. Its kernels between
+machines need a compiler; there NCCL brings a token to each machine, and DeepEP to its ranks.
 
-Legend: W expert parallel ranks, E experts, T tokens here, K experts a token, S tokens received, R
-rows of the local experts, D width.
+Legend: W expert parallel ranks, of which G on each of M machines, E experts, T tokens here, K
+experts a token, A tokens that come to this machine by this rank, S tokens received, R rows of the
+local experts, D width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from math import ceil
@@ -118,34 +120,19 @@ class DeepEP(ExpertParallelDispatcher):
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         """Raises ValueError for more tokens than the static mode was planned for."""
-        if self.static is None:
-            return self.send_to_room(x_TD, ids_TK, weights_TK)
-        max_tokens, rows = self.static
-        if x_TD.shape[0] > max_tokens:
+        max_tokens, rows = self.static or (0, 0)
+        if self.static is not None and x_TD.shape[0] > max_tokens:
             raise ValueError(
                 f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
                 f"for {max_tokens} a rank"
             )
-        room = self.num_ranks * max_tokens, rows
-        return self.send_to_room(x_TD, ids_TK, weights_TK, room)._replace(may_drop=True)
-
-    def send_to_room(
-        self,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        room: tuple[int | None, int] = (None, 0),
-        came_MW: torch.Tensor | None = None,
-    ) -> Received:
-        """:meth:`send` to room for S tokens and R rows; without it the host waits to learn both.
-
-        ``came_MW``: how many arrive here of every machine by every rank, to be sorted so.
-        """
+        room = None if self.static is None else self.num_ranks * max_tokens
         given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
-        how = self.group_name, self.num_sms, *room, self.precision, came_MW
+        how = self.group_name, self.num_sms, self.precision, room, rows, None
         sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
         x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
-        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle))
+        is_static = self.static is not None
+        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
 
     def _send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
         """Count the tokens for each rank and the slots of each expert (int32), and tell whether a
@@ -166,44 +153,35 @@ class DeepEP(ExpertParallelDispatcher):
 
 
 class DeepEPInside(AllToAll):
-    """The all-to-all over machines, with DeepEP for the hop inside; made by all ranks of ``group``.
+    """The all-to-all over machines, with ``near``, a machine's :class:`DeepEP`, for the hop inside.
 
-    What arrives by DeepEP is sorted by a token's place on its way here, and then by its machine:
-    rows are put in the order of ranks, as a collective would bring them. Gradients of sums take the
-    same way by the same handle. Sums go straight home, as they do without DeepEP.
-
-    Raises: what :class:`DeepEP` does.
+    DeepEP brings tokens by their places on the way, and those of one by their machines: in its op
+    they are put in the order of ranks. Gradients of sums take the same way by the same handle. Sums
+    go straight home, as without DeepEP, and so all bits are those of one hop. The host knows every
+    size from the exchange of counts, and does not wait again.
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        group: dist.ProcessGroup,
-        hidden_size: int,
-        *,
-        hops: Sequence[dist.ProcessGroup],
-        num_sms: Literal["auto"] | int = "auto",
-        **how: Any,
+        self, near: DeepEP, num_experts: int, group: dist.ProcessGroup, **how: Any
     ) -> None:
-        super().__init__(num_experts, group, hops=hops, **how)
-        across, inside = hops
-        here = num_experts // across.size()
-        self._near = DeepEP(here, inside, hidden_size, num_sms=num_sms, **how)
-        self.num_sms = self._near.num_sms
+        super().__init__(num_experts, group, **how)
+        self._near, self.num_sms = near, near.num_sms
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        sizes, handle, (_, came_MG) = self._plan(ids_TK // self.num_local_experts)
+        sizes, handle, (_, came_GM) = self._plan(ids_TK // self.num_local_experts)
         across, near = self.hops[0], self._near
         given = [x.detach() for x in (x_TD, self._routing(ids_TK, weights_TK))]
         how = sizes[2], False, across.group_name, 0, self.precision, self.backend
         x_AD, routing_AC = _ops.exchange_rows(given, handle[6:], *how)
-        weights_AK, ids_AK = routing_AC.chunk(2, dim=1)
+        weights_AK, ids_AK = (x.contiguous() for x in routing_AC.chunk(2, dim=1))
         ids_AK = self._local(ids_AK, across.rank(), near.num_experts)
-        got = near.send_to_room(x_AD, ids_AK, weights_AK, (sizes[0], sizes[1]), came_MG)
-        handle += got.handle
-        arrived = x_TD, weights_TK.float(), got.x_SD, got.weights_SK
-        x_SD, weights_SK = _Arrived.apply(*arrived, self._ways, *handle)
-        return Received(x_SD, got.ids_SK, weights_SK, sizes[1], tuple(handle))
+        how = near.group_name, self.num_sms, self.precision, *sizes[:2], came_GM
+        sent = x_AD, ids_AK, weights_AK, near._send_counts(ids_AK)
+        x_SD, ids_SK, weights_SK, _, *known = _ops.deepep_dispatch(*sent, *how)
+        handle += known
+        rows = x_TD, weights_TK.float(), x_SD, weights_SK
+        x_SD, weights_SK = _Arrived.apply(*rows, self._ways, *handle)
+        return Received(x_SD, ids_SK, weights_SK, sizes[1], tuple(handle))
 
 
 class _Arrived(torch.autograd.Function):
@@ -216,8 +194,8 @@ class _Arrived(torch.autograd.Function):
         return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
 
     @staticmethod
-    def backward(ctx: Any, d_x_SD, d_weights_SK):
-        handle, d_rows = [*ctx.saved_tensors], [d_x_SD.contiguous(), d_weights_SK.contiguous()]
+    def backward(ctx: Any, *d_arrived):
+        handle, d_rows = [*ctx.saved_tensors], [d.contiguous() for d in d_arrived]
         d_x_TD, d_weights_TK = _ops.exchange_rows(d_rows, handle, ctx.num_rows, True, *ctx.ways)
         return d_x_TD, d_weights_TK, *[None] * (3 + len(handle))
 
@@ -235,9 +213,9 @@ def why_not(
 
     ``inside`` are the ranks of this one's machine, if the settings speak of several.
     """
-    near = inside or group
+    near, how = inside or group, (device, dtype)
     machines = group.size() // near.size()
-    reason = _why_not_here(arch, near.size(), device, dtype, precision, spare, machines)
+    reason = _why_not_here(arch, near.size(), *how, precision, spare, machines)
     mine = machine(), dist.get_process_group_ranks(near), reason
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)

@@ -39,7 +39,13 @@ from torch.distributed import all_to_all_single, distributed_c10d
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices, permute, unpermute
+from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
+    expert_indices,
+    permute,
+    transpose_blocks,
+    unpermute,
+)
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
@@ -147,8 +153,8 @@ class AllToAll(ExpertParallelDispatcher):
     known on the host at run time alone, rows past these stay unspecified, several tensors travel
     together in one order on all ranks, and a rank without tokens must still take part. The compiler
     sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
-    whatever the routing. The host waits for the device once a hop in a forward, for these numbers;
-    the backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
+    whatever the routing. The host waits for the device once in a forward, for these numbers; the
+    backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
     recomputation policy keeps the results of both ops.
 
     Over several machines tokens take two ``hops``: over the ranks in this one's place on every
@@ -179,9 +185,9 @@ class AllToAll(ExpertParallelDispatcher):
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
-        sizes, handle, passed = self._plan(rank_TK)
+        sizes, handle, hop = self._plan(rank_TK)
         if self.hops:
-            handle += [*self._route_inside(rank_TK, handle[6:], *sizes[2:]), *passed]
+            handle += [*self._route_inside(rank_TK, handle[6:], *sizes[2:]), *hop]
         rows = [x_TD, self._routing(ids_TK, weights_TK)]
         x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
         weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
@@ -203,50 +209,41 @@ class AllToAll(ExpertParallelDispatcher):
         local_SK = ids_SK.int() - part * size
         return torch.where((local_SK >= 0) & (local_SK < size), local_SK, -1)
 
-    def _plan(
-        self, rank_TK: torch.Tensor
-    ) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
+    def _plan(self, rank_TK: torch.Tensor) -> tuple[list[int], list[torch.Tensor], Any]:
         """Tell all ranks what goes to them, by the ranks that tokens choose (-1: none).
 
         Returns the sizes (S, R, and with hops A and the rows that leave to be passed on), the
-        handle but for the hop inside, and what every rank here sends and gets in that hop [M, G].
+        handle but for the hop inside, and what this rank sends and gets in that hop (int64 [G, M]).
         """
         home, slots_W = self._route(rank_TK, self.num_ranks)
-        counts_CW = torch.stack((home.counts_E, slots_W))
-        if not self.hops:
-            *sizes, sent_CW, received_CW = _exchange_counts(counts_CW, self.group_name)
-            handle = [*home, sent_CW[:1], received_CW[:1]]
-            return [x.shape[0] for x in sizes], handle, []
-        machines, places = (hop.size() for hop in self.hops)
-        place = self.hops[1].rank()
-        once, _ = self._route(rank_TK // places, machines)
-        # For the ranks in this one's place alone: what comes to them, and whom they pass it on to.
-        hops_CM = torch.cat((once.counts_E[None], home.counts_E.view(machines, places).T))
-        is_place_G = torch.arange(places, device=rank_TK.device) == place
-        counts_CW = torch.cat((counts_CW, (hops_CM[:, :, None] * is_place_G).flatten(1)))
-        *sizes, sent_CW, received_CW = _exchange_counts(counts_CW, self.group_name)
-        sent_CM, received_CM = (
-            x.view(-1, machines, places)[2:, :, place] for x in (sent_CW, received_CW)
-        )
-        tokens, rows, arriving, *passing = (x.shape[0] for x in sizes)
-        across = [*once, sent_CM[:1], received_CM[:1]]
-        handle = [*home, sent_CW[:1], received_CW[:1], *across]
-        passed = [received_CM[1:].T, received_CW[0].view(machines, places)]
-        return [tokens, rows, arriving, sum(passing)], handle, passed
+        counts, once = [home.counts_E[None], slots_W[None]], None
+        machines, places = [hop.size() for hop in self.hops] or (1, self.num_ranks)
+        place = self.rank % places
+        if self.hops:
+            once, _ = self._route(rank_TK // places, machines)
+            # Those in this one's place alone learn what comes to them, and whom to pass it on to.
+            hops_CM = torch.cat((once.counts_E[None], home.counts_E.view(machines, places).T))
+            is_place_G = torch.arange(places, device=rank_TK.device) == place
+            counts.append((hops_CM[:, :, None] * is_place_G).flatten(1))
+        *sizes, sent_CW, received_CW = _exchange_counts(torch.cat(counts), self.group_name)
+        tokens, rows, *others = (x.shape[0] for x in sizes)
+        handle = [*home, sent_CW[:1].T, received_CW[:1].T]
+        if once is None:
+            return [tokens, rows], handle, None
+        sent_CMG, received_CMG = (x.view(-1, machines, places) for x in (sent_CW, received_CW))
+        handle += [*once, sent_CMG[2, :, place, None], received_CMG[2, :, place, None]]
+        hop = received_CMG[3:, :, place], received_CMG[0].T
+        return [tokens, rows, others[0], sum(others[1:])], handle, hop
 
     def _route_inside(
         self, rank_TK: torch.Tensor, across: Sequence[torch.Tensor], tokens: int, rows: int
     ) -> ExpertIndices:
-        """Sort ``tokens`` that arrive here to be passed on: by machine, then by place."""
-        (over, inside), ranks = self.hops, self.num_ranks
-        machine, places = over.rank(), inside.size()
-        # Ranks are told with the machine that a token comes from, as one number.
-        from_TK = torch.where(rank_TK < 0, -1, rank_TK + machine * ranks)
+        """Sort ``tokens`` that arrive here by the places that they are passed on to."""
+        over, inside = self.hops
         how = tokens, False, over.group_name, 0, "bf16", self.backend
-        (from_AK,) = _exchange_rows([from_TK], across, *how)
-        is_here_AK = (from_AK >= 0) & (from_AK % ranks // places == machine)
-        key_AK = torch.where(is_here_AK, from_AK // ranks * places + from_AK % places, -1)
-        return self._route(key_AK, ranks, rows)[0]
+        (rank_AK,) = _exchange_rows([rank_TK], across, *how)
+        place_AK = self._local(rank_AK, over.rank(), inside.size())
+        return self._route(place_AK, inside.size(), rows)[0]
 
     def _route(
         self, place_TK: torch.Tensor, places: int, room: int | None = None
@@ -335,9 +332,9 @@ def _exchange_rows(
         rows[0] = _unpack(rows[0], first, recipe)
     if near is not None:
         way, *known = near
-        came_MG = handle[5].view(handle[11].numel(), -1)
+        came_GM = handle[5].view(len(handle[11]), -1).T
         again = torch.ops.moetrain.deepep_combine_backward
-        rows = [again(x, known, way, num_sms, precision, came_MG) for x in rows]
+        rows = [again(x, known, way, num_sms, precision, came_GM) for x in rows]
     return rows
 
 
@@ -363,32 +360,28 @@ _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_ex
 
 def _travel(
     rows: Sequence[torch.Tensor],
-    sent_MG: torch.Tensor,
-    received_MG: torch.Tensor,
+    sent_GM: torch.Tensor,
+    received_GM: torch.Tensor,
     group: str,
     room: int = 0,
 ) -> list[torch.Tensor]:
-    """Send the first rows of each tensor to rank 0, the next to rank 1, ...; so M times.
+    """Send the first rows of each tensor to rank 0, the next to rank 1, ...
 
-    What comes of each time follows the former's. Results have ``room`` or more rows, which are
-    unspecified past those received.
+    What comes from a rank are rows of M machines in turn: they are sorted by machine, then by rank.
+    With one machine results have ``room`` or more rows, which are unspecified past those received.
     """
-    sent, received = sent_MG.tolist(), received_MG.tolist()
-    sizes = [[sum(each) for each in counts] for counts in (received, sent)]
-    arriving, leaving = (sum(each) for each in sizes)
+    sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
+    arriving, leaving, how = sum(received), sum(sent), {"group": _resolve_group(group)}
     outputs = [given.new_empty(max(arriving, room), *given.shape[1:]) for given in rows]
     pairs = [(x[:arriving], y[:leaving]) for x, y in zip(outputs, rows, strict=True)]
     with annotate("exchange_rows", *(given for _, given in pairs)):
-        works: list[Any] = []
-        for pair in pairs:
-            blocks = (x.split(each) for x, each in zip(pair, sizes, strict=True))
-            for each in zip(*blocks, received, sent, strict=True):
-                how: Any = {"group": _resolve_group(group), "async_op": True}
-                works.append(all_to_all_single(*each, **how))
+        works: list[Any] = [
+            all_to_all_single(*pair, received, sent, async_op=True, **how) for pair in pairs
+        ]
         with waiting(rows[0].device):
             for work in works:
                 work.wait()
-    return outputs
+    return [transpose_blocks(x, received_GM) for x in outputs]
 
 
 def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:
