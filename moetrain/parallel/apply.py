@@ -29,7 +29,7 @@ from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.context import share_tokens
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
@@ -155,8 +155,8 @@ def _choose_dispatcher(
     moe, kernels = config.moe, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        spare, machines = moe.redundant_experts, hops[0].size() if hops else 1
-        reason = why_not(arch, group, device, dtype, kernels.precision, spare, machines)
+        spare, inside = moe.redundant_experts, hops[1] if hops else None
+        reason = why_not(arch, group, device, dtype, kernels.precision, spare, inside)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -177,9 +177,14 @@ def _choose_dispatcher(
             ranks=group.size(),
         )
     sizes: Any = {"num_sms": moe.deepep_num_sms, "static": static}
-    dispatcher = DeepEP(arch.num_experts, group, arch.sent_size, **sizes, **how)
+    if hops and hops[0].size() > 1:
+        sizes = {"num_sms": moe.deepep_num_sms, "hops": hops}
+        dispatcher = DeepEPInside(arch.num_experts, group, arch.sent_size, **sizes, **how)
+    else:
+        dispatcher = DeepEP(arch.num_experts, group, arch.sent_size, **sizes, **how)
     logger.info(
-        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        " of a machine" * isinstance(dispatcher, DeepEPInside),
         dispatcher.num_sms,
         moe.dispatch_mode,
         kernels.precision,

@@ -82,17 +82,20 @@ class Export:
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
         ranks: int = 1,
+        writers: int | None = None,
         wait: Callable[[], object] = lambda: None,
     ) -> None:
         """Plan the export; arguments as :func:`save_hf`.
 
         Args:
             model: names the parameters and the source; its values are not read.
-            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on.
+            rank, ranks: this process is one of so many that share the work.
+            writers: how many of them, the first, write files, in turns; None: all.
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
         self.tokenizer, self.rank, self.ranks, self.wait = tokenizer, rank, ranks, wait
+        self._writers = writers or ranks
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
         self._own = list[_Outgoing]()
@@ -215,7 +218,7 @@ class Export:
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(lambda: None)
             for number, (name, shard) in enumerate(shards.items()):
-                is_mine = number % self.ranks == self.rank
+                is_mine = number % self._writers == self.rank
                 values = self._collect(shard, coming, is_mine)
                 if is_mine:
                     writing.result()

@@ -17,7 +17,7 @@ Legend: W expert parallel ranks, E experts, T tokens here, K experts a token, S 
 rows of the local experts, D width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from math import ceil
@@ -31,7 +31,7 @@ from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
 from moetrain.parallel.processes import machine
 
 _ops: Any = torch.ops.moetrain
@@ -118,18 +118,34 @@ class DeepEP(ExpertParallelDispatcher):
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         """Raises ValueError for more tokens than the static mode was planned for."""
-        max_tokens, rows = self.static or (0, 0)
-        if self.static is not None and x_TD.shape[0] > max_tokens:
+        if self.static is None:
+            return self.send_to_room(x_TD, ids_TK, weights_TK)
+        max_tokens, rows = self.static
+        if x_TD.shape[0] > max_tokens:
             raise ValueError(
                 f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
                 f"for {max_tokens} a rank"
             )
+        room = self.num_ranks * max_tokens, rows
+        return self.send_to_room(x_TD, ids_TK, weights_TK, room)._replace(may_drop=True)
+
+    def send_to_room(
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        room: tuple[int | None, int] = (None, 0),
+        came_MW: torch.Tensor | None = None,
+    ) -> Received:
+        """:meth:`send` to room for S tokens and R rows; without it the host waits to learn both.
+
+        ``came_MW``: how many arrive here of every machine by every rank, to be sorted so.
+        """
         given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
-        how = self.group_name, self.num_sms, self.num_ranks * max_tokens, rows, self.precision
+        how = self.group_name, self.num_sms, *room, self.precision, came_MW
         sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
         x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
-        is_static = self.static is not None
-        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
+        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle))
 
     def _send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
         """Count the tokens for each rank and the slots of each expert (int32), and tell whether a
@@ -149,6 +165,63 @@ class DeepEP(ExpertParallelDispatcher):
         return y_TD
 
 
+class DeepEPInside(AllToAll):
+    """The all-to-all over machines, with DeepEP for the hop inside; made by all ranks of ``group``.
+
+    What arrives by DeepEP is sorted by a token's place on its way here, and then by its machine:
+    rows are put in the order of ranks, as a collective would bring them. Gradients of sums take the
+    same way by the same handle. Sums go straight home, as they do without DeepEP.
+
+    Raises: what :class:`DeepEP` does.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        hidden_size: int,
+        *,
+        hops: Sequence[dist.ProcessGroup],
+        num_sms: Literal["auto"] | int = "auto",
+        **how: Any,
+    ) -> None:
+        super().__init__(num_experts, group, hops=hops, **how)
+        across, inside = hops
+        here = num_experts // across.size()
+        self._near = DeepEP(here, inside, hidden_size, num_sms=num_sms, **how)
+        self.num_sms = self._near.num_sms
+
+    def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
+        sizes, handle, (_, came_MG) = self._plan(ids_TK // self.num_local_experts)
+        across, near = self.hops[0], self._near
+        given = [x.detach() for x in (x_TD, self._routing(ids_TK, weights_TK))]
+        how = sizes[2], False, across.group_name, 0, self.precision, self.backend
+        x_AD, routing_AC = _ops.exchange_rows(given, handle[6:], *how)
+        weights_AK, ids_AK = routing_AC.chunk(2, dim=1)
+        ids_AK = self._local(ids_AK, across.rank(), near.num_experts)
+        got = near.send_to_room(x_AD, ids_AK, weights_AK, (sizes[0], sizes[1]), came_MG)
+        handle += got.handle
+        arrived = x_TD, weights_TK.float(), got.x_SD, got.weights_SK
+        x_SD, weights_SK = _Arrived.apply(*arrived, self._ways, *handle)
+        return Received(x_SD, got.ids_SK, weights_SK, sizes[1], tuple(handle))
+
+
+class _Arrived(torch.autograd.Function):
+    """What arrived by DeepEP, whose gradients go straight home."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD, weights_TK, x_SD, weights_SK, ways, *handle):
+        ctx.save_for_backward(*handle)
+        ctx.num_rows, ctx.ways = x_TD.shape[0], ways
+        return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
+
+    @staticmethod
+    def backward(ctx: Any, d_x_SD, d_weights_SK):
+        handle, d_rows = [*ctx.saved_tensors], [d_x_SD.contiguous(), d_weights_SK.contiguous()]
+        d_x_TD, d_weights_TK = _ops.exchange_rows(d_rows, handle, ctx.num_rows, True, *ctx.ways)
+        return d_x_TD, d_weights_TK, *[None] * (3 + len(handle))
+
+
 def why_not(
     arch: Architecture,
     group: dist.ProcessGroup,
@@ -156,18 +229,23 @@ def why_not(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
-    machines: int = 1,
+    inside: dist.ProcessGroup | None = None,
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective.
 
-    ``machines`` are those that the settings speak of; there may be more hosts.
+    ``inside`` are the ranks of this one's machine, if the settings speak of several.
     """
-    mine = machine(), _why_not_here(arch, group.size(), device, dtype, precision, spare)
+    near = inside or group
+    machines = group.size() // near.size()
+    reason = _why_not_here(arch, near.size(), device, dtype, precision, spare, machines)
+    mine = machine(), dist.get_process_group_ranks(near), reason
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    if (machines := max(machines, len({host for host, _ in ranks}))) > 1:
-        return f"its {group.size()} expert parallel ranks are on {machines} machines, not on one"
-    return next((reason for _, reason in ranks if reason), None)
+    hosts = (len({host for host, near, _ in ranks if near == each}) for _, each, _ in ranks)
+    if (most := max(hosts)) > 1:
+        of = "" if near.size() == group.size() else " of a machine (launch.gpus_per_machine)"
+        return f"its {near.size()} expert parallel ranks{of} are on {most} machines, not on one"
+    return next((reason for *_, reason in ranks if reason), None)
 
 
 def _why_not_here(
@@ -177,13 +255,15 @@ def _why_not_here(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
+    machines: int = 1,
 ) -> str | None:
-    """Say as much of :func:`why_not` as a rank knows by itself."""
-    local_experts, top_k = arch.num_experts // ranks + spare, arch.num_experts_per_token
-    width = arch.sent_size
+    """Say as much of :func:`why_not` as a rank knows by itself; ``ranks`` are of one machine."""
+    local_experts = arch.num_experts // (ranks * machines) + spare
+    top_k, width = arch.num_experts_per_token, arch.sent_size
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
-        return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
+        has = f"a machine has {ranks} of parallel.ep's ranks"
+        return f"{has if machines > 1 else f'parallel.ep is {ranks}'}, and it takes 2, 4 or 8"
     if device.type != "cuda":
         return f"it takes CUDA devices, and this run is on {device.type}"
     if dtype != torch.bfloat16:
