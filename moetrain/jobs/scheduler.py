@@ -1,14 +1,18 @@
 """The service: which job is served next, what happens on an error, and what survives a crash.
 
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
-    while service.turn(): ...                                     one thread: a request at a time
+    while service.turn(): ...                                     one thread
 
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
-or all that wait at a sampler, which are generated together, or small ones of several jobs. A
-request is on the disk before its sender is told so, and its answer before the job's next one runs:
-after a crash the next process goes on from the newest checkpoint of each job and computes again
-what that has not seen. An error within a request, or a damaged file, costs its own job alone. A
-write that fails ends the service.
+or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
+is begun, when everything is queued for the device, and finished, when the answers are on the disk
+and clients are told. Passes and updates are begun before the turns before them are finished, so
+that the device computes meanwhile; all else is served when nothing is unfinished.
+
+A request is on the disk before its sender is told so, an answer before its client is, and before
+a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
+of each job and computes again what that has not seen. An error within a request, or a damaged file,
+costs its own job alone. A write that fails ends the service.
 """
 
 import shutil
@@ -21,13 +25,14 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, Pass, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
+from moetrain.kernels.memory import LateNumbers
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
@@ -36,8 +41,23 @@ _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
+_PLAIN = {"forward", "forward_backward", "optim_step"}
+"""Kinds of requests that are begun before the turn before them is finished."""
+_UNFINISHED = 2
+"""Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
+_POLL_SECONDS = 5e-4
+"""Between looks whether the device has computed a turn, while nothing can be begun."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
+
+
+class _Turn(NamedTuple):
+    """A turn that is begun."""
+
+    mark: LateNumbers
+    """It is ready when the device has computed the results."""
+    served: Mapping[Job, list[dict[str, Any]]]
+    """Answers to the next requests of each job, with callables for what waits for the device."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -64,6 +84,8 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
+            self._begun: list[_Turn] = []
+            """Unfinished, in order."""
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
@@ -82,6 +104,8 @@ class Service(AbstractContextManager["Service"]):
         try:
             self.tell_stopped()
             self._remove()
+            self._settle()
+            self._forget(job for job in self.jobs.values() if job.begun != job.done)
             self.session.put_all_away()
         finally:
             self._stack.close()
@@ -108,7 +132,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
-        self.session.forget(job.id)
+        self._forget([job])
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
             job.error = error
@@ -272,27 +296,47 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Serve one request, or small ones of several jobs together; False: none waits.
+        """Begin what is next: a request, or small ones of several jobs together. Then finish turns
+        that the device has computed, and with too many unfinished ones those that came first.
 
-        RunFailed, OSError: device or disk failed.
+        While the device is at work, fewer jobs than had the turn before wait for further ones.
+
+        Returns False: there is nothing to do. RunFailed, OSError: device or disk failed.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
-            kinds = [job.small.get(job.done, job.id) for job in waiting]
+            has_more = bool(waiting or self._begun)
+            kinds = [job.next_kind if job.begun in job.small else job.id for job in waiting]
             alike = [job for job, kind in zip(waiting, kinds, strict=True) if kind == kinds[0]]
             jobs = alike[: self.config.jobs.max_tenants]
+            for latest in self._begun[-1:]:
+                if len(jobs) < len(latest.served) and not latest.mark.is_ready:
+                    jobs = []  # others may come while the device is at work
+                    if not self._begun[0].mark.is_ready:
+                        self._lock.wait(_POLL_SECONDS)
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-                job.small.pop(job.done, None)
+                job.small.discard(job.begun)
+        session, kinds = self.session, {job.next_kind for job in jobs}
+        is_plain = kinds <= _PLAIN and all(session.is_resident(job.id) for job in jobs)
+        if not is_plain:
+            self._settle()
         if len(jobs) > 1:
-            engine, updates = self.session.engine, kinds[0] == "optim_step"
+            engine, updates = session.engine, kinds == {"optim_step"}
             jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
-            self._answer(self._serve_together(jobs))
+            served = self._serve_together(jobs)
         else:
-            self._answer({job: self._serve(job) for job in jobs if self._bring(job)})
-        return bool(waiting)
+            served = {job: self._serve(job) for job in jobs if self._bring(job)}
+        if served:
+            for job, answers in served.items():
+                job.begun += len(answers)
+            self._begun.append(_Turn(session.mark(), served))
+        self._settle(_UNFINISHED if is_plain else 0)
+        if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
+            self._save_if_due(now)
+        return has_more
 
     def _bring(self, job: Job) -> bool:
         """Let the session have ``job`` as its answers left it; False: it is not to be served."""
@@ -305,12 +349,13 @@ class Service(AbstractContextManager["Service"]):
                 number = self.session.now.seen
                 answer = job.answer_of(number)
                 if "result" in answer and answer["kind"] in _CHANGES:
-                    self.session.serve(number)
+                    late = self.session.serve(number)
+                    if callable(late):
+                        late()
                 else:
                     has_failed = "error" in answer and not answer["refused"]
                     self.session.pass_over(number, has_failed)
-            if not job.is_sampler:  # after a pass that jobs shared too
-                self._save_if_due(job)
+            self._save_if_due(job)  # of a client that always has a further request
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -322,7 +367,7 @@ class Service(AbstractContextManager["Service"]):
     def _serve_together(self, jobs: list[Job]) -> dict[Job, list[dict[str, Any]]]:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
-            results = self.session.serve_together({job.id: job.done for job in jobs})
+            results = self.session.serve_together({job.id: job.begun for job in jobs})
         except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
             if isinstance(error, RunFailed | OSError):
@@ -334,14 +379,15 @@ class Service(AbstractContextManager["Service"]):
 
     def _serve(self, job: Job) -> list[dict[str, Any]]:
         """Return answers to the next requests of ``job``; none: it was given up or set aside."""
-        number, session = job.done, self.session
+        number, session = job.begun, self.session
         session.is_given_up = partial(self._is_given_up, job)
         try:
             if job.is_sampler:
                 results = session.sample(number, job.accepted - number)
             else:
-                results = [session.serve(number)]
-                if (new := results[0].pop("sampler", None)) is not None:
+                results = [result := session.serve(number)]
+                new = None if callable(result) else result.pop("sampler", None)
+                if new is not None:
                     try:
                         self.create(**new)
                     except Refused:  # nobody has its weights
@@ -362,38 +408,51 @@ class Service(AbstractContextManager["Service"]):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = {"error": _line_of(error), "refused": False}
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
-            session.forget(job.id)
+            self._forget([job])
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
         session.probe()
         return answers
 
     def _forget(self, jobs: Iterable[Job]) -> None:
-        """Forget states: a checkpoint at the end must not have seen what has no answer."""
+        """Forget states, once all that they have served is answered."""
         for job in jobs:
             self.session.forget(job.id)
+        self._settle()
 
-    def _answer(self, served: Mapping[Job, list[dict[str, Any]]]) -> None:
-        """Write the answers, of all jobs at the same time, and then give them to who waits."""
+    def _settle(self, most: int = 0) -> None:
+        """Finish turns in order: those that are computed, and more while ``most`` or more are not.
+
+        A checkpoint may be written when none is left: it has seen nothing without an answer.
+        """
+        while self._begun and (len(self._begun) > most or self._begun[0].mark.is_ready):
+            turn, *later = self._begun
+            self._begun = []  # if this fails: states have seen what has no answer
+            self._finish(turn)
+            self._begun = later
+
+    def _finish(self, turn: _Turn) -> None:
+        """Wait for the results, write the answers, of all jobs at once, and tell who waits."""
+        self.session.probe(turn.mark)
+        served = {
+            job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
+            for job, answers in turn.served.items()
+        }
+        firsts = [job.done for job in served]
 
         def write(job: Job) -> None:
             for number, answer in enumerate(served[job], job.done):
                 job.answer(number, answer)
 
-        told = []
+        list(self._writers.map(write, served))
         with self._lock:
-            firsts = [job.done for job in served]
-            try:
-                list(self._writers.map(write, served))
-            except OSError:
-                self._forget(served)
-                raise
-            for first, (job, answers) in zip(firsts, served.items(), strict=True):
-                told += [(job.waiting.pop(i, None), x) for i, x in enumerate(answers, first)]
+            told = [
+                (job.waiting.pop(number, None), answer)
+                for first, (job, answers) in zip(firsts, served.items(), strict=True)
+                for number, answer in enumerate(answers, first)
+            ]
+            for job in served:
                 if job.is_sampler:
                     job.prune(job.done)
-        for job in served:
-            if not job.is_sampler:
-                self._save_if_due(job)
         for future, answer in told:
             if future is not None:
                 future.set_result(answer)
@@ -403,9 +462,10 @@ class Service(AbstractContextManager["Service"]):
         new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         # What was loaded need not be there any more when requests are served again.
-        has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
+        has_loaded = new > 0 and job.known(job.begun - 1)["kind"] == "load_weights"
         is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
+            self._settle()
             seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:
@@ -417,13 +477,15 @@ class Service(AbstractContextManager["Service"]):
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            is_idle = not self._removals and not self._remains
+            is_idle = not (self._removals or self._remains or self._begun)
             if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
         while self._remains:
             self._remains.pop().clear()
+        if self._removals:
+            self._settle()
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)

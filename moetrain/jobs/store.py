@@ -181,10 +181,12 @@ class Job:
     """Requests that there are."""
     done: int = 0
     """Requests that have an answer."""
+    begun: int = 0
+    """Requests that were served, of which the latest need not have an answer yet."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
-    small: dict[int, str] = field(default_factory=dict)
-    """Kinds of the requests that may share a turn with other jobs'."""
+    small: set[int] = field(default_factory=set)
+    """Requests that may share a turn with other jobs'."""
     adding: threading.Lock = field(default_factory=threading.Lock)
     """Who has it writes the next request, or moves the folder."""
     saved_time: float = field(default_factory=time.monotonic)
@@ -215,7 +217,12 @@ class Job:
     @property
     def has_work(self) -> bool:
         """Whether a request waits to be served."""
-        return self.status == "open" and self.done < self.accepted
+        return self.status == "open" and self.begun < self.accepted
+
+    @property
+    def next_kind(self) -> str:
+        """The kind of the next request to be served; "" if it was taken up by a process before."""
+        return self._entries.get(self.begun, {}).get("kind", "")
 
     @property
     def has_begun(self) -> bool:
@@ -278,7 +285,7 @@ class Job:
             if (lost := next((n for n in range(start, end) if n not in known), None)) is not None:
                 raise DamagedJob(_file(kind, lost), "it is not there")
         self.accepted = accepted
-        self.done = done
+        self.done = self.begun = done
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
@@ -327,7 +334,7 @@ class Job:
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
         if is_small:
-            self.small[self.accepted] = kind
+            self.small.add(self.accepted)
         self.accepted += 1
         return self.accepted - 1
 
