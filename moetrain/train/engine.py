@@ -310,13 +310,11 @@ class Engine(ModelState):
             found.append(finish(hidden_BSD, routing, batch))
             return found[-1]
 
+        last, broadcast = self.stages.plan.rank_of_stage[-1], self.stages.broadcast
         with self.work(), self.exact_sizes():
             self._drive(batches, keep)
-            if self.pipeline is not None:
-                last, broadcast = self.stages.plan.rank_of_stage[-1], self.stages.broadcast
-                mine = zip(found or [None] * len(shapes), shapes, strict=True)
-                found = [broadcast(last, x, shape, torch.float32) for x, shape in mine]
-        return [x.cpu() for x in found]
+            pairs = zip(found or [None] * len(shapes), shapes, strict=True)
+            return [broadcast(last, x, shape, torch.float32).cpu() for x, shape in pairs]
 
 
 @dataclass
