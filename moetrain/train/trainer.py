@@ -181,6 +181,7 @@ class Trainer(Run):
         return terms if is_some else dict.fromkeys(terms, math.nan)
 
     def log_step(self, result: _StepResult) -> None:
+        """Log the step just done; this waits for the device."""
         self.clock.stop()
         speed = self.clock.take()
         row: dict[str, float | None] = {
@@ -202,6 +203,7 @@ class Trainer(Run):
         self.clock.start()
 
     def finish(self) -> None:
+        """Evaluate, and export what settings ask for."""
         self.evaluate()
         self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
 
