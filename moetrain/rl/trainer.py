@@ -155,8 +155,14 @@ class RlTrainer(Run):
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
+        """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
-        return super().fit()
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    self.after_step(self.train_step())
+            self.finish()
+        return self.result()
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim

@@ -1,9 +1,9 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
 :class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
-A subclass takes a step; the loop over steps is here, which decides when to log, evaluate, save and
-stop. Within a step nothing here waits for the device: skipped steps are counted on it and read one
-step late.
+A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
+stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
+it and read one step late.
 """
 
 import faulthandler
@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, cast
 
@@ -112,7 +112,12 @@ class _StepWatch:
 
 
 class Run(ABC):
-    """One training run. ``fit()`` is all there is to call."""
+    """One training run.
+
+    A subclass's ``fit`` is within :meth:`opened`. Its loop, within :meth:`stepping`, takes steps
+    while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`, and calls :meth:`after_step`. A
+    step may raise :class:`GivenUp`, if everything is then as it was before it.
+    """
 
     generates: ClassVar[bool] = False
     """Whether the devices need room for generation, by ``rl.sleep``."""
@@ -177,24 +182,12 @@ class Run(ABC):
         """Build :attr:`engine` and the data it trains on; set what is declared beside it."""
 
     @abstractmethod
-    def train_step(self) -> Any:
-        """Take a step, and add to :attr:`step` and :attr:`tokens`; returns what is logged of it,
-        with ``skipped`` (0-d bool), which is the same on every rank.
-
-        Raises GivenUp, if everything is then as it was before it.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Evaluate, and export what settings ask for, once all steps are taken."""
-
-    @abstractmethod
     def evaluate(self) -> None:
         """Evaluate on held-out data and log it, unless that was done at this step."""
 
     @abstractmethod
     def log_step(self, result: Any) -> None:
-        """Log what :meth:`train_step` returned; this waits for the device."""
+        """Log what the loop got of a step; this waits for the device."""
 
     @abstractmethod
     def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
@@ -207,8 +200,9 @@ class Run(ABC):
 
     # ---- the run -------------------------------------------------------------------------------
 
-    def fit(self) -> Result:
-        """Train to ``train.steps``, or for ``train.epochs``, and leave the other ranks at the end.
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the run's folder and log, and leave the other ranks at the end.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
@@ -224,8 +218,7 @@ class Run(ABC):
                     self.announce()
                 self.run_folder.open_memory(self.world, self.step)
                 with self.callbacks.running(self):
-                    self._take_steps()
-                    self.finish()
+                    yield
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
@@ -233,27 +226,27 @@ class Run(ABC):
             finally:
                 if self.log is not None:
                     self.log.close()
-        best, reason = self.best, self.ended_by or self._length
-        kept = best.path(self.run_folder.checkpoints) if config.checkpoint.best else None
-        found = best.step, best.value, kept
-        return Result(self.step, reason, self.loss, *found, self.continues, self.folder)
 
-    def _take_steps(self) -> None:
-        """Take the steps, watching for stop signals, and save at their end."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Watch for stop signals in the loop over steps, and save at its end."""
         with stop_signals() as self.stop, garbage_collector_off():
             if self.step == 0 and self.config.train.eval_interval:
                 self.evaluate()  # where the held-out curve starts
             self.clock.start()
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
-                while self.step < self.total_steps and not self.watch.asked_to_end:
-                    self.after_step(self.train_step())
+                yield
             self.allow(0)
             self.end_steps()
             for callback in self.callbacks:
                 callback.on_last_step(self)
         if self.log is not None:
             self.log.end_progress()
+
+    @property
+    def goes_on(self) -> bool:
+        return self.step < self.total_steps and not self.watch.asked_to_end
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
         """End the run after this step, as if it were its last; ``reason`` is said and returned.
@@ -274,7 +267,10 @@ class Run(ABC):
         return interval > 0 and self.step % interval == 0
 
     def after_step(self, result: Any) -> None:
-        """Count the step just taken, and log, evaluate and save, if it is time to."""
+        """Count the step just taken, and log, evaluate and save, if it is time to.
+
+        ``result`` is :meth:`log_step`'s; its ``skipped`` (0-d bool) is the same on every rank.
+        """
         config = self.config
         self.allow(config.launch.hang_seconds)
         if 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time:
@@ -363,6 +359,12 @@ class Run(ABC):
     @property
     def _length(self) -> str:
         return "train.steps" if self.config.train.epochs is None else "train.epochs"
+
+    def result(self) -> Result:
+        best, reason = self.best, self.ended_by or self._length
+        kept = best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
+        found = best.step, best.value, kept
+        return Result(self.step, reason, self.loss, *found, self.continues, self.folder)
 
     def announce(self) -> None:
         """Say what is about to run, and write ``config.json``."""

@@ -1,4 +1,4 @@
-"""Pretraining and fine-tuning: steps of an engine, its data, its evaluation and its reports.
+"""Pretraining and fine-tuning: a loop over an engine, its data, its evaluation and its reports.
 
 :class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
 something to resume from, and trains. What every kind of run has around its steps is in
@@ -20,7 +20,7 @@ from moetrain.data.packing import Dataset
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
-from moetrain.train.callbacks import Callback
+from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
@@ -107,7 +107,16 @@ class Trainer(Run):
         self.engine = Engine(config, arch, self.world)
         self.engine.before_forward = self.give_up_if_stopped
 
-    # ---- a step --------------------------------------------------------------------------------
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    self.after_step(self.train_step())
+            self.finish()
+        return self.result()
 
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
