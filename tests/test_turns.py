@@ -133,6 +133,7 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
             turns = 0
             while not future.done():
                 assert service.turn()
+                service.wait(0 if future.done() else 100)  # which does not take so long
                 turns += 1
             assert 2 < turns < 9
             assert "result" in future.result(0)
@@ -181,10 +182,10 @@ def alone(tmp_path_factory):
         (TENANTS, None),
         (TENANTS, 4),
         (RESIDENT, None),
-        (RESIDENT, 9),
         ([*RESIDENT, "jobs.save_interval=1"], 9),
-        ([*WORDS, "jobs.max_resident=2"], None),
+        ([*WORDS, "jobs.max_loaded=1", SELDOM], 11),
     ],
+    ids=["together", "together-killed", "resident", "saved-killed", "put away-killed"],
 )
 def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
     tmp_path, alone, words, lives
@@ -279,6 +280,7 @@ def test_a_disk_that_is_full_leaves_no_checkpoint_of_what_has_no_answer(
         kept = list_checkpoints(tmp_path / "all/jobs" / name / "checkpoints")
         assert all((step_of(x) or 0) <= len(answers) for x in kept)
         assert future.done()
+    assert told[1].result(0)["error"] == service.STOPPED
     with Service(config_of(tmp_path / "all", *words)) as service:
         serve(service)
         found = [service.answer(x, i + 2).result(0) for i in range(4) for x in names]
