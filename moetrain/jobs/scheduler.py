@@ -21,7 +21,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
@@ -461,7 +461,10 @@ class Service(AbstractContextManager["Service"]):
                 with self._lock:
                     job.prune(job.done)
 
-        list(self._writers.map(write, served))
+        written = [self._writers.submit(write, job) for job in served]
+        wait(written)  # whatever fails: whose answer is on the disk, is told
+        for one in written:
+            one.result()
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes
