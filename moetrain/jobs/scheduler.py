@@ -5,9 +5,9 @@
 
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
 or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
-is begun, when everything is queued for the device, and finished, when the answers are on the disk
-and clients are told. Passes and updates are begun before the turns before them are finished, so
-that the device computes meanwhile; all else is served when nothing is unfinished.
+is begun, when all is queued for the device, and finished, when answers are on the disk and clients
+are told. Passes and updates are begun before turns before them are finished, so that the device
+computes meanwhile; all else is served when nothing is unfinished.
 
 A request is on the disk before its sender is told so, an answer before its client is, and before
 a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
@@ -309,10 +309,9 @@ class Service(AbstractContextManager["Service"]):
                         self._lock.wait(_POLL_SECONDS)
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-        session, is_ahead = self.session, True
-        for job in jobs:
-            is_ahead &= bool(job.ahead.pop(job.begun, "")) and session.is_resident(job.id)
-        if not is_ahead:
+        session = self.session
+        are_ahead = [job.ahead.pop(job.begun, "") and session.is_resident(job.id) for job in jobs]
+        if not all(are_ahead):
             self._settle()
         if len(jobs) > 1:
             engine, updates = session.engine, words[jobs[0]] == "optim_step"
@@ -325,7 +324,7 @@ class Service(AbstractContextManager["Service"]):
             for job, answers in served.items():
                 job.begun += len(answers)
             self._begun.append((session.mark(), served))
-        self._settle(_UNFINISHED if is_ahead else 0)
+        self._settle(_UNFINISHED if all(are_ahead) else 0)
         if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
         return has_more
