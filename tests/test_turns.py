@@ -225,21 +225,39 @@ def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def checked_saves(session):
+    """The jobs that are saved from now on, each when all that it has seen has an answer."""
+    write, saved = session._write, []
+
+    def check(folder, *kinds):
+        assert len([*(session.now.folder / "answers").iterdir()]) == session.now.seen
+        saved.append(session.now.folder.name)
+        write(folder, *kinds)
+
+    session._write = check
+    return saved
+
+
+def test_jobs_that_give_way_are_saved_with_answers(tmp_path):
+    words = [*TENANTS, "jobs.max_resident=3", "jobs.max_loaded=1", SELDOM]
+    with slow(tmp_path, *words) as (service, _):
+        names = [new(service, seed) for seed in range(6)]
+        answers_of(service, [(x, r) for r in (LEARN, STEP) for x in names[3:]])
+        answers_of(service, [(x, LEARN) for x in names[:3]])
+        submit_all(service, [(x, STEP) for x in names[:3]])
+        assert service.turn()
+        assert {service.find(x).done for x in names[:3]} == {1}
+        saved = checked_saves(service.session)
+        assert all("result" in x for x in answers_of(service, [(x, LEARN) for x in names[3:]]))
+        assert {*saved} & {*names[:3]}
+
+
 @pytest.mark.parametrize("words", [TENANTS, RESIDENT], ids=["together", "alone"])
 def test_saves_come_between_turns_and_have_seen_only_what_is_answered(tmp_path, words):
     """Though a client always has a further request, and jobs share all turns."""
     with slow(tmp_path, *words) as (service, _):
         names, session = [new(service, seed) for seed in range(3)], service.session
-        write, saved = session._write, []
-
-        def check(folder, *kinds):
-            name = session.now.folder.name
-            answers = [*(session.now.folder / "answers").iterdir()]
-            assert len(answers) == session.now.seen == service.find(name).done
-            saved.append(name)
-            write(folder, *kinds)
-
-        session._write = check
+        saved = checked_saves(session)
         submit_all(service, [(x, r) for r in [LEARN, STEP] * 4 for x in names])
         for _ in range(6 if words is TENANTS else 18):
             assert service.turn()

@@ -5,9 +5,9 @@
 
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
 or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
-is begun, when everything is queued for the device, and finished, when the answers are on the disk
-and clients are told. Passes and updates are begun before the turns before them are finished, so
-that the device computes meanwhile; all else is served when nothing is unfinished.
+is begun, when all is queued for the device, and finished, when answers are on the disk and clients
+are told. Passes and updates are begun before turns before them are finished, so that the device
+computes meanwhile; all else is served when nothing is unfinished.
 
 A request is on the disk before its sender is told so, an answer before its client is, and before
 a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
@@ -130,7 +130,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
-        self._forget([job])
+        self.session.forget(job.id)
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
             job.error = error
@@ -422,16 +422,15 @@ class Service(AbstractContextManager["Service"]):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = {"error": _line_of(error), "refused": False}
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
-            self._forget([job])
+            session.forget(job.id)
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
         session.probe()
         return answers
 
     def _forget(self, jobs: Iterable[Job]) -> None:
-        """Forget states, once all that they have served is answered."""
+        """Forget states that a checkpoint must not have: they have seen what has no answer."""
         for job in jobs:
             self.session.forget(job.id)
-        self._settle()
 
     def _settle(self, most: int = 0) -> None:
         """Finish turns in order: those that are computed, and others until ``most`` are left.

@@ -89,11 +89,14 @@ class LateNumbers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`read` returns at once."""
-        return self._copied is None or self._copied.query()
+        """Whether :meth:`read` returns, or raises, at once."""
+        try:
+            return self._copied is None or self._copied.query()
+        except RuntimeError:  # the device has failed, which reading tells
+            return True
 
     def read(self) -> torch.Tensor:
-        """Return the numbers, on the host."""
+        """Return the numbers, on the host; RuntimeError: the device has failed."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
