@@ -161,11 +161,12 @@ class Kills:
         print(f"{row}, load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
+        pids = [pid for agent in self.agents for pid in (agent.pid, *ranks_of(agent.pid))]
+        for pid in pids:  # all of them: one that is left would go on alone
+            send(pid, signal.SIGKILL)
         for agent in self.agents:
-            for pid in [*ranks_of(agent.pid), agent.pid]:
-                send(pid, signal.SIGKILL)
+            agent.wait()  # whose session exists until then
             end_session(agent.pid)
-            agent.wait()
 
     def compare(self) -> float:
         """The greatest relative difference from the losses of an undisturbed run."""

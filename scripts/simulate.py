@@ -16,10 +16,14 @@ does. A ring of NCCL's brings a machine everything once, through the adapters of
 take part. The all-to-all that reduces gradients sends each GPU's own, which is as many times more.
 
 Assumed, since nothing was measured between real machines: bytes a second and GPU (``--across``,
-GB/s in each direction; ``--across-direct`` for all-to-alls), and microseconds for each machine that
-a message of a collective passes (``--hop``). Without ``train.global_batch_size`` a step is one
-micro-batch a rank, or four for each pipeline rank; with ``parallel.dp_shard`` alone,
-``dp_replicate`` is what is left.
+GB/s in each direction; ``--across-direct`` for all-to-alls, ``--across-sums`` for all-reduces),
+which share of that is carried while several communicators send (``--together``) and while the GPU
+computes (``--beside``), and microseconds for each machine that a message of a collective passes
+(``--hop``). scripts/bench_links.py measures them all, and what NCCL leaves of the rate of products
+(``--products``), which is known of a machine with NVLink.
+
+Without ``train.global_batch_size`` a step is one micro-batch a rank, or four for each pipeline
+rank; with ``parallel.dp_shard`` alone, ``dp_replicate`` is what is left.
 
 Left out on purpose: the host, which must launch what the device runs, and what speed.py leaves out.
 """
@@ -34,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from simulated_ranks import INSIDE, Links, Mesh, PartWork, Step, Work
+from simulated_ranks import INSIDE, SLOWED, Links, Mesh, PartWork, Step, Work
 from streams import Simulation
 
 from moetrain.cli.main import command
@@ -225,6 +229,12 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--micro-batches", type=int, help="of a step on each rank")
     parser.add_argument("--across", type=float, default=NETWORK_RATE / 1e9, help="GB/s a GPU")
     parser.add_argument("--across-direct", type=float, help="the same for all-to-alls, if another")
+    parser.add_argument("--across-sums", type=float, help="the same for all-reduces, if another")
+    several = "share of it while several collectives send"
+    parser.add_argument("--together", type=float, default=1.0, help=several)
+    parser.add_argument("--beside", type=float, default=1.0, help="share of it beside products")
+    kept = "what products keep beside NCCL"
+    parser.add_argument("--products", type=float, default=SLOWED, help=kept)
     parser.add_argument("--hop", type=float, default=10.0, help="microseconds to a next machine")
     parser.add_argument("--slow", nargs="+", default=[], metavar="MACHINE=FACTOR")
     parser.add_argument("--trace", type=Path, help="Chrome trace of the last number of GPUs")
@@ -236,8 +246,10 @@ def main(argv: Sequence[str] | None) -> None:
         config = configured(given, words, gpus)
         kind = GPUS[given.gpu]
         inside = kind.link_rate * _LINK
-        direct = 1e9 * given.across_direct if given.across_direct else None
-        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE, direct)
+        rates = (given.across_direct, given.across_sums)
+        ways = [1e9 * rate if rate else None for rate in rates]
+        shares = given.together, given.beside, given.products
+        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE, *ways, *shares)
         result = simulate(config, given.gpu, links, slowed(given.slow))
         rows.append(result.cells())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -4,7 +4,9 @@ Ranks of a machine with the same stages are alike, and one of them is simulated.
 given as seconds and bytes (:class:`Work`); in which order, the pipeline's own schedule says, and
 for FSDP what moetrain/parallel/fsdp/fsdp.py does: one unit is gathered ahead, behind what computes
 when it is asked for; a reduction begins behind its backward, and is waited for behind the next.
-Copies go on streams of their own, NCCL's collectives of a group on one, in order.
+Copies go on streams of their own. NCCL's collectives of the same ranks have one communicator,
+whatever axes of the mesh they are for, and go on one stream, in order; so says
+moetrain/parallel/mesh.py, which makes each group of ranks once.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ INSIDE = 20e-6
 combine takes 0.18 to 0.65 ms."""
 
 
-_DIRECT = ("reduce", "cp", "dispatch")
-"""Collectives in which every rank sends each other rank something of its own."""
+_WAYS = {**dict.fromkeys(("reduce", "cp", "dispatch"), "direct"), "replicas": "sums"}
+"""Collectives in which every rank sends each other rank something of its own, and all-reduces."""
 
 
 # ---- what is to be done --------------------------------------------------------------------------
@@ -82,6 +84,18 @@ class Links(NamedTuple):
     start: float = INSIDE
     direct: float | None = None
     """Across, where each rank sends to each (all-to-alls); None: as all else."""
+    sums: float | None = None
+    """Across, in all-reduces; None: as all else."""
+    together: float = 1.0
+    """The share of all this that an adapter carries while several collectives use it."""
+    beside: float = 1.0
+    """The share that it carries while its GPU computes."""
+    products: float = SLOWED
+    """The share of products' rate that is left beside NCCL's collectives of FSDP."""
+
+    def rate(self, kind: str) -> float:
+        """Return what collectives of a kind have across."""
+        return getattr(self, _WAYS.get(kind, "across")) or self.across
 
 
 class Group(NamedTuple):
@@ -94,6 +108,14 @@ class Group(NamedTuple):
     def local(self) -> int:
         """How many of them are on one machine."""
         return len(self.ranks) // self.machines
+
+    def hop(self, rank: int, way: str) -> tuple[int, ...]:
+        """Give those that ``rank`` meets ``inside`` its machine, ``across`` machines, or all."""
+        at = self.ranks.index(rank)
+        first = at - at % self.local
+        if way == "across":
+            return self.ranks[at - first :: self.local]
+        return self.ranks[first : first + self.local] if way == "inside" else self.ranks
 
 
 class Mesh:
@@ -189,6 +211,8 @@ class Step:
                 for name, rate in rates:
                     for way in ("in", "out"):
                         self.simulation.capacity[rank, name, way] = rate
+                        if name == "adapter":
+                            self.simulation.together[rank, name, way] = self.links.together
         return self.simulation.run()
 
 
@@ -231,7 +255,9 @@ class Team:
             slow = self.step.slow.get(rank // self.step.mesh.of_machine, 1.0)
             uses = {(rank, "products"): slow * seconds}
             stream = [(rank, "compute")]
-            made = self.simulation.queue(kind, label, stream, self.after[i], uses=uses)
+            slows = {(rank, "adapter", to): self.step.links.beside for to in ("in", "out")}
+            how = {"uses": uses, "slows": slows}
+            made = self.simulation.queue(kind, label, stream, self.after[i], **how)
             self.last[i], self.after[i] = [made], []
 
     def collective(
@@ -253,21 +279,23 @@ class Team:
             ) == 1 or not size:
                 continue
             inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
+            across *= links.across / links.rate(kind)
             if hop:  # what came from any machine is passed on
                 inside = size * (1 - 1 / local)
-            elif kind in _DIRECT:
+            elif _WAYS.get(kind) == "direct":
                 inside = size * (local - 1) / ranks
-                across *= links.across / (links.direct or links.across)
             else:  # a ring brings a machine everything once, through all its adapters
                 across /= local
             inside, across = inside * (hop != "across"), across * (hop != "inside")
             latency = links.start + (across > 0) * links.hop * (machines - 1)
-            is_nccl = machines > 1 or not self.work.by_copies
-            stream, slows = kind, {}
-            if kind in ("gather", "reduce") and is_nccl:
-                is_same = group == self._groups["fsdp"][members[0]]
-                stream = "collectives" if is_same else "experts' collectives"
-                slows = {(self.ranks[i], "products"): SLOWED for i in members}
+            # Within a machine FSDP may copy, and DeepEP dispatches: neither is NCCL's.
+            copies = {"gather": self.work.by_copies, "reduce": self.work.by_copies}
+            is_nccl = machines > 1 or not copies.get(kind, kind == "dispatch")
+            names, slows = [kind] * len(members), {}
+            if is_nccl:
+                names = [self._communicator(i, group.hop(self.ranks[i], hop)) for i in members]
+            if kind in copies and is_nccl:
+                slows = {(self.ranks[i], "products"): links.products for i in members}
             uses = {
                 (self.ranks[i], name, way): x
                 for i in members
@@ -275,12 +303,17 @@ class Team:
                 for way in ("in", "out")
             }
             needs = [one for i in members for one in (*self.last[i], *self.after[i])]
-            streams = [(self.ranks[i], stream) for i in members]
+            streams = [(self.ranks[i], name) for i, name in zip(members, names, strict=True)]
             how = {"uses": uses, "latency": latency, "slows": slows}
             made = self.simulation.queue(kind, label, streams, needs, **how)
             for i in members:
                 found[i].append(made)
         return found
+
+    def _communicator(self, member: int, ranks: tuple[int, ...]) -> str:
+        """Name the communicator of ``ranks`` by all the axes that they are a group of."""
+        found = [axis for axis, groups in self._groups.items() if groups[member].ranks == ranks]
+        return f"collectives over {', '.join(found) or f'a hop of {len(ranks)} ranks'}"
 
     @cached_property
     def _groups(self) -> dict[str, list[Group]]:

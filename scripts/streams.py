@@ -9,7 +9,7 @@ a resource is full (dominant resource fairness, Ghodsi et al., NSDI 2011), and t
 growing. So nothing is idle that could be used.
 
 Some operations slow a resource down while they run, as NCCL's kernels take multiprocessors from
-products.
+products; and a resource may carry less when several operations use it, whoever they are.
 
 Left out on purpose: preemption, priorities, and anything random.
 
@@ -76,11 +76,12 @@ class Simulation:
 
     Attributes:
         capacity: how many seconds or bytes a resource gives in a second; 1 where it says nothing.
+        together: which share of that, while several operations use it; 1 where it says nothing.
         operations: everything that was queued, in that order.
     """
 
     def __init__(self, capacity: Mapping[Any, float] | None = None) -> None:
-        self.capacity = dict(capacity or {})
+        self.capacity, self.together = dict(capacity or {}), dict[Any, float]()
         self.operations: list[Operation] = []
         self._queues: dict[Stream, deque[Operation]] = defaultdict(deque)
         self._users: dict[Hashable, dict[Operation, None]] = defaultdict(dict)
@@ -221,7 +222,7 @@ class Simulation:
             times = {name: x / self._capacity(name) for name, x in operation.uses.items()}
             alone[operation] = max(times.values())
             for name, seconds in times.items():
-                left[name] = 1.0
+                left[name] = 1.0 if len(self._users[name]) < 2 else self.together.get(name, 1.0)
                 demands[name][operation] = seconds / alone[operation]
         level, rates = 0.0, dict[Operation, float]()
         while demands:

@@ -437,5 +437,6 @@ def test_a_checkpoint_that_goes_while_room_is_looked_for(tiny, monkeypatch):
         return before(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "lstat", remove_first)
-    RunFolder(Path(config.output_dir)).check_room(config, resolve_architecture(config.model))
+    arch = resolve_architecture(config.model)
+    RunFolder(Path(config.output_dir)).check_room(config, arch, 1.0)
     assert not (root / "step-00000001").exists()

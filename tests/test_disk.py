@@ -5,15 +5,21 @@ import errno
 import io
 import json
 import resource
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from command_lines import settled
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from moetrain.cli.train import main
-from moetrain.config import LogSection
+from moetrain.config import Config, ConfigError, LogSection
 from moetrain.data.loader import build_data
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import MetricsLog
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.trainer import Trainer
 
 BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
@@ -136,3 +142,74 @@ def test_an_output_folder_that_is_moved_under_a_run(when, board, tiny_words, tmp
     line = error.getvalue().splitlines()[-1]
     assert "Traceback" not in error.getvalue()
     assert line.startswith(f"failed: No such file or directory: {tmp_path / 'out'}/")
+
+
+# ---- what there is room for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["checkpoint.memory_interval=1"], "3 checkpoints of"),
+        (["checkpoint.memory_interval=2"], "1 checkpoint of"),
+        (["checkpoint.memory_interval=1", "train.steps=2"], "2 checkpoints of"),
+    ],
+)
+def test_memory_needs_room_for_three_checkpoints(words, says, tiny_words, tmp_path, monkeypatch):
+    """With replicas on two machines each has them all; what lies there goes."""
+    memory = tmp_path / "memory"
+    words = [*tiny_words, "train.steps=3", f"checkpoint.memory={memory}", *words]
+    words += ["checkpoint.at_end=no", "checkpoint.minutes=0"]
+    config = Config.load(None, settled([*words, "checkpoint.replicas=2"]))
+    folder = RunFolder(Path(config.output_dir), World(), config.checkpoint)
+    there = tmp_path / "memory" / folder.memory.root.name / "of-a-run" / "step-00000001"
+    there.mkdir(parents=True)
+    (there / "a.safetensors").write_bytes(b"12345")
+
+    def check(machines, free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: (2**60, 0, free))
+        folder.memory._machines = [*range(machines)]
+        folder.check_room(config, resolve_architecture(config.model), 100.0 * 2**30)
+
+    whole = int(says[0]) * 100 * 2**30
+    check(1, whole - 5)
+    check(2, whole - 5)
+    check(4, whole // 2 - 5)
+    start = f"checkpoint.memory: {str(memory)!r} has room for .* GiB, and the run will write "
+    start += f"{whole >> 30}.00 GiB: "
+    remedy = r"; enlarge it .* checkpoint\.memory_interval 0"
+    with pytest.raises(ConfigError, match=f"{start}{says} 100.00 GiB{remedy}"):
+        check(1, whole - 6)
+    with pytest.raises(ConfigError, match=r"checkpoint\.memory: "):
+        check(4, whole // 2 - 6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["optim.state_dtype=bfloat16"],
+        ["optim.name=muon"],
+        ["lora.rank=8"],
+        ["optim.offload_fraction=0.5"],
+    ],
+    ids=repr,
+)
+def test_what_a_checkpoint_takes_is_known_before_it_is_written(words, tiny_words):
+    words = [*tiny_words, "model.vocab_size=2048", "train.steps=1", "checkpoint.at_end=yes", *words]
+    trainer = Trainer(Config.load(None, settled(words)))
+    trainer.fit()
+    files = (trainer.run_folder.checkpoints / "step-00000001").glob("*.safetensors")
+    tensors = (x for file in files for x in load_file(file).values())
+    size = sum(x.nbytes for x in tensors) - torch.get_rng_state().nbytes
+    assert trainer.session.saved == pytest.approx(size, rel=0.02)
+
+
+class World:
+    """Of a process alone."""
+
+    def __init__(self):
+        self.rank, self.endings = 0, []
+
+    def gather(self, mine):
+        return [mine]

@@ -47,6 +47,7 @@ NOT_KERNELS = {
     "moetrain.kernels.attention.paged",
     "moetrain.kernels.attention.split_keys",
     "moetrain.kernels.backend",
+    "moetrain.kernels.experts.adapters",
     "moetrain.kernels.experts.copied_mlp",
     "moetrain.kernels.experts.deepep",
     "moetrain.kernels.experts.few_tokens",

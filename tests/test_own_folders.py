@@ -9,18 +9,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from command_lines import settled
 from distributed import spawn
+from safetensors.torch import load_file
 from test_checkpoint_runs import losses, names
 from test_recovery import rank_of, train
 
 from moetrain.checkpoint.read import MANIFEST, list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.hf.save import Export
 from moetrain.train import run_folder
 from moetrain.train.trainer import Trainer
 
@@ -220,6 +222,41 @@ def test_a_store_brings_back_what_no_machine_has(lost, two, tmp_path):
     assert mine["step-00000003"] == theirs["step-00000003"]
 
 
+def export_of_a_machine(words, folder):
+    """Train and export in small files, so that each rank would have some to write."""
+    Export.__init__.__kwdefaults__["max_shard_bytes"] = 10_000
+    own = Path(folder, f"out{dist.get_rank()}")
+    Trainer(Config.load(None, [*words, f"output_dir={own}"], environ={})).fit()
+    return names(own / "hf") if (own / "hf").exists() else None
+
+
+def test_the_first_machine_has_the_export(tiny_words, tmp_path):
+    words = [
+        *tiny_words,
+        *WORDS,
+        SHARDED,
+        "train.steps=1",
+        "checkpoint.save_hf=yes",
+        "optim.lr=1e-9",
+    ]
+    files, none = spawn(2, export_of_a_machine, settled(words), str(tmp_path))
+    assert none is None
+    shared = settled([*words, "checkpoint.shared=yes", f"output_dir={tmp_path / 'both'}"])
+    Export.__init__.__kwdefaults__["max_shard_bytes"] = 10_000
+    try:
+        Trainer(Config.load(None, [*shared, "parallel.dp_shard=1"])).fit()
+    finally:
+        Export.__init__.__kwdefaults__["max_shard_bytes"] = Export.SHARD_BYTES
+    assert files == names(tmp_path / "both" / "hf")
+    assert sum(name.endswith(".safetensors") for name in files) > 2
+    for name in files:
+        if name.endswith(".safetensors"):
+            mine, alone = (load_file(tmp_path / one / "hf" / name) for one in ("out0", "both"))
+            assert mine.keys() == alone.keys()
+            for key, x in mine.items():
+                assert torch.allclose(x, alone[key], atol=1e-5)
+
+
 def test_memory_and_own_folders_go_together(two, tmp_path):
     (tmp_path / "memory").mkdir()
     memory = ["checkpoint.memory_interval=1", f"checkpoint.memory={tmp_path / 'memory'}"]
@@ -251,27 +288,31 @@ def test_one_process_alone(tiny):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("checkpoint.save_hf=yes", "checkpoint.save_hf: True contradicts checkpoint.shared False"),
+        (
+            "train.objective=dpo data.source=jsonl data.path=.",
+            "train.objective: 'dpo' contradicts checkpoint.shared False",
+        ),
+        ("checkpoint.save_hf=yes", ""),
         ("checkpoint.replicas=2", ""),
     ],
 )
 def test_what_needs_a_shared_folder_is_refused(word, says, tmp_path, capsys):
-    words = ["checkpoint.shared=no", word, f"output_dir={tmp_path / 'out'}", "--dry_run"]
+    words = ["checkpoint.shared=no", *word.split(), f"output_dir={tmp_path / 'out'}", "--dry_run"]
     assert main(["debug", "train.device=cpu", *words]) == (2 if says else 0)
     assert says in capsys.readouterr().err
 
 
 def test_a_machines_disk_needs_room_for_its_part(tiny, tmp_path, monkeypatch):
-    place = LaunchedPlace(0, 0, 4, "host:1", None, on_machine=1)
-    monkeypatch.setattr(run_folder, "launched_place", lambda: place)
     words = [*WORDS, "train.steps=2", "checkpoint.keep=1", "checkpoint.interval=0"]
     arch = resolve_architecture(tiny(*words, "checkpoint.at_end=yes").model)
-    free = 0.6 * 12 * arch.num_params()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1e12, 1e12 - free, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1e12, 1e12 - 600, 600))
 
     def check(*more):
         config = tiny(*settled([*words, "checkpoint.at_end=yes", *more]))
-        run_folder.RunFolder(tmp_path).check_room(config, arch)
+        folder = run_folder.RunFolder(tmp_path, settings=config.checkpoint)
+        if folder.own is not None:
+            folder.own._machines = [0, 1, 2, 3]
+        folder.check_room(config, arch, 1000.0)
 
     check()
     check(TWO)  # half of a checkpoint

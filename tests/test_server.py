@@ -504,4 +504,4 @@ def test_text_waits_for_whole_characters_and_stop_texts():
     assert text.push(ord("D")) == ""
     plain = TextStream(ByteTokenizer())
     assert [plain.push(byte) for byte in "é!".encode()] == ["", "é", "!"]
-    assert [plain.push(0xC3), plain.end()] == ["", "\ufffd"]
+    assert [plain.push(0xC3), plain.push(0xC3, is_last=True)] == ["", "\ufffd\ufffd"]

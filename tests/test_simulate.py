@@ -1,12 +1,17 @@
 """scripts/simulate.py: against what was measured, formulas of pipelines, and what must be so."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import simulate as script
 import torch
-from simulated_ranks import Links, Mesh, PartWork, Step, Work
+from simulated_ranks import Group, Links, Mesh, PartWork, Step, Work
 from streams import Simulation
 from test_speed import BOTH, FOUR, FP8, HALF, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX
 
@@ -19,6 +24,7 @@ from moetrain.train import speed
 from moetrain.train.memory import RankSizes
 from moetrain.train.setup import resolve_run
 
+ROOT = Path(__file__).resolve().parents[1]
 EIGHT = f"{BOTH} model.num_layers=8"
 LONG = f"parallel.cp=2 train.global_batch_size=1 activation.policy=selective {HALF} model.rope=yarn"
 ROW = "data.seq_len=131072 model.max_positions=131072"
@@ -235,6 +241,62 @@ def test_all_to_alls_across_may_have_a_rate_of_their_own():
     assert busy[500.0, "reduce"] == pytest.approx(2 * busy[None, "reduce"])
 
 
+def test_all_reduces_and_a_tokens_way_across_may_have_rates_of_their_own_too():
+    links = Links(1e9, 1e3, 0.0, 0.0, direct=500.0, sums=250.0)
+    _, simulation = run_sharded(links, sharded(copies=80.0), dp_shard=8, dp_replicate=2)
+    (made,) = (one for one in simulation.operations if one.kind == "replicas")
+    assert made.end - made.start == pytest.approx(80 / 2 / 250)
+    part = PartWork(1.0, 2.0, [("ep", 160.0, (2, 2))], once=0.25)
+    _, simulation = run_sharded(links, Work({0: [part]}), ep=16)
+    times = {one.label: one.end - one.start for one in simulation.operations}
+    assert times["dispatch F0.0, block 0, across"] == pytest.approx(0.25 * 80 / 500)
+
+
+def test_collectives_of_the_same_ranks_share_a_communicator_and_go_in_order():
+    """As of two machines of one rank, where expert parallel ranks are those that shard the rest."""
+    part = PartWork(1.0, 1.0, [("ep", 20.0, (2, 2))])
+    work = sharded()
+    work = Work({i: [part] for i in work.blocks}, work.gathered, work.vocabulary)
+    links = Links(1e9, 1.0, 0.0, 0.0)
+    _, simulation = run_sharded(links, work, world=2, per_machine=1, ep=2)
+    first = {one.label: one for one in reversed(simulation.operations)}
+    ahead = first["gather block 2"]
+    assert first["dispatch F0.0, block 1, across"].start == pytest.approx(ahead.end)
+    # Of four ranks a pair exchanges tokens, beside the gather of all.
+    _, simulation = run_sharded(links, work, world=4, per_machine=1, ep=2)
+    first = {one.label: one for one in reversed(simulation.operations)}
+    assert first["dispatch F0.0, block 1, across"].start < first["gather block 2"].end
+    names = {name for _, name in simulation.busy()}
+    assert names == {"compute", "collectives over fsdp", "collectives over ep"}
+
+
+def test_hops_have_communicators_of_their_own():
+    part = PartWork(1.0, 2.0, [("ep", 160.0, (2, 2))])
+    _, simulation = run_sharded(Links(1e9, 1e3), Work({0: [part]}), ep=16)
+    names = {name for _, name in simulation.busy()} - {"compute"}
+    hops = {f"collectives over a hop of {n} ranks" for n in (2, 8)}
+    assert names == {*hops, "collectives over fsdp, ep"}
+    assert Group(tuple(range(4, 8)), 2).hop(6, "across") == (4, 6)
+    assert Group(tuple(range(4, 8)), 2).hop(6, "inside") == (6, 7)
+
+
+def test_an_adapter_may_carry_less_while_several_send_and_while_the_gpu_computes():
+    links = Links(1e9, 10.0, 0.0, 0.0)
+    part = PartWork(1e-9, 1e-9, [("ep", 20.0, (2, 0))])
+    work = Work({0: [part], 1: [part]}, {1: {"fsdp": 100.0}}, share_trained=0.0)
+    shared = {"world": 4, "per_machine": 1, "ep": 2}
+    whole, simulation = run_sharded(links, work, **shared)
+    sent = [x for x in simulation.operations if x.label == "dispatch F0.0, block 0, across"]
+    assert sent[0].end - sent[0].start == pytest.approx(2.0)  # beside the gather: half each
+    less, simulation = run_sharded(links._replace(together=0.5), work, **shared)
+    sent = [x for x in simulation.operations if x.label == "dispatch F0.0, block 0, across"]
+    assert sent[0].end - sent[0].start == pytest.approx(4.0)
+    assert less - whole == pytest.approx(4.0)
+    slow, _ = run_sharded(links._replace(beside=0.5), sharded(10.0, 20.0), number=1, **shared)
+    fast, _ = run_sharded(links, sharded(10.0, 20.0), number=1, **shared)
+    assert slow > fast + 5.0
+
+
 def test_one_unit_is_gathered_ahead_and_reductions_are_waited_for_one_later():
     work = sharded(1.0, 2.0)
     seconds, simulation = run_sharded(Links(1e3, 1e3, 0.0, 0.0), work, world=8)
@@ -353,6 +415,31 @@ def test_no_stream_runs_two_things_at_once_and_no_link_more_than_it_can(words):
     assert all(seconds <= whole * (1 + 1e-9) for seconds in busy.values())
 
 
+# Rows of docs/machines.md: settings, milliseconds, and by how much the simulation may be off.
+MACHINES = [
+    # Why its collectives take longer than alone is not known.
+    ("--parallel.dp_shard 2", "1,724", "1,435", 0.18),
+    ("--parallel.dp_replicate 2 --parallel.dp_shard 1", "2,412", "2,362", 0.1),
+    ("--parallel.pp 2 --micro-batches 8 --rows 1", "214", "209", 0.1),
+    ("--parallel.ep 2 --moe.dispatcher alltoall", "869", "814", 0.1),
+]
+
+
+@pytest.mark.parametrize(("words", "measured", "said", "tolerance"), MACHINES)
+def test_two_gpus_as_two_machines_take_what_was_measured(words, measured, said, tolerance, capsys):
+    page = (ROOT / "docs" / "machines.md").read_text()
+    command = page[page.index("python scripts/simulate.py qwen3-30b-a3b --gpus 2") :]
+    command = command[: command.index("```")].replace("\\\n", "").split()[2:]
+    assert f"| {measured} ms (" in page, "docs/machines.md has another figure now: take it over"
+    assert f"| {said} ms |" in page, "docs/machines.md has another figure now: take it over"
+    assert script.main([*command, *words.split()]) == 0
+    heads, row = capsys.readouterr().out.replace("step ms", "step").splitlines()[1:3]
+    found = row.split()[heads.split().index("step")]
+    assert found == said
+    milliseconds = [float(x.replace(",", "")) for x in (found, measured)]
+    assert milliseconds[0] == pytest.approx(milliseconds[1], rel=tolerance)
+
+
 # ---- streams -------------------------------------------------------------------------------------
 
 
@@ -431,7 +518,7 @@ def test_the_command_prints_a_line_for_each_number_and_writes_a_trace(tmp_path, 
     assert path == str(trace)
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {"compute", "gather", "reduce", "replicas"}
+    assert names == {"compute", "gather", "reduce", "collectives over dp_replicate"}
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
     assert any(event["name"] == "F0.0, block 3" for event in events)
 
@@ -457,3 +544,39 @@ def test_what_cannot_be_is_one_line(words, says, capsys):
     error = capsys.readouterr().err
     assert error.startswith(says)
     assert error.count("\n") == 1
+
+
+def test_what_links_were_measured_to_carry_is_given_by_options(monkeypatch, capsys):
+    """Of a process for each of two machines, on this one's CPU."""
+    sent = [sys.executable, str(ROOT / "scripts" / "bench_links.py"), "--seconds", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port, machines = str(free.getsockname()[1]), []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [*sent, "--mib", "0.5", "1"]
+        machine = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        machines.append(machine)
+    said, nothing = (machine.communicate(timeout=120)[0] for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0]
+    assert nothing == ""
+    *lines, options = said.splitlines()
+    assert lines[0].startswith("2 machines of 1, ")
+    rates = {line.split()[2]: line.split()[3] for line in lines if line.startswith("     1 MiB")}
+    names = ("all_gather", "all_to_all", "all_reduce")
+    given = dict(pairwise(options.split()))
+    words = ("--across", "--across-direct", "--across-sums")
+    for word, name in zip(words, names, strict=True):
+        assert float(given[word]) == pytest.approx(float(rates[name]), rel=0.05, abs=0.01)
+    taken = []
+    monkeypatch.setattr(script, "simulate", lambda *how: taken.append(how[2]) or sys.exit(7))
+    with pytest.raises(SystemExit, match="7"):
+        script.main(["qwen3-30b-a3b", "--gpus", "2", "--machine", "1", *options.split()])
+    (links,) = taken
+    assert links.across == 1e9 * float(given["--across"])
+    assert links.direct == 1e9 * float(given["--across-direct"])
+    assert links.sums == 1e9 * float(given["--across-sums"])
+    assert links.hop == pytest.approx(1e-6 * float(given["--hop"]))
+    shares = [float(given[f"--{word}"]) for word in ("together", "beside", "products")]
+    assert [links.together, links.beside, links.products] == shares
+    assert all(0 < share <= 1 for share in shares)

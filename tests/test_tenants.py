@@ -16,7 +16,6 @@ from moetrain.config import ConfigError
 from moetrain.jobs import shared, store
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.store import Job
-from moetrain.kernels.experts import products
 from moetrain.kernels.experts.mlp import adapted_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.small_m import add_low_rank, low_rank_products
@@ -251,8 +250,9 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
         with pytest.raises(OSError, match="No space"):
             service.turn()
         monkeypatch.undo()
-        assert service.session._held.keys() <= {names[0]}
-    assert {future.result(0)["error"] for future in futures} == {service.STOPPED}
+    told = [future.result(0) for future in futures]
+    assert told.pop(1)["error"] == service.STOPPED  # whose answer is not on the disk
+    assert all("result" in answer for answer in told)
     with Service(config_of(tmp_path, *words)) as service:
         serve_all(service, names, passes)
         assert {service.find(name).done for name in names} == {4, 5}
@@ -347,10 +347,8 @@ def test_dense_adapters_of_tenants_have_the_bits_they_have_alone(tenants, rows):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("empty", "most"), [(0.0, 99), (0.4, 99), (1.0, 99), (0.4, 5), (0.0, 3)])
-def test_expert_adapters_of_tenants_are_those_of_each_alone(backend, empty, most, monkeypatch):
-    """``most``: the groups that a product takes."""
-    monkeypatch.setattr(products, "_MOST_GROUPS", most)
+@pytest.mark.parametrize("empty", [0.0, 0.4, 1.0])
+def test_expert_adapters_of_tenants_are_those_of_each_alone(backend, empty):
     tenants, rows, k, experts, dim, width = 3, 13, 2, 5, 16, 8
     tokens = tenants * rows
     torch.manual_seed(0)

@@ -64,9 +64,6 @@ class WholeText:
             text = text[: max(0, len(text) - self.held_back)]
         return self.new(text)
 
-    def end(self):
-        return self.new(self.tokenizer.decode(self.tokens))
-
     def new(self, text):
         new, self.given = text[self.given :], max(self.given, len(text))
         return new
@@ -134,7 +131,6 @@ def test_pieces_are_those_of_the_whole_text(name, seed, load):
         ours, whole = TextStream(tokenizer, stop), WholeText(tokenizer, stop)
         for i, token in enumerate(tokens):
             assert ours.push(token) == whole.push(token), (stop, i)
-        assert ours.end() == whole.end()
         ours, whole = TextStream(tokenizer, stop), WholeText(tokenizer, stop)
         cut = rng.randrange(1, len(tokens))
         given = [(ours.push(t), whole.push(t)) for t in tokens[: cut - 1]]
@@ -170,7 +166,7 @@ def test_a_token_costs_a_window_and_the_pieces_are_the_text(name, stop, load):
         rng, emoji = random.Random(0), [len(PIECES) + byte for byte in "😀é".encode()]
         tokens = [t for _ in range(1000) for t in (*emoji, *rng.choices(range(2, 6), k=2))]
     stream = TextStream(Counting(), (stop,))
-    pieces = [stream.push(token) for token in tokens] + [stream.end()]
+    pieces = [stream.push(t, is_last=i == len(tokens)) for i, t in enumerate(tokens, 1)]
     assert "".join(pieces) == tokenizer.decode(tokens)
     window = 2 * (32 + 4 * len(stop))
     assert max(costs) <= window + 6  # a run of bytes ends first

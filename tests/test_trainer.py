@@ -27,7 +27,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
-from moetrain.train.objectives import CrossEntropy, routing_losses
+from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
 
 
 def fit(config):
@@ -153,7 +153,8 @@ def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coeff
 )
 def test_which_form_of_the_balancing_loss_is_trained(words, pooled):
     config = Config.load(None, words, environ={})
-    assert config.moe.pools_aux_loss(config.model.path) is pooled
+    arch = SimpleNamespace(router_aux_loss_coef=0.0, mtp_layers=0)
+    assert Pretraining.of(config, arch).is_pooled is pooled
 
 
 def test_recomputation_changes_no_gradient(tiny):

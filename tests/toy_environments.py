@@ -4,7 +4,7 @@ import random
 from itertools import permutations
 
 from moetrain.rl.envs import Demonstration, Problem, SolvedEnvironment, Turn
-from moetrain.rl.envs.shipped import _Arithmetic, _check_whole, _evaluate
+from moetrain.rl.envs.shipped import _MOST_DIGITS, _Arithmetic, _check_whole
 
 YES_NO_MAYBE, CALCULATOR = f"{__file__}:YesNoMaybe", f"{__file__}:Calculator"
 _WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
@@ -26,6 +26,20 @@ class YesNoMaybe(SolvedEnvironment):
         return _WORTH.get(answer, 0.0)
 
 
+def evaluate(text: str) -> int:
+    """Return the value of whole numbers with ``+``, ``-`` and ``*`` between; ValueError if none."""
+    total = 0
+    for term in text.replace(" ", "").replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            digits = factor.removeprefix("-")
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
+                raise ValueError(f"{text!r} is no sum or product of whole numbers")
+            product *= int(factor)
+        total += product
+    return total
+
+
 class Calculator(_Arithmetic):
     """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
 
@@ -44,7 +58,7 @@ class Calculator(_Arithmetic):
 
     def reply(self, question):
         try:
-            return f"-> {_evaluate(question)} ; "
+            return f"-> {evaluate(question)} ; "
         except ValueError:
             return "-> error ; "
 

@@ -97,6 +97,11 @@ class Folders:
         if len(self._machines) > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
+    @property
+    def share(self) -> float:
+        """Which share of each checkpoint lies on this machine, where ranks write alike."""
+        return min(1.0, max(1, self._copies) / len(self._machines))
+
     # ---- what the machines have together -------------------------------------------------------
 
     def newest(self, before: int | None = None, only: str = "") -> tuple[Path | None, list[str]]:

@@ -200,8 +200,7 @@ _NEEDS: tuple[_Need, ...] = (
         "checkpoint.replicas",
         {"checkpoint.memory_interval": _SOME, "checkpoint.shared": {False}},
     ),
-    # All ranks write or read these files.
-    _Need("checkpoint.save_hf", {"checkpoint.shared": {True}}),
+    # All ranks read their reference's file.
     _Need("train.objective", {"checkpoint.shared": {True}}, _PREFERENCES),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),

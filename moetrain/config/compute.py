@@ -183,12 +183,6 @@ class MoeSection(Section):
     """Step by which the selection bias of auxiliary-loss-free balancing (arXiv 2408.15664) moves
     after each optimizer step; 0: it stays as the model has it, if it has one."""
 
-    def pools_aux_loss(self, model_path: str | None) -> bool:
-        """Resolve ``aux_loss_layers``, where auto depends on ``model.path``."""
-        if self.aux_loss_layers == "auto":
-            return model_path is not None
-        return self.aux_loss_layers == "pooled"
-
 
 class KernelsSection(Section):
     """Implementations and precision of kernels."""

@@ -399,7 +399,7 @@ class CheckpointSection(Section):
     their own. 2: one may be lost."""
     shared: bool = True
     """Whether all machines share output_dir. no: it is a folder of each machine's own, with its
-    part of each checkpoint; metrics and adapters are written on the first machine."""
+    part of each checkpoint; metrics and exports are written on the first machine."""
     store: str | None = None
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
     copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""

@@ -76,6 +76,11 @@ class FilePart(NamedTuple):
     size: int = 0
     """About how many bytes its records have."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its file."""
+        return self.start == 0 and self.stop >= self.file.stat().st_size
+
 
 @dataclass(frozen=True)
 class Files:

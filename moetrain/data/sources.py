@@ -131,29 +131,20 @@ class Source(Files):
         return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
     def documents(self) -> Iterator[Document]:
-        if self.reader is not None:
-            yield from self.documents_of(self._raws())
-            return
-        for path in self.files:
-            with self.reading(path):
-                yield from _text_parts(path)
+        texts = (text for part in self.pieces() for text in self.read(part, self.share))
+        yield from self.documents_of(texts if self.reader is None else self._raws())
 
     def file_parts(self, share: HashRange) -> list[FilePart]:
         """List the parts of the files that a stream reads in any order.
 
         A text that is longer than a part is divided into documents of a part's length.
         """
+        parts = self.pieces(_PART_BYTES)
         if self.reader is not None:
-            return self.pieces(_PART_BYTES)
-        parts = []
-        for file in self.files:
-            size = file.stat().st_size
-            for start in range(0, size, _PART_BYTES):
-                key = self._key(file) + (b"#%d" % start if size > _PART_BYTES else b"")
-                if share.holds(key):
-                    stop = min(size, start + _PART_BYTES)
-                    parts.append(FilePart(file, start, stop, stop - start))
-        return parts
+            return parts
+        places = (b"" if part.is_whole else b"#%d" % part.start for part in parts)
+        pairs = zip(parts, places, strict=True)
+        return [part for part, place in pairs if share.holds(self._key(part.file) + place)]
 
     def read(self, part: FilePart, share: HashRange) -> Iterator[Raw | Document]:
         """Yield what is of ``share`` in ``part``, for :meth:`documents_of`."""
@@ -161,7 +152,7 @@ class Source(Files):
             yield from (raw for raw in self.records(part) if share.holds(raw.key))
             return
         with self.reading(part.file):
-            if part.start == 0 and part.stop == part.file.stat().st_size:
+            if part.is_whole:
                 yield from _text_parts(part.file)
             else:
                 text = _lines_from(part)

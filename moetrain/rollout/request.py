@@ -242,16 +242,9 @@ class TextStream:
         elif not is_last:
             text = text.rstrip("\ufffd")
             text = text[: max(0, len(text) - self._held_back)]
-        new = self._new(text)
+        new, self._given = text[self._given :], max(self._given, len(text))
         if not found and len(self._tokens) >= 2 * self._kept:
             self._shorten(whole)
-        return new
-
-    def end(self) -> str:
-        return self._new(self.tokenizer.decode(self._tokens))
-
-    def _new(self, text: str) -> str:
-        new, self._given = text[self._given :], max(self._given, len(text))
         return new
 
     def _shorten(self, text: str) -> None:

@@ -449,6 +449,11 @@ class RankSizes:
         each = {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / SCALED}
         return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
 
+    def saved_bytes(self) -> float:
+        """Count bytes that a checkpoint has of this rank: parameters and moments, no gradients."""
+        each = getattr(torch, self.config.optim.weight_dtype).itemsize
+        return each * self._updated + self.moment_bytes() + (_HOSTED_BYTES - FP32) * self._hosted
+
     def _gradients(self, updated: float) -> float:
         """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""
         kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * updated

@@ -143,9 +143,9 @@ class Pretraining:
     @classmethod
     def of(cls, config: Config, arch: Architecture, own: Objective[Any] | None = None) -> Self:
         """Add to ``own``, or cross-entropy, the losses that ``config``, or else ``arch``, wants."""
-        moe = config.moe
+        moe, layers = config.moe, config.moe.aux_loss_layers
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
-        pooled = moe.pools_aux_loss(config.model.path)
+        pooled = layers == "pooled" or (layers == "auto" and config.model.path is not None)
         further = config.train.mtp_weight, arch.mtp_layers
         return cls(aux, moe.z_loss_coef, pooled, own or CrossEntropy(), *further)
 

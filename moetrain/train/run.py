@@ -137,6 +137,7 @@ class Run(ABC):
         self.device = self.world.device
         self.folder = Path(config.output_dir)
         self.run_folder = RunFolder(self.folder, self.world, config.checkpoint)
+        self.run_folder.check_room(config, arch, self.session.saved)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time, self.wants_save = time.monotonic(), False
         self.stop: list[int] = []

@@ -50,8 +50,8 @@ _VISIBLE_SECONDS = 60.0
 (acdirmax in nfs(5))."""
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 """Errors of ``flock`` on file systems without it."""
-_CHECKPOINT_BYTES, _EXPORT_BYTES = 12, 4
-"""Bytes a parameter: the weight and AdamW's two moments in fp32, and the weight alone."""
+_EXPORT_BYTES = 4
+"""Bytes of a parameter in fp32."""
 _FILES = ("metrics.jsonl", "config.json", "sample.txt")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
 """What a run writes."""
@@ -116,9 +116,10 @@ class RunFolder:
         except OSError as failure:
             raise error(f"cannot be written to: {failure.strerror}") from None
 
-    def check_room(self, config: Config, arch: Architecture) -> None:
-        """Raise ConfigError, with what needs how much, unless the disk has room for the run."""
-        checkpoint, steps, place = config.checkpoint, config.train.steps, launched_place()
+    def check_room(self, config: Config, arch: Architecture, saved: float) -> None:
+        """Raise ConfigError, with what needs how much, unless there is room for what the run will
+        write, whose checkpoints have ``saved`` bytes each."""
+        checkpoint, steps = config.checkpoint, config.train.steps
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
         if checkpoint.interval:
@@ -127,27 +128,21 @@ class RunFolder:
             saves += keep if steps is None else min(keep, steps - 1)
         if checkpoint.keep_every and steps is not None:
             milestones += steps // checkpoint.keep_every
-        # The oldest goes when the newest is complete.
-        copies = min(saves, keep + 1 + milestones)
-        one = arch.num_params() * _CHECKPOINT_BYTES
-        if place and place.on_machine and not checkpoint.shared:
-            one *= min(1, checkpoint.replicas * place.on_machine / place.world_size)
-        export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
-        # New checkpoints take the place of these.
-        going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(self.checkpoints)
-        folders = (self.path, *Path(os.path.abspath(self.path)).parents)
-        total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
-        need = copies * one + export
-        if not total or free + going >= need:  # remote ones may not know their size
-            return
-        what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
-        what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
-        raise ConfigError(
-            "output_dir",
-            f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
-            f"{_gib(need)}: {' and '.join(what)}; choose another, or write less "
-            "(checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
-        )
+        if self.disk.keeps:
+            # The oldest goes when the newest is complete, and new ones take the place of these.
+            there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
+            sizes = there, min(saves, keep + 1 + milestones), saved * self.disk.share
+            exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
+            export = arch.num_params() * _EXPORT_BYTES * exports
+            less = "checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end"
+            remedy = f"choose another, or write less ({less})"
+            _check_free("output_dir", self.path, *sizes, export, remedy)
+        if self.memory is not None and self.memory.keeps:
+            one, there = saved * self.memory.share, _bytes_of_checkpoints(self.memory.root)
+            copies = 3 if steps is None else min(3, steps // checkpoint.memory_interval)
+            remedy = "enlarge it (mount -o remount,size=), or set checkpoint.memory_interval 0"
+            where = "checkpoint.memory", Path(checkpoint.memory)
+            _check_free(*where, there, copies, one, 0.0, remedy)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -234,12 +229,14 @@ class RunFolder:
     def is_in_memory(self, checkpoint: Path) -> bool:
         return self.memory is not None and checkpoint.parent == self.memory.root
 
-    def find(self, resume: str, before: int | None = None, least: int = 0) -> Path | None:
+    def find(
+        self, resume: str, before: int | None = None, least: int = 0, here: Any = None
+    ) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
 
         ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
         of step ``before`` and later are known to be damaged, and those before step ``least`` are
-        of no use. Collective.
+        of no use. ``here``: what :meth:`Folders.newest` has just said. Collective.
 
         Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
         that is not damaged has another version of the format.
@@ -253,7 +250,7 @@ class RunFolder:
             chosen, only = self.disk.gather((chosen, chosen.name * is_own))[0]
             if not only:
                 return open_checkpoint(chosen).folder
-        newest, problems = self.disk.newest(before, only)
+        newest, problems = here or self.disk.newest(before, only)
         if newest and (step_of(newest) or 0) >= least:
             for problem in problems if before is None and self.disk.rank == 0 else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
@@ -301,14 +298,14 @@ class RunFolder:
             least = 0 if kept is None else (step_of(kept) or 0) + 1
             for problem in problems if world.is_main else ():
                 logger.warning("a checkpoint in memory is passed over: %s", problem)
+        here = self.disk.newest(before) if resume == "auto" else None
         if self.store is not None:
-            here, _ = self.disk.newest(before)
-            newest = max(least - 1, -1 if here is None else step_of(here) or 0)
+            newest = max(least - 1, step_of(here[0]) or 0 if here and here[0] else -1)
             fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
             fetched = world.broadcast(fetched)  # which waits as long as that takes
-            if fetched and before is not None:
-                before = max(before, int(fetched) + 1)
-        path = self.find(resume, before, least)
+            if fetched:
+                here, before = None, before and max(before, int(fetched) + 1)
+        path = self.find(resume, before, least, here)
         if path is None and self.memory is not None and kept is not None:
             path = self.memory.fetch(kept)
         if path is None:
@@ -405,6 +402,21 @@ def _bytes_of_checkpoints(root: Path) -> int:
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(path, name)).st_size
     return total
+
+
+def _check_free(
+    setting: str, folder: Path, there: int, copies: int, one: float, export: float, remedy: str
+) -> None:
+    """Raise ConfigError unless ``folder`` has room for copies of ``one`` byte count and an export,
+    in place of the bytes that are ``there``."""
+    folders = (folder, *Path(os.path.abspath(folder)).parents)
+    total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
+    need = copies * one + export
+    if total and free + there < need:  # remote ones may not know their size
+        what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
+        what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
+        problem = f"has room for {_gib(free)}, and the run will write {_gib(need)}"
+        raise ConfigError(setting, f"{str(folder)!r} {problem}: {' and '.join(what)}; {remedy}")
 
 
 def _gib(num_bytes: float) -> str:

@@ -59,6 +59,7 @@ class Session:
         world: this process among all.
         sleep: what of generation's memory is freed while weights are updated, or None.
         room: bytes of this device that the run surely leaves to others.
+        saved: bytes of a checkpoint.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Session:
         peak.check(config, capacity)
         self.room = capacity - peak.total * (1 + peak.MARGIN)
         check_host(ranks, self.world)
+        self.saved = self.world.dims.sharding_ranks * sum(rank.saved_bytes() for rank in ranks)
         if graphs == "auto":
             tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
             pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
@@ -120,14 +122,13 @@ class Session:
 def prepare(config: Config) -> tuple[Config, Architecture]:
     """Resolve the settings and the model, and check the output folder, before anything slow.
 
-    Raises ConfigError: the run cannot write to its folder, the model or the settings that depend on
-    it are wrong, or there is no room for what will be written.
+    Raises ConfigError: the run cannot write to its folder, or the model or the settings that depend
+    on it are wrong.
     """
     place, shared = launched_place(), config.checkpoint.shared
     writes = place is None or (place.rank if shared else place.local_rank) == 0
-    folder = RunFolder(Path(config.output_dir))
     if writes:
-        folder.check_usable()
+        RunFolder(Path(config.output_dir)).check_usable()
         reporters_of(config.log)  # each has its library
         _check_data_lies_apart(config)
         resume = config.checkpoint.resume
@@ -136,10 +137,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
                 "checkpoint.resume",
                 f"{resume!r} is not a checkpoint: no such folder; name one, or auto, or never",
             )
-    config, arch = resolve_run(config)
-    if writes:
-        folder.check_room(config, arch)
-    return config, arch
+    return resolve_run(config)
 
 
 def _check_data_lies_apart(config: Config) -> None:

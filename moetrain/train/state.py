@@ -250,12 +250,14 @@ class ModelState:
             save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
 
     def save_hf(self, folder: Path, **how: Any) -> None:
-        """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write."""
+        """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write, or
+        the main one where machines share no folder."""
         with torch.device("meta"):
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        ranks: Any = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
+        writers = world.size if self.config.checkpoint.shared else 1
+        ranks: Any = {"rank": world.rank, "ranks": writers, "wait": world.barrier}
         export = Export(whole, folder, **how, **ranks)
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):

@@ -39,6 +39,11 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.kernels.experts.adapters import (
+    adapted_product,
+    adapted_product_backward,
+    narrow_grad,
+)
 from moetrain.kernels.experts.clamped_swiglu import (
     clamped_swiglu,
     clamped_swiglu_gradients,
@@ -150,12 +155,9 @@ def _adapted(
     offsets_E: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of :func:`_product` within an op, and that with A ([0] without an adapter)."""
-    wide = grouped_mm(x_RN, w.transpose(1, 2), offsets_E)
-    if not adapter:
-        return wide, x_RN.new_empty(0)
-    low = grouped_mm(x_RN, adapter[0].transpose(1, 2), offsets_E)
-    wide.add_(grouped_mm(low, adapter[1].transpose(1, 2), offsets_E), alpha=scale)
-    return wide, low
+    if adapter:
+        return adapted_product(x_RN, w, *adapter, scale, offsets_E, offsets_E)
+    return grouped_mm(x_RN, w.transpose(1, 2), offsets_E), x_RN.new_empty(0)
 
 
 @torch.library.custom_op("moetrain::clamped_expert_mlp", mutates_args=())
@@ -222,8 +224,9 @@ def _clamped_expert_mlp_backward(
     del dh_RF  # before the products below, where memory peaks
     second, first = [], []
     if adapters:
-        second = [grouped_weight_grad(dv_Rr, h_RF, offsets_E)]
-        second.append(grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale))
+        a_down, b_down_EDr = adapters[2:]
+        second = [narrow_grad(dv_Rr, h_RF, a_down, offsets_E)]
+        second.append(narrow_grad(v_Rr, dy_RD, b_down_EDr.mT, offsets_E, scale).mT)
     elif is_trained:
         second = [grouped_weight_grad(dy_RD, h_RF, offsets_E)]
         second.append(sum_by_expert(dy_RD, weights_R, offsets_E))
@@ -236,8 +239,9 @@ def _clamped_expert_mlp_backward(
     if adapters or is_trained:  # the tokens' rows, in the memory of dx_RD: dx_TD has its sums
         x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
         if adapters:
-            first = [grouped_weight_grad(du_Rr, x_RD, offsets_E)]
-            first.append(grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale))
+            a_up, b_up = adapters[:2]
+            first = [narrow_grad(du_Rr, x_RD, a_up, offsets_E)]
+            first.append(narrow_grad(u_Rr, da_R2F, b_up.mT, offsets_E, scale).mT)
         else:
             first = [grouped_weight_grad(da_R2F, x_RD, offsets_E)]
             first.append(sum_by_expert(da_R2F, None, offsets_E))
@@ -252,12 +256,9 @@ def _before(
     offsets_E: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the input of :func:`_adapted`, and that of its product with A."""
-    dx = grouped_mm(dy_RN, w, offsets_E)
-    if not adapter:
-        return dx, dx.new_empty(0)
-    d_low = grouped_mm(dy_RN, adapter[1], offsets_E).mul_(scale)
-    dx += grouped_mm(d_low, adapter[0], offsets_E)
-    return dx, d_low
+    if adapter:
+        return adapted_product_backward(dy_RN, w, *adapter, scale, offsets_E, offsets_E)
+    return grouped_mm(dy_RN, w, offsets_E), dy_RN.new_empty(0)
 
 
 @_clamped_expert_mlp_backward.register_fake

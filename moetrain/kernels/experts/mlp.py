@@ -60,6 +60,11 @@ from moetrain.kernels.backend import (
     worth_saving,
 )
 from moetrain.kernels.experts import grouped
+from moetrain.kernels.experts.adapters import (
+    adapted_product,
+    adapted_product_backward,
+    narrow_grad,
+)
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute,
@@ -308,7 +313,7 @@ def adapted_expert_mlp(
     given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("adapted_expert_mlp", *given, needs_gate=False)
     experts, dim, width = w_down_EDF.shape
-    rank, tenants = a_gate_up_ErD.shape[-2], 1
+    rank = a_gate_up_ErD.shape[-2]
     offsets_E = offsets_G = indices.offsets_E
     adapters = {
         "a_gate_up": a_gate_up_ErD,
@@ -316,26 +321,30 @@ def adapted_expert_mlp(
         "a_down": a_down_ErF,
         "b_down": b_down_EDr,
     }
+    stacked = (experts,)
     if a_gate_up_ErD.dim() == 4:
         tenants = a_gate_up_ErD.shape[0]
+        stacked = tenants, experts
         if x_TD.shape[0] % tenants:
             takes = "[T, D] in S equal parts where adapters are [S, E, ...]"
             raise refusal("adapted_expert_mlp", takes, x=x_TD, a_gate_up=a_gate_up_ErD)
-        adapters = {name: x.transpose(0, 1).flatten(0, 1) for name, x in adapters.items()}
         offsets_G = tenant_offsets(
             offsets_E, indices.row_slot_R, tenants, weights_TK.numel() // tenants
         )
     wanted = (rank, dim), (w_gate_up_E2FD.shape[1], rank), (rank, width), (dim, rank)
     for x, shape in zip(adapters.values(), wanted, strict=True):
-        if x.shape != (experts * tenants, *shape) or x.dtype != x_TD.dtype:
+        if x.shape != (*stacked, *shape) or x.dtype != x_TD.dtype:
             takes = "[E, r, D], [E, 2F, r], [E, r, F] and [E, D, r] in x's dtype"
             given = {"x": x_TD, "w_down": w_down_EDF} | adapters
             raise refusal("adapted_expert_mlp", takes, **given)
     if use_fast(backend, x_TD):
         routing = (weights_TK, indices.slot_row_TK, offsets_E, offsets_G)
-        tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters.values())
-        rows = indices.row_slot_R.shape[0]
-        return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, activation, rows)[0]
+        tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF)
+        how = scale, activation, indices.row_slot_R.shape[0]
+        tensors = (*(x.contiguous() for x in tensors), *adapters.values())
+        return _adapted_expert_mlp(*tensors, *how)[0]
+    if len(stacked) > 1:
+        adapters = {name: x.transpose(0, 1).flatten(0, 1) for name, x in adapters.items()}
 
     def product(
         x: torch.Tensor,
@@ -391,24 +400,21 @@ def _adapted_expert_mlp(
     offsets_G: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
-    a_gate_up_ErD: torch.Tensor,
-    b_gate_up_E2Fr: torch.Tensor,
-    a_down_ErF: torch.Tensor,
-    b_down_EDr: torch.Tensor,
+    a_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
     scale: float,
     activation: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    u_Rr = grouped_mm(x_RD, a_gate_up_ErD.transpose(1, 2), offsets_G)
-    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    how = scale, offsets_E, offsets_G
+    a_R2F, u_Rr = adapted_product(x_RD, w_gate_up_E2FD, a_gate_up, b_gate_up, *how)
     del x_RD
-    a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_G), alpha=scale)
     h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
-    v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_G)
-    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
-    y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_G), alpha=scale)
+    y_RD, v_Rr = adapted_product(h_RF, w_down_EDF, a_down, b_down, *how)
     y_TD = torch.empty_like(x_TD)
     sum_rows(y_RD, slot_row_TK, y_TD)
     return y_TD, a_R2F, u_Rr, v_Rr
@@ -417,7 +423,7 @@ def _adapted_expert_mlp(
 @_adapted_expert_mlp.register_fake
 def _(x_TD, weights, slot_row, offsets, groups, w_gate_up, w_down, a_gate_up, b, a, d, *how):
     rows = how[-1]
-    rank = a_gate_up.shape[1]
+    rank = a_gate_up.shape[-2]
     a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
     return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
 
@@ -432,10 +438,10 @@ def _adapted_expert_mlp_backward(
     offsets_G: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
-    a_gate_up_ErD: torch.Tensor,
-    b_gate_up_E2Fr: torch.Tensor,
-    a_down_ErF: torch.Tensor,
-    b_down_EDr: torch.Tensor,
+    a_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
     a_R2F: torch.Tensor,
     u_Rr: torch.Tensor,
     v_Rr: torch.Tensor,
@@ -443,25 +449,22 @@ def _adapted_expert_mlp_backward(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
-    dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_G).mul_(scale)
-    dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
-    dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_G)
+    how = scale, offsets_E, offsets_G
+    dh_RF, dv_Rr = adapted_product_backward(dy_RD, w_down_EDF, a_down, b_down, *how)
     h_RF = torch.empty_like(dh_RF)
     da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
     del dh_RF  # before the products below, where memory peaks
-    d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_G)
-    d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_G).mul_(scale)
+    d_a_down = narrow_grad(dv_Rr, h_RF, a_down, offsets_G)
+    d_b_down = narrow_grad(v_Rr, dy_RD, b_down.mT, offsets_G, scale).mT
     del h_RF, dy_RD
-    du_Rr = grouped_mm(da_R2F, b_gate_up_E2Fr, offsets_G).mul_(scale)
-    dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
-    dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_G)
-    d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_G).mul_(scale)
+    dx_RD, du_Rr = adapted_product_backward(da_R2F, w_gate_up_E2FD, a_gate_up, b_gate_up, *how)
+    d_b_gate_up = narrow_grad(u_Rr, da_R2F, b_gate_up.mT, offsets_G, scale).mT
     dx_TD = torch.empty_like(x_TD)
     d_weights_TK = torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     # In the memory of dx_RD: dx_TD has its sums.
     x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
-    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_G)
+    d_a_gate_up = narrow_grad(du_Rr, x_RD, a_gate_up, offsets_G)
     return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 
 

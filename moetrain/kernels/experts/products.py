@@ -31,8 +31,6 @@ from moetrain.kernels.backend import (
 from moetrain.kernels.experts import grouped
 
 _ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
-_MOST_GROUPS = 1023
-"""Groups that torch's grouped GEMM takes on a GPU; experts of several tenants are more."""
 
 
 def grouped_mm(
@@ -50,13 +48,6 @@ def grouped_mm(
     multiple = _ALIGNMENT_BYTES // b_EMN.element_size()
     if b_EMN.shape[1] % multiple or b_EMN.shape[2] % multiple:
         raise refusal("grouped_mm", f"widths that are multiples of {multiple}", b=b_EMN)
-    if b_EMN.shape[0] > (most := _MOST_GROUPS) and not torch.is_grad_enabled():
-        # The rows of the first are one more group of the others, with zeros for a matrix.
-        first_RN = grouped_mm(a_RM, b_EMN[:most], offsets_E[:most])
-        b_EMN = torch.cat((torch.zeros_like(b_EMN[:1]), b_EMN[most:]))
-        rest_RN = grouped_mm(a_RM, b_EMN, offsets_E[most - 1 :])
-        rows_R = torch.arange(a_RM.shape[0], device=a_RM.device)
-        return torch.where((rows_R < offsets_E[most - 1])[:, None], first_RN, rest_RN)
     if a_RM.dtype != torch.bfloat16:
         return _opaque_mm(a_RM, b_EMN, offsets_E)
     if grouped.takes(a_RM, b_EMN):
@@ -117,10 +108,6 @@ def grouped_weight_grad(
     """
     if a_RM.dtype == torch.float64:
         return _outer_reference(a_RM, g_RN, offsets_E)
-    if offsets_E.shape[0] > (most := _MOST_GROUPS) and not torch.is_grad_enabled():
-        parts = offsets_E[:most], offsets_E[most - 1 :]
-        first, rest = (grouped_weight_grad(a_RM, g_RN, ends) for ends in parts)
-        return torch.cat((first, rest[1:]))
     if a_RM.dtype != torch.bfloat16:
         return _opaque_outer(a_RM, g_RN, offsets_E)
     if grouped.takes_outer(a_RM, g_RN, offsets_E.shape[0]):

@@ -88,7 +88,7 @@ class Export:
 
         Args:
             model: names the parameters and the source; its values are not read.
-            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on.
+            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on, if any.
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
@@ -241,11 +241,8 @@ class Export:
                 came, tensor = next(coming)
                 assert came == name  # both walk the same table
                 if is_mine and piece.is_whole:
-                    # In memory of its own where the stream will reuse the tensor's.
-                    is_shared = self.ranks > 1 or piece.is_copy
-                    is_borrowed = is_shared and tensor.dtype == dtype
-                    tensor = tensor.detach().contiguous().to(dtype)
-                    values[name] = tensor.to("cpu", copy=is_borrowed)
+                    # In memory of its own, since a stream may reuse the tensor's.
+                    values[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
                 elif is_mine:
                     piece.of(values[name]).copy_(tensor.detach())
         return values

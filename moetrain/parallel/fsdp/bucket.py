@@ -281,8 +281,7 @@ class Bucket:
         if not self.needs_copies:
             spare = sum(member.spare_numel for member in self.members)
             return self.gathered_bytes + aligned(spare * self.dtype.itemsize)
-        numels = [member.full_shape.numel() for member in self.members]
-        return sum(aligned(numel * self.dtype.itemsize) for numel in numels)
+        return sum(aligned(m.full_shape.numel() * self.dtype.itemsize) for m in self.members)
 
     def lay_out(self, memory: torch.Tensor) -> None:
         """Place the gathered members in ``memory``, of :attr:`region_bytes`."""
@@ -355,7 +354,8 @@ class Bucket:
     def rows(self) -> list[torch.Tensor]:
         """Give the gathered parameters in the order of members, as new tensors for autograd."""
         if self.tenants:
-            stacked_SN = torch.stack([tenant.shard_N for tenant in self.tenants]).to(self.dtype)
+            shards = [tenant.shard_N for tenant in self.tenants]
+            stacked_SN = torch.stack(shards, out=shards[0].new_empty(0, dtype=self.dtype))
             return [member.piece_of(stacked_SN) for member in self.members]
         return [
             row.view(row.shape) if member.share == 1 else row * member.share
@@ -429,16 +429,17 @@ class Bucket:
         ranks = len(self.tenants) or self.group.size()
         pairs = zip(gradients, self.members, strict=True)
         gradients = [g[: len(g) - m.spare] if g is not None and m.spare else g for g, m in pairs]
-        only, (first, *others), size = gradients[0], self.members, ranks * self.shard_N.numel()
-        if only is not None and first.share == 1 and not others and only.numel() == size:
-            return only.contiguous().view(ranks, -1)
+        parts = [g for g in gradients if g is not None]
+        is_whole = sum(part.numel() for part in parts) == ranks * self.shard_N.numel()
+        if is_whole and all(member.share == 1 for member in self.members):
+            parts = [part.reshape(ranks, -1) for part in parts]
+            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
             if gradient is None:
                 continue
-            if member.share != 1:
-                gradient = gradient * member.share
-            flat, padded = gradient.reshape(-1), member.layout.padded_numel
+            flat = (gradient if member.share == 1 else gradient * member.share).reshape(-1)
+            padded = member.layout.padded_numel
             whole, rest = divmod(flat.numel(), padded)
             target_WN = chunks_WN[:, member.start : member.start + padded]
             target_WN[:whole] = flat[: whole * padded].view(whole, -1)
@@ -482,9 +483,7 @@ class Bucket:
 
     def show_gradient(self) -> None:
         """Set every member's ``grad`` to its piece of the gradient, if that is on the device."""
-        if self.gradient_N is None:
-            return
-        for member in self.members:
+        for member in self.members if self.gradient_N is not None else ():
             member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
 

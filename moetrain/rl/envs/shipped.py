@@ -16,6 +16,7 @@ import copy
 import importlib.util
 import inspect
 import json
+import math
 import os
 import random
 import sys
@@ -33,10 +34,8 @@ from moetrain.data.containers import Files
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
-_MOST_DIGITS = 20
-"""Digits of a number in a sum: a policy may ask for any, and products grow."""
-_MOST_TERMS = 200
-"""Terms of a sum: Python writes no product of more such numbers."""
+_MOST_DIGITS, _MOST_TERMS = 20, 200
+"""Digits of a number in a sum, and its terms: Python writes no product of more such numbers."""
 _GYM_SIZE = 2**31 - 1
 """Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
 
@@ -76,7 +75,6 @@ class _Arithmetic(SolvedEnvironment):
     ) -> None:
         super().__init__(prompts)
         _check_whole(digits=digits, terms=terms)
-        # What no sum has, or _evaluate refuses.
         for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
             if not 1 <= value <= most:
                 raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
@@ -88,7 +86,9 @@ class _Arithmetic(SolvedEnvironment):
         rng = random.Random(task)
         first, *others = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
         text = first + "".join(rng.choice(self.operations) + number for number in others)
-        return Problem(f"{text}=", str(_evaluate(text)), facts=text)
+        products = (term.split("*") for term in text.replace("-", "+-").split("+"))
+        total = sum(math.prod(map(int, factors)) for factors in products)
+        return Problem(f"{text}=", str(total), facts=text)
 
     def score(self, problem: Problem, answer: str) -> float:
         return float(answer.strip() == problem.answer)
@@ -128,20 +128,6 @@ def _check_whole(**values: object) -> None:
     for name, value in values.items():
         if type(value) is not int:
             raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
-
-
-def _evaluate(text: str) -> int:
-    """Return the value of whole numbers with ``+``, ``-`` and ``*`` between; ValueError if none."""
-    total = 0
-    for term in text.replace(" ", "").replace("-", "+-").split("+"):
-        product = 1
-        for factor in term.split("*"):
-            digits = factor.removeprefix("-")
-            if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
-                raise ValueError(f"{text!r} is no sum or product of whole numbers")
-            product *= int(factor)
-        total += product
-    return total
 
 
 # ---- from a file --------------------------------------------------------------------------------
