@@ -76,7 +76,8 @@ def check_bits(per_machine: int) -> None:
     cases = [(tokens, r) for tokens in (UNEVEN, ALL_ON_ONE, NONE) for r in ROUTINGS]
     for seed, (tokens, routing) in enumerate(cases):
         dtype = torch.bfloat16 if seed % 2 else torch.float32
-        batch = make_batch(SMALL, tokens[dist.get_rank()], routing, seed, dtype=dtype)
+        mine = tokens[(dist.get_rank() + seed) % len(tokens)]
+        batch = make_batch(SMALL, mine, routing, seed, dtype=dtype)
         experts = make_experts(SMALL, dtype=dtype)
         want = run_step(partial(run_layer, flat), batch, experts)
         case = f"machines of {per_machine}, {tokens}, {routing}"
