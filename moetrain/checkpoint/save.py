@@ -394,12 +394,6 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("xb", buffering=0) as file:
-        _write_all(file.fileno(), data)
-        os.fsync(file.fileno())
-
-
 def remove_leftovers(root: Path) -> None:
     """Remove what killed processes left half written or half removed.
 
@@ -432,10 +426,12 @@ def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any])
     Raises OSError: it cannot be written or renamed; ``final`` is unchanged.
     """
     text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
-    _write_file(new / STATE, text)
     files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
     body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
-    _write_file(new / MANIFEST, sealed(json.dumps(body)))
+    for name, data in ((STATE, text), (MANIFEST, sealed(json.dumps(body)))):
+        with (new / name).open("xb", buffering=0) as file:
+            _write_all(file.fileno(), data)
+            os.fsync(file.fileno())
     replaced = _hidden(final, "replaced")
     fsync(new)
     try:
