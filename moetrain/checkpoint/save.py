@@ -122,8 +122,6 @@ class Saved(NamedTuple):
     path: Path
     seconds: float
     """Time from the beginning of the write until the folder had its name."""
-    num_bytes: int
-    """Size of the tensors that this rank wrote."""
 
 
 class Saver:
@@ -196,8 +194,7 @@ class Saver:
             self._copy_to(plan.store, plan)
         for path in plan.outdated() if is_here else ():
             _remove(path)
-        num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
-        return Saved(plan.path, time.perf_counter() - started, num_bytes)
+        return Saved(plan.path, time.perf_counter() - started)
 
     def _copy_to(self, store: Store, plan: SavePlan) -> None:
         is_main, path = self._rank == 0, plan.path
