@@ -224,23 +224,16 @@ class Transformer(nn.Module):
         return logits.reshape(*tokens_BS.shape, -1)
 
     def backbone(
-        self,
-        tokens_BS: torch.Tensor,
-        positions_BS: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        is_pad_BS: torch.Tensor | None = None,
-        routes_BSLK: torch.Tensor | None = None,
-        *,
-        further: list[torch.Tensor] | None = None,
+        self, *given: Any, further: list[torch.Tensor] | None = None, **named: Any
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Run all stages; return hidden states [B, S, D] after the final norm, and statistics.
 
-        Arguments as in :class:`Inputs`; to ``further``, unless it is None, those of blocks for
-        further tokens are added. The routing statistics are None if no layer is MoE.
+        Arguments are those of :class:`Inputs`; to ``further``, unless it is None, the states of
+        blocks for further tokens are added. The routing statistics are None if no layer is MoE.
         """
-        inputs = Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK)
+        inputs = Inputs(*given, **named)
         rows = self.prepare(inputs)
-        x_BSD, layer_stats = self.run(self.embed_tokens(tokens_BS), rows)
+        x_BSD, layer_stats = self.run(self.embed_tokens(inputs.tokens_BS), rows)
         hidden_BSD = self.head(x_BSD, rows)
         if further is not None:
             found, more = run_further(self, x_BSD, inputs, rows)
