@@ -10,9 +10,11 @@ at NVLink's 450 GB/s; all of them in bf16, of which fp8 sends half in two of the
 transports are compiled, and a spin before each call hides its launches, as a busy queue does in
 training; what the host launches after it waited for counts is not hidden.
 
-With ``--per-machine`` N ranks count as a machine, and the all-to-all that sends a token once to
-each is timed in DeepEP's place. NCCL takes ranks of different ``NCCL_HOSTID`` for those of several
-machines, so that one machine can stand for two::
+With ``--per-machine`` N ranks count as a machine, and two ways that send a token once to each are
+timed in DeepEP's place: inside a machine by a collective, and by DeepEP. Results and gradients of
+both must have the bits of the single all-to-all. DeepEP finds the GPUs of a machine by itself. NCCL
+takes ranks of different ``NCCL_HOSTID`` for those of several machines, so that one machine can
+stand for two::
 
     for node in 0 1; do
         NCCL_HOSTID=machine$node CUDA_VISIBLE_DEVICES=$((2 * node)),$((2 * node + 1)) torchrun \\
@@ -34,7 +36,7 @@ from bench_train import commit
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import disconnect
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.mesh import ParallelDims, build_meshes
 
@@ -69,14 +71,19 @@ def main() -> None:
     all_to_all = compiled(AllToAll(EXPERTS, group, precision=args.precision))
     ranks = {"dp_shard": group.size(), "ep": group.size(), "per_machine": args.per_machine}
     hops = build_meshes(ParallelDims(group.size(), **ranks), "cuda").expert_hops
-    across = compiled(AllToAll(EXPERTS, group, hops=hops, precision=args.precision))
     for tokens in args.tokens:
         x_TD, ids_TK, weights_TK = make_batch(tokens, device)
         remote_bytes = count_remote(ids_TK, group) * WIDTH * x_TD.element_size()
         others = deepep_transports(group, tokens, args.num_sms, args.mode, args.precision)
+        bits: list[torch.Tensor] = []
         if args.per_machine:
-            others = [(f"machines of {args.per_machine}", across)]
+            others = over_machines(group, hops, args.num_sms, args.precision)
+            bits = bits_of(all_to_all, x_TD, ids_TK, weights_TK)
         for name, transport in [("all-to-all", all_to_all), *others]:
+            if bits:
+                found = bits_of(transport, x_TD, ids_TK, weights_TK)
+                same = all(torch.equal(*pair) for pair in zip(found, bits, strict=True))
+                assert same, f"rank {dist.get_rank()}: {name} has other bits than the all-to-all"
             calls_ms = times(transport, x_TD, ids_TK, weights_TK, group)
             rate = len(CALLS) * remote_bytes / sum(calls_ms) * 1e3
             row: dict[str, Any] = {
@@ -138,12 +145,44 @@ def deepep_transports(
         yield f"DeepEP {num_sms} SMs, {mode}", compiled(deepep)
 
 
+def over_machines(
+    group: dist.ProcessGroup,
+    hops: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    every_num_sms: Sequence[int],
+    precision: Precision,
+) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
+    """Two hops, the second by a collective and by DeepEP on numbers of SMs."""
+    inside = hops[1].size()
+    yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
+    for num_sms in every_num_sms:
+        here = EXPERTS // hops[0].size()
+        near = DeepEP(here, hops[1], WIDTH, num_sms=num_sms, precision=precision)
+        deepep = DeepEPInside(near, EXPERTS, group, hops=hops, precision=precision)
+        yield f"{inside}, DeepEP {num_sms} SMs", compiled(deepep)
+
+
 def compiled(transport: ExpertParallelDispatcher) -> ExpertParallelDispatcher:
     """``transport`` with its torch operations fused."""
     for name in ("send", "combine"):
         call = torch.compile(getattr(transport, name), fullgraph=True, dynamic=True)
         setattr(transport, name, call)
     return transport
+
+
+def bits_of(
+    transport: ExpertParallelDispatcher,
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+) -> list[torch.Tensor]:
+    """What arrives, what comes back, and gradients of both, by slopes that are no constants."""
+    received = transport.send(x_TD, ids_TK, weights_TK)
+    is_here_SK = received.ids_SK >= 0
+    scale_S = torch.where(is_here_SK, received.weights_SK, 0).sum(1, keepdim=True)
+    y_SD = (received.x_SD * scale_S).bfloat16()
+    y_TD = transport.combine(y_SD, received.handle)
+    d_x_TD, d_weights_TK = torch.autograd.grad(y_TD, (x_TD, weights_TK), torch.tanh(y_TD))
+    return [received.x_SD, received.ids_SK, y_TD, d_x_TD, d_weights_TK]
 
 
 def times(

@@ -10,10 +10,12 @@ that each request has another's state to be copied out and its own copied in; ge
 memory after the first and the last switch. Every step waits for the device.
 
 With ``--tenants`` the lines are instead: one job with all rows of a micro-batch, and as many jobs
-that share it, with ``--rows`` each, which all wait at once. A step of these has an optim_step of
-each. A line below each says where its time goes: requests until they are on the disk; passes and
-updates, each with the time until all is queued for the device, and how long that computes (its
-kernels by the profiler, in one more step); answers until they are on the disk; all else of turns.
+that share it, with ``--rows`` each. Every client, in a thread of its own, submits the
+forward_backward and the optim_step of step n + 1 before it waits for the answers of step n, with
+one job as with several. A line below each says where the time of the thread that serves goes:
+passes and updates until all is queued for the device, which then computes (for how long says the
+profiler, in further steps); waiting for the device; answers until they are on the disk; all else of
+turns; no turn. Requests until they are on the disk are time of the clients, spent beside that.
 ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
 """
 
@@ -26,7 +28,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +64,34 @@ class Bench:
             sys.exit(f"{kind}: {answer['error']}")
         return answer["result"]
 
-    def by_tenants(self, jobs: list[str]) -> None:
-        """A step of all ``jobs``, among which the rows are dealt, and which wait together."""
-        for kind in ("forward_backward", "optim_step"):
-            self.requests(jobs, kind)
-
-    def requests(self, jobs: list[str], kind: str) -> None:
-        """A request of each of ``jobs``."""
+    def by_tenants(self, jobs: list[str], steps: int) -> None:
+        """Steps of all ``jobs``, among which the rows are dealt, and whose clients are ahead."""
         data, each = self.body["data"], len(self.body["data"]) // len(jobs)
-        asked: list[object] = [STEP] * len(jobs)
-        if kind == "forward_backward":
-            asked = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
-        started = time.perf_counter()
+        parts = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
         with ThreadPoolExecutor(len(jobs)) as clients:
-            kinds = [kind] * len(jobs)
-            numbers = [*clients.map(self.service.submit, jobs, kinds, asked)]
-        self.spent["requests"] += time.perf_counter() - started
-        started = time.perf_counter()
-        while self.service.turn():
-            pass
-        self.spent["turns"] += time.perf_counter() - started
-        for job, number in zip(jobs, numbers, strict=True):
-            if "error" in (answer := self.service.answer(job, number).result()):
-                sys.exit(f"{kind}: {answer['error']}")
+            asked = zip(jobs, parts, strict=True)
+            working = [clients.submit(self.client, *each, steps) for each in asked]
+            while not all(client.done() for client in working):
+                self.service.turn()
+                started = time.perf_counter()
+                self.service.wait(0.01)
+                self.spent["idle"] += time.perf_counter() - started
+            for client in working:
+                client.result()
+
+    def client(self, job: str, body: dict[str, Any], steps: int) -> None:
+        """Ask for ``steps`` steps of ``job``, of which two are under way at a time."""
+        asked: list[list[tuple[str, int]]] = []
+        for step in range(steps + 1):
+            if step < steps:
+                started = time.perf_counter()
+                kinds = [("forward_backward", body), ("optim_step", STEP)]
+                asked.append([(kind, self.service.submit(job, kind, x)) for kind, x in kinds])
+                self.spent["requests"] += time.perf_counter() - started
+            for kind, number in asked.pop(0) if step else ():
+                answer = self.service.answer(job, number).result()
+                if "error" in answer:
+                    sys.exit(f"{kind}: {answer['error']}")
 
     def measure(self) -> None:
         """Note in :attr:`spent`, from now on, the seconds of each part of a turn."""
@@ -102,32 +108,32 @@ class Bench:
 
             setattr(owner, method, call)
 
-        timed(self.session, "_pass", "pass")
-        timed(self.session.engine, "forward_backward", "pass, queued")
+        timed(self.session, "_pass", "passes")
         timed(self.session.engine, "update", "updates")
-        timed(self.session.engine, "step", "updates, queued")
+        timed(self.session, "probe", "device")
         timed(self.service, "_answer", "answers")
+        timed(self.service, "turn", "turns")
 
-    def device_ms(self, jobs: list[str], kind: str) -> str:
-        """How long the device computes for a request of each of ``jobs``."""
+    def device_ms(self, jobs: list[str], steps: int) -> str:
+        """How long the device computes for a step of all ``jobs``."""
         if not torch.cuda.is_available():
-            self.requests(jobs, kind)
             return "unknown"
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            self.requests(jobs, kind)
-        return f"{sum(row.self_device_time_total for row in found.key_averages()) / 1e3:.1f}"
+            self.by_tenants(jobs, steps)
+        total = sum(row.self_device_time_total for row in found.key_averages())
+        return f"{total / 1e3 / steps:.1f}"
 
-    def breakdown(self, jobs: list[str], steps: int) -> str:
-        """Where the time of one of the last ``steps`` steps went, in ms."""
-        ms = {part: f"{1e3 * took / steps:.1f}" for part, took in self.spent.items()}
-        rest = self.spent["turns"] - sum(self.spent[x] for x in ("pass", "updates", "answers"))
-        kinds = ("forward_backward", "optim_step")
-        device = [self.device_ms(jobs, kind) for kind in kinds]
+    def breakdown(self, jobs: list[str], steps: int, seconds: float) -> str:
+        """Where the time of one of the last ``steps`` steps, of ``seconds``, went, in ms."""
+        spent = dict(self.spent)
+        named = ("passes", "updates", "device", "answers")
+        spent["else"] = spent["turns"] - sum(spent[part] for part in named)
+        ms = {part: f"{1e3 * took / steps:.1f}" for part, took in spent.items()}
         return (
-            f"  ms a step: requests {ms['requests']}; "
-            f"pass {ms['pass']}, queued after {ms['pass, queued']}, device {device[0]}; "
-            f"updates {ms['updates']}, queued after {ms['updates, queued']}, device {device[1]}; "
-            f"answers {ms['answers']}; else {1e3 * rest / steps:.1f}"
+            f"  ms a step: {1e3 * seconds:.1f}, device {self.device_ms(jobs, steps)}; "
+            f"turns: passes queued {ms['passes']}, updates queued {ms['updates']}, "
+            f"device waited for {ms['device']}, answers {ms['answers']}, else {ms['else']}; "
+            f"no turn {ms['idle']}; requests of all clients {ms['requests']}"
         )
 
     def by_engine(self) -> None:
@@ -137,7 +143,7 @@ class Bench:
         batches = session._dealt([datum.sample(0) for datum in request.data]).batches
         loss = ClientLoss.of("cross_entropy", {})
         session.engine.forward_backward(batches, loss).total.item()  # waits, as a job does
-        session._optim_step(OptimStep.model_validate(STEP))
+        session._optim_step(OptimStep.model_validate(STEP))()
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""
@@ -147,12 +153,9 @@ class Bench:
             self.ask(job, "optim_step", STEP)
 
 
-def seconds_of(
-    work: Callable[[], object], times: int, begin: Callable[[], object] = lambda: None
-) -> float:
-    """Of one ``work()``, after one that does not count, and ``begin()``."""
+def seconds_of(work: Callable[[], object], times: int) -> float:
+    """Of one ``work()``, after one that does not count."""
     work()
-    begin()
     started = time.perf_counter()
     for _ in range(times):
         work()
@@ -205,13 +208,17 @@ def main() -> int:
             bench.measure()
             one = 0.0
             for who in (jobs[:1], jobs[1:]):
-                work = partial(bench.by_tenants, who)
-                rate = bench.tokens / seconds_of(work, args.steps, bench.spent.clear)
+                bench.by_tenants(who, 2)
+                bench.spent.clear()
+                started = time.perf_counter()
+                bench.by_tenants(who, args.steps)
+                seconds = (time.perf_counter() - started) / args.steps
+                rate = bench.tokens / seconds
                 one = one or rate
                 name = "one job" if len(who) == 1 else f"{len(who)} jobs"
                 each = f"{rows // len(who)} rows each"
                 print(f"{name}, {each}: {rate:,.0f} tokens/s, {rate / one:.1%}", flush=True)
-                print(bench.breakdown(who, args.steps), flush=True)
+                print(bench.breakdown(who, args.steps, seconds), flush=True)
             return 0
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)

@@ -44,6 +44,16 @@ LONG = {
 """Long tests, and in which order they run: no worker begins with the longest as the others end."""
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where all long tests and no others run, no worker imports files that have none."""
+    if config.option.markexpr != "long" or config.args != config.getini("testpaths"):
+        return None
+    is_named = any(name.startswith(f"{collection_path.name}::") for name in LONG)
+    if collection_path.suffix != ".py" or is_named:
+        return None
+    return True if "mark.long" not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config, items):
     names = {item.nodeid.removeprefix("tests/"): item for item in items}

@@ -44,7 +44,7 @@ from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel import apply
 from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.expert import deepep
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.mesh import ParallelDims, build_meshes
 from moetrain.train.trainer import Trainer
@@ -268,20 +268,49 @@ def check_agreement() -> None:
         assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
 
 
-def check_machines(choose, lines: list[str]) -> None:
-    """Of several machines the package makes no buffer: its kernels here are for one."""
+def check_one_rank_a_machine(choose, lines: list[str]) -> None:
+    """Where no other rank is on a machine the package makes no buffer."""
     dims = ParallelDims(2, dp_shard=2, ep=2, per_machine=1)
     hops = build_meshes(dims, "cpu").expert_hops
     buffers = fake_deep_ep.calls["buffer"]
-    chosen = choose(hops=hops)
-    assert type(chosen) is AllToAll
-    assert "its 2 expert parallel ranks are on 2 machines, not on one" in lines[-1]
-    for words in ("moe.dispatcher=deepep", "moe.dispatch_mode=static"):
-        with pytest.raises(
-            ConfigError, match=r"DeepEP cannot run: its 2 expert .* 2 machines, not"
-        ):
-            choose(words, hops=hops)
+    assert type(choose(hops=hops)) is AllToAll
+    reason = "a machine has 1 of parallel.ep's ranks, and it takes 2, 4 or 8"
+    assert reason in lines[-1]
+    with pytest.raises(ConfigError, match=f"DeepEP cannot run: {reason}"):
+        choose("moe.dispatcher=deepep", hops=hops)
     assert fake_deep_ep.calls["buffer"] == buffers
+
+
+def check_machines() -> None:
+    """Over machines of two, DeepEP joins the two."""
+    use_fake()
+    lines: list[str] = []
+    apply.logger.info = lambda text, *args: lines.append(text % args)
+    config = Config.load(None, ["parallel.ep=4", "moe.dispatcher=deepep", "moe.deepep_num_sms=28"])
+    dims = ParallelDims(4, dp_shard=4, ep=4, per_machine=2)
+    hops = build_meshes(dims, "cpu").expert_hops
+    group = dist.group.WORLD
+    choose = partial(_choose_dispatcher, config, ARCH, group, GPU, BF16)
+    chosen = choose(hops)
+    assert isinstance(chosen, DeepEPInside)
+    assert (chosen.num_sms, chosen.hops) == (28, [*hops])
+    assert "tokens reach other ranks of a machine by DeepEP on 28 SMs, exact sizes" in lines[-1]
+    names = [f"machine-{dist.get_rank() // 2}", f"machine-{dist.get_rank() % 2}"]
+    with patch("socket.gethostname", lambda: names[0]):
+        assert why_not(ARCH, group, GPU, BF16, inside=hops[1]) is None
+        assert "its 4 expert parallel ranks are on 2" in (why_not(ARCH, group, GPU, BF16) or "")
+    with (
+        patch("socket.gethostname", lambda: names[1]),
+        pytest.raises(
+            ConfigError, match=r"its 2 .* of a machine \(launch.gpus_per_machine\) are on 2"
+        ),
+    ):
+        choose(hops)
+    disconnect()
+
+
+def test_deepep_joins_the_ranks_of_a_machine():
+    spawn(4, check_machines)
 
 
 def check_choice() -> None:
@@ -314,7 +343,7 @@ def check_choice() -> None:
     cpu = torch.device("cpu")
     assert isinstance(choose(device=cpu), AllToAll)
     assert "all-to-all: it takes CUDA devices" in lines[-1]
-    check_machines(choose, lines)
+    check_one_rank_a_machine(choose, lines)
     for name, value in (("dispatcher", "deepep"), ("dispatch_mode", "static")):
         with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: it "):
             choose(f"moe.{name}={value}", device=cpu)

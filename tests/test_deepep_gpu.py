@@ -29,7 +29,9 @@ from transports import (
 
 from moetrain.kernels.ahead import prepare_compiler
 from moetrain.kernels.experts.deepep import _INSTALL, disconnect
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
+from moetrain.parallel.expert.dispatch import AllToAll
+from moetrain.parallel.mesh import ParallelDims, build_meshes
 
 BF16 = torch.bfloat16
 ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
@@ -143,6 +145,29 @@ def test_on_gpus(world, check):
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip(f"needs deep_ep: {_INSTALL}")
     spawn(world, check, device_type="cuda", timeout=500.0)
+
+
+def check_machines_on_gpus() -> None:
+    """Four GPUs as two machines of two, of which DeepEP joins the two: the bits of one hop."""
+    *_, experts = gpu_setup()
+    dims = ParallelDims(4, dp_shard=4, ep=4, per_machine=2)
+    hops, group = build_meshes(dims, "cuda").expert_hops, dist.group.WORLD
+    for how in ({}, {"precision": "fp8"}):
+        flat, plain = (AllToAll(LARGE.experts, group, hops=x, **how) for x in ((), hops))
+        inside = DeepEP(LARGE.experts // 2, hops[1], LARGE.width, **how)
+        near = DeepEPInside(inside, LARGE.experts, group, hops=hops, **how)
+        layer = run_narrow if how else run_layer
+        for ours, compiled in product((plain, near), (False, True)):
+            case = (type(ours).__name__, how)
+            check_steps(partial(layer, ours), compiled, partial(layer, flat), experts, 0.0, case)
+    disconnect()
+
+
+@pytest.mark.gpu
+def test_machines_on_gpus():
+    if importlib.util.find_spec("deep_ep") is None:
+        pytest.skip(f"needs deep_ep: {_INSTALL}")
+    spawn(4, check_machines_on_gpus, device_type="cuda", timeout=500.0)
 
 
 PACKED = ["model.hidden_size=256", "model.head_dim=32", "model.num_kv_heads=2", "model.num_heads=4"]

@@ -28,7 +28,7 @@ from toy_environments import YES_NO_MAYBE
 
 from moetrain.cli import checkpoint, generate, machines, plan, serve
 from moetrain.cli.main import main as named
-from moetrain.cli.train import _PROGRAMS, main
+from moetrain.cli.train import _JOBS, _RL, _TRAIN, main
 from moetrain.config import Config, Recipes
 from moetrain.models.families import PRESETS
 from moetrain.models.families.decoders import DenseDecoder
@@ -42,7 +42,7 @@ from moetrain.train.trainer import Trainer
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PROGRAMS = {f"moetrain.{name}": program for name, program in _PROGRAMS.items()}
+PROGRAMS = {f"moetrain.{program.name}": program for program in (_TRAIN, _RL, _JOBS)}
 OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of others, of which nothing but the extras that pip installs is checked."""
 
@@ -176,7 +176,7 @@ def check_module(module, words, world):
 def check_run(program, words, world):
     """A run's command is read and planned for; one that is for GPUs, on H200s."""
     if {"--help", "--version"} & {*words}:
-        assert main(words, program.name) == 0
+        assert main(words, program) == 0
         return
     settings = [word for word in words if word != "--dry_run"]
     is_source = bool(settings) and not settings[0].startswith("--")
@@ -191,7 +191,7 @@ def check_run(program, words, world):
             del settings[at : at + 2]
         settings += ["--launch.gpus", str(world), "--launch.gpu", "h200"]
     with redirect_stderr(io.StringIO()) as said:
-        code = main([*source, *settings, "--dry_run"], program.name)
+        code = main([*source, *settings, "--dry_run"], program)
     assert code == 0, said.getvalue()
     lines = said.getvalue().splitlines()  # the last may be of the host's memory
     assert not is_big or any(line.startswith("fits: ") for line in lines[-2:])
@@ -251,7 +251,7 @@ def check_request(words):
 
 def test_help_is_printed(capsys):
     for module, program in PROGRAMS.items():
-        assert main(["--help"], program.name) == 0
+        assert main(["--help"], program) == 0
         assert capsys.readouterr().out.startswith(f"usage: python -m {module} ")
 
 

@@ -256,7 +256,7 @@ def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
 
         ranks_TW = (ids_TK // (EXPERTS // world))[..., None] == torch.arange(world, device=device)
         copies_TW = ranks_TW.any(1)[part]
-        sent_W, received_W = (x[0] for x in got.handle[-2:])
+        sent_W, received_W = (x[:, 0] for x in got.handle[-2:])
         assert sent_W.tolist() == copies_TW.sum(0).tolist()
         assert received_W.tolist() == [int(x.sum()) for x in arriving.split(tokens)]
 

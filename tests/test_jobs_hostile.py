@@ -310,11 +310,11 @@ def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = service.session.serve, []
 
-        def end(number):
+        def end(number, waits):
             served.append(number)
             if number == 3:
                 service.end(name)
-            return again(number)
+            return again(number, waits)
 
         monkeypatch.setattr(service.session, "serve", end)
         assert service.turn()

@@ -161,11 +161,10 @@ CROSSING = [
     ),
     ("parallel.ep=3", 6, f"parallel.ep: 3 of 3 ranks {OF_TWO} a divisor or a multiple of 2"),
     (
-        "parallel.ep=4 moe.dispatcher=deepep",
+        "parallel.ep=4 moe.dispatch_mode=static",
         4,
-        "moe.dispatcher: 'deepep', but DeepEP cannot run: parallel.ep 4 is of 2 machines, and its",
+        f"moe.dispatch_mode: 'static' of 4 ranks {OF_TWO} exact",
     ),
-    ("parallel.ep=4 moe.dispatch_mode=static", 4, "moe.dispatch_mode: 'static', but DeepEP cannot"),
 ]
 
 

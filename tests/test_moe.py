@@ -21,7 +21,7 @@ from moetrain.models import moe
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import Dispatcher, MoE, RoutedExperts, Router, update_router_bias
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch
 
 ARCH = make_architecture(
@@ -317,14 +317,14 @@ def test_tokens_are_sent_again_where_they_were_sent():
     free = list(chosen)
     routes_BSLK = torch.stack([r.ids_TK.view(2, 12, -1) for r in chosen], 2)
     chosen.clear()
-    again_BSD, again = model.backbone(tokens_BS, routes_BSLK=routes_BSLK)
+    again_BSD, again = model.backbone(*Inputs(tokens_BS, routes_BSLK=routes_BSLK))
     torch.testing.assert_close(again_BSD, hidden_BSD)
     assert torch.equal(again.counts_LE, stats.counts_LE)
     # Elsewhere than the router would: by weights that follow its scores, and have gradients.
     moved_BSLK = (routes_BSLK + 1) % ARCH.num_experts
     moved_BSLK[1, 5:] = -1  # as the router chooses
     chosen.clear()
-    moved_BSD, stats = model.backbone(tokens_BS, routes_BSLK=moved_BSLK)
+    moved_BSD, stats = model.backbone(*Inputs(tokens_BS, routes_BSLK=moved_BSLK))
     moved_BSD.square().sum().backward()
     for layer, routed in enumerate(chosen):
         ids = routed.ids_TK.view(2, 12, -1)

@@ -250,8 +250,9 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
         with pytest.raises(OSError, match="No space"):
             service.turn()
         monkeypatch.undo()
-        assert service.session._held.keys() <= {names[0]}
-    assert {future.result(0)["error"] for future in futures} == {service.STOPPED}
+    told = [future.result(0) for future in futures]
+    assert told.pop(1)["error"] == service.STOPPED  # whose answer is not on the disk
+    assert all("result" in answer for answer in told)
     with Service(config_of(tmp_path, *words)) as service:
         serve_all(service, names, passes)
         assert {service.find(name).done for name in names} == {4, 5}

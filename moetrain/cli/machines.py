@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from jinja2 import StrictUndefined, Template
 
 from moetrain.cli.main import Parser, command
-from moetrain.cli.train import _PROGRAMS
+from moetrain.cli.train import _TRAIN
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS
 from moetrain.config.sources import recipe_names
@@ -97,7 +97,7 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
 
     in_container = given.way != "slurm"
     config = Config.load(given.recipe, words, once=True)
-    _PROGRAMS["train"].check(config)
+    _TRAIN.check(config)
     for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
         if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
             problem = "the job starts the ranks, and again by --restarts, to resume their work"

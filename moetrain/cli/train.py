@@ -70,41 +70,38 @@ _NO_DATA = (
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too: those of generation."""
 
-_PROGRAMS = {
-    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs.")),
-    "rl": _Program(
-        "rl",
-        "moetrain.rl.trainer:RlTrainer",
-        Recipes.RL,
-        foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
-        plan="moetrain.rl.setup:Setup.plan",
+_TRAIN = _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs."))
+_RL = _Program(
+    "rl",
+    "moetrain.rl.trainer:RlTrainer",
+    Recipes.RL,
+    foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
+    plan="moetrain.rl.setup:Setup.plan",
+)
+_JOBS = _Program(
+    "jobs",
+    "moetrain.jobs.run:JobRun",
+    Recipes.JOBS,
+    foreign=(
+        # Jobs bring data, steps and learning rates with them.
+        *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
+        *("optim.beta", "optim.eps", "optim.weight_decay", "optim.max_grad_norm"),
+        *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
+        *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
+        *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
+        *("train.patience", "launch.hang_seconds"),
+        *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
+        *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
     ),
-    "jobs": _Program(
-        "jobs",
-        "moetrain.jobs.run:JobRun",
-        Recipes.JOBS,
-        foreign=(
-            # Jobs bring data, steps and learning rates with them.
-            *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
-            *("optim.beta", "optim.eps", "optim.weight_decay", "optim.max_grad_norm"),
-            *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
-            *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
-            *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-            *("train.patience", "launch.hang_seconds"),
-            *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
-            *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
-        ),
-        plan="moetrain.jobs.run:JobRun.plan",
-    ),
-}
+    plan="moetrain.jobs.run:JobRun.plan",
+)
 
 
-def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit code.
+def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
+    """Run ``program`` by the words ``argv`` (default: the process's own); return its exit code.
 
     A process that a launcher started as one of several does not return from an error: it exits.
     """
-    program = _PROGRAMS[command]
     let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := {"--help", "-h", "--version"} & {*words}:
@@ -145,8 +142,8 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         gc.enable()
 
 
-run_rl = partial(main, command="rl")
-run_jobs = partial(main, command="jobs")
+run_rl = partial(main, program=_RL)
+run_jobs = partial(main, program=_JOBS)
 
 
 def _help(program: _Program) -> str:

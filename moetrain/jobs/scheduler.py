@@ -1,22 +1,27 @@
 """The service: which job is served next, what happens on an error, and what survives a crash.
 
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
-    while service.turn(): ...                                     one thread: a request at a time
+    while service.turn(): ...                                     one thread
 
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
-or all that wait at a sampler, which are generated together, or small ones of several jobs. A
-request is on the disk before its sender is told so, and its answer before the job's next one runs:
-after a crash the next process goes on from the newest checkpoint of each job and computes again
-what that has not seen. An error within a request, or a damaged file, costs its own job alone. A
-write that fails ends the service.
+or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
+is begun, when everything is queued for the device, and finished, when the answers are on the disk
+and clients are told. Passes and updates are begun before the turns before them are finished, so
+that the device computes meanwhile; all else is served when nothing is unfinished.
+
+A request is on the disk before its sender is told so, an answer before its client is, and before
+a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
+of each job and computes again what that has not seen. An error within a request, or a damaged file,
+costs its own job alone. A write that fails ends the service.
 """
 
+import math
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
@@ -25,9 +30,10 @@ from typing import Any
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import JOB_ID, Pass, Refused
+from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
+from moetrain.kernels.memory import LateNumbers
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
@@ -36,6 +42,16 @@ _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
+_PASSES = ("forward", "forward_backward")
+_Answers = Mapping[Job, list[dict[str, Any]]]
+"""To the next requests of each job, with callables for what waits for the device."""
+_UNFINISHED = 2
+"""Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
+_POLL_SECONDS = 5e-4
+"""Between looks whether the device has computed a turn, while nothing can be begun."""
+_PATIENCE = 0.03
+"""Seconds that a pass, on a device with nothing to do, waits for jobs that shared the one before:
+one without them takes as long, and they would need another."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
 
@@ -64,6 +80,10 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
+            self._company, self._until = set[Job](), math.inf
+            """Jobs of the last pass, and until when the next one waits for them."""
+            self._begun: list[tuple[LateNumbers, _Answers]] = []
+            """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
@@ -82,6 +102,8 @@ class Service(AbstractContextManager["Service"]):
         try:
             self.tell_stopped()
             self._remove()
+            self._settle()
+            self._forget(job for job in self.jobs.values() if job.begun != job.done)
             self.session.put_all_away()
         finally:
             self._stack.close()
@@ -108,7 +130,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
-        self.session.forget(job.id)
+        self._forget([job])
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
             job.error = error
@@ -221,11 +243,13 @@ class Service(AbstractContextManager["Service"]):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
         request = self.session.limits.parse(kind, body)
         text = request.model_dump_json()
-        is_small = isinstance(request, Pass) and request.fits(*self.session.engine.part)
-        how = {"most": self.config.jobs.max_queued, "is_small": is_small or kind == "optim_step"}
+        ahead = kind if isinstance(request, OptimStep) else ""
+        if isinstance(request, Pass):
+            ahead = kind if request.fits(*self.session.engine.part) else name
+        most = self.config.jobs.max_queued
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
-            taken = job.add(kind, text, number, **how)
+            taken = job.add(kind, text, number, most=most, ahead=ahead)
         with self._lock:
             self._lock.notify()
         return taken
@@ -272,27 +296,62 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Serve one request, or small ones of several jobs together; False: none waits.
+        """Begin what is next, a request or small ones of several jobs together, and finish turns
+        that the device has computed, or that are too many. False: there is nothing to do.
 
         RunFailed, OSError: device or disk failed.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
-            kinds = [job.small.get(job.done, job.id) for job in waiting]
-            alike = [job for job, kind in zip(waiting, kinds, strict=True) if kind == kinds[0]]
-            jobs = alike[: self.config.jobs.max_tenants]
+            has_more = bool(waiting or self._begun)
+            kind, jobs = self._next(waiting)
+            if has_more and not jobs and not (self._begun and self._begun[0][0].is_ready):
+                self._lock.wait(_POLL_SECONDS)
+            if kind in _PASSES:
+                self._company, self._until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-                job.small.pop(job.done, None)
+        session, is_ahead = self.session, True
+        for job in jobs:
+            is_ahead &= bool(job.ahead.pop(job.begun, "")) and session.is_resident(job.id)
+        if not is_ahead:
+            self._settle()
         if len(jobs) > 1:
-            engine, updates = self.session.engine, kinds[0] == "optim_step"
+            engine, updates = session.engine, kind == "optim_step"
             jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
-            self._answer(self._serve_together(jobs))
+            served = self._serve_together(jobs)
         else:
-            self._answer({job: self._serve(job) for job in jobs if self._bring(job)})
-        return bool(waiting)
+            served = {job: self._serve(job) for job in jobs if self._bring(job)}
+        if served:
+            for job, answers in served.items():
+                job.begun += len(answers)
+            self._begun.append((session.mark(), served))
+        self._settle(_UNFINISHED if is_ahead else 0)
+        if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
+            self._save_if_due(now)
+        return has_more
+
+    def _next(self, waiting: Sequence[Job]) -> tuple[str, list[Job]]:
+        """Choose who shares the next turn, and the word that their requests have in common.
+
+        Updates come first: then jobs that were a request apart are in one pass again. A pass waits
+        for jobs that shared the last one, while the device is at work and a little longer.
+        """
+        words = {job: job.ahead.get(job.begun, job.id) for job in waiting}
+        most = self.config.jobs.max_tenants
+        for word in sorted(dict.fromkeys(words.values()), key=lambda word: word != "optim_step"):
+            jobs = [job for job in waiting if words[job] == word][:most]
+            missed = {job for job in self._company if job.status == "open"} - words.keys()
+            if word in _PASSES and missed and len(jobs) < most:
+                if self._begun and not self._begun[-1][0].is_ready:
+                    continue
+                self._until = min(self._until, time.monotonic() + _PATIENCE)
+                if time.monotonic() < self._until:
+                    continue
+            return word, jobs
+        return "", []
 
     def _bring(self, job: Job) -> bool:
         """Let the session have ``job`` as its answers left it; False: it is not to be served."""
@@ -305,12 +364,11 @@ class Service(AbstractContextManager["Service"]):
                 number = self.session.now.seen
                 answer = job.answer_of(number)
                 if "result" in answer and answer["kind"] in _CHANGES:
-                    self.session.serve(number)
+                    self.session.serve(number, True)
                 else:
                     has_failed = "error" in answer and not answer["refused"]
                     self.session.pass_over(number, has_failed)
-            if not job.is_sampler:  # after a pass that jobs shared too
-                self._save_if_due(job)
+            self._save_if_due(job)  # of a client that always has a further request
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -319,10 +377,10 @@ class Service(AbstractContextManager["Service"]):
             return False
         return True
 
-    def _serve_together(self, jobs: list[Job]) -> dict[Job, list[dict[str, Any]]]:
+    def _serve_together(self, jobs: list[Job]) -> _Answers:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
-            results = self.session.serve_together({job.id: job.done for job in jobs})
+            results = self.session.serve_together({job.id: job.begun for job in jobs})
         except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
             if isinstance(error, RunFailed | OSError):
@@ -334,14 +392,14 @@ class Service(AbstractContextManager["Service"]):
 
     def _serve(self, job: Job) -> list[dict[str, Any]]:
         """Return answers to the next requests of ``job``; none: it was given up or set aside."""
-        number, session = job.done, self.session
+        number, session = job.begun, self.session
         session.is_given_up = partial(self._is_given_up, job)
         try:
             if job.is_sampler:
                 results = session.sample(number, job.accepted - number)
             else:
-                results = [session.serve(number)]
-                if (new := results[0].pop("sampler", None)) is not None:
+                results = [result := session.serve(number)]
+                if not callable(result) and (new := result.pop("sampler", None)) is not None:
                     try:
                         self.create(**new)
                     except Refused:  # nobody has its weights
@@ -362,50 +420,61 @@ class Service(AbstractContextManager["Service"]):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = {"error": _line_of(error), "refused": False}
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
-            session.forget(job.id)
+            self._forget([job])
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
         session.probe()
         return answers
 
     def _forget(self, jobs: Iterable[Job]) -> None:
-        """Forget states: a checkpoint at the end must not have seen what has no answer."""
+        """Forget states, once all that they have served is answered."""
         for job in jobs:
             self.session.forget(job.id)
+        self._settle()
 
-    def _answer(self, served: Mapping[Job, list[dict[str, Any]]]) -> None:
-        """Write the answers, of all jobs at the same time, and then give them to who waits."""
+    def _settle(self, most: int = 0) -> None:
+        """Finish turns in order: those that are computed, and others until ``most`` are left.
+
+        With none left states have seen nothing without an answer, and may be saved.
+        """
+        while self._begun and (len(self._begun) > most or self._begun[0][0].is_ready):
+            (mark, served), *later = self._begun
+            self._begun = []  # if this fails: states have seen what has no answer
+            self.session.probe(mark)
+            self._answer(served)
+            self._begun = later
+
+    def _answer(self, served: _Answers) -> None:
+        """Write the answers, of all jobs at once, and tell who waits for each when it is there."""
+        served = {
+            job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
+            for job, answers in served.items()
+        }
 
         def write(job: Job) -> None:
             for number, answer in enumerate(served[job], job.done):
                 job.answer(number, answer)
-
-        told = []
-        with self._lock:
-            firsts = [job.done for job in served]
-            try:
-                list(self._writers.map(write, served))
-            except OSError:
-                self._forget(served)
-                raise
-            for first, (job, answers) in zip(firsts, served.items(), strict=True):
-                told += [(job.waiting.pop(i, None), x) for i, x in enumerate(answers, first)]
-                if job.is_sampler:
+                with self._lock:
+                    future = job.waiting.pop(number, None)
+                if future is not None:
+                    future.set_result(answer)
+            if job.is_sampler:
+                with self._lock:
                     job.prune(job.done)
-        for job in served:
-            if not job.is_sampler:
-                self._save_if_due(job)
-        for future, answer in told:
-            if future is not None:
-                future.set_result(answer)
+
+        written = [self._writers.submit(write, job) for job in served]
+        wait(written)  # whatever fails: whose answer is on the disk, is told
+        for one in written:
+            one.result()
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes
         new, seconds = session.now.seen - session.now.saved, 60 * minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         # What was loaded need not be there any more when requests are served again.
-        has_loaded = new > 0 and job.known(job.done - 1)["kind"] == "load_weights"
+        has_loaded = new > 0 and job.known(job.begun - 1)["kind"] == "load_weights"
         is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
         if session.now.id == job.id and is_due and session.engine.is_between_steps:
+            self._settle()
             seen = session.save()
             job.saved_time = time.monotonic()
             with self._lock:
@@ -417,7 +486,7 @@ class Service(AbstractContextManager["Service"]):
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            is_idle = not self._removals and not self._remains
+            is_idle = not (self._removals or self._remains or self._begun)
             if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
@@ -425,6 +494,7 @@ class Service(AbstractContextManager["Service"]):
         while self._remains:
             self._remains.pop().clear()
         while self._removals:
+            self._settle()
             job, future = self._removals[0]
             self.session.forget(job.id)
             gone = job.folder.with_name(f"{_REMOVED}-{job.id}")

@@ -20,10 +20,9 @@ import math
 import re
 import shutil
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, partialmethod, wraps
+from functools import cache, partial, partialmethod, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +47,7 @@ from moetrain.jobs.api import (
 )
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
+from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
@@ -64,8 +64,7 @@ from moetrain.train.state import Snapshots
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
-"""Multiple that row lengths are rounded to where nothing is compiled for one length: the pads
-behind it are computed too."""
+"""Row lengths are multiples of it where nothing is compiled for one: pads are computed too."""
 _M = TypeVar("_M", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -100,8 +99,7 @@ class JobSession:
         """Build everything; ConfigError for settings that do not fit the model or the device."""
         start = Session(config, arch, sleep="never")
         self.world = start.world
-        self.config = start.config
-        config = self.config
+        config = self.config = start.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_given_up: Callable[[], bool] = lambda: False
         """Called on the main rank while text is generated: whether to cancel the request."""
@@ -171,6 +169,10 @@ class JobSession:
         return result  # pyright: ignore[reportReturnType]
 
     # ---- who sits here -------------------------------------------------------------------------
+
+    def is_resident(self, job: str) -> bool:
+        """Whether the state of ``job`` is on the device."""
+        return self.now.id == job or (job in self._held and self._held[job].place == "device")
 
     @_together
     def sit(self, job: str, seed: int, folder: str, source: str | None = None) -> None:
@@ -254,10 +256,14 @@ class JobSession:
         if (held := self._held.pop(job, None)) is not None:
             self.engine.drop(held)
 
-    def probe(self) -> None:
-        """Raise RunFailed if the device no longer works, as after an error in a kernel."""
+    def mark(self) -> LateNumbers:
+        """Return a number that the device computes behind all that it was given before."""
+        return LateNumbers(torch.ones(1, device=self.world.device).sum())
+
+    def probe(self, mark: LateNumbers | None = None) -> None:
+        """Wait for the device until it is at ``mark``; RunFailed: it has failed, as in a kernel."""
         try:
-            torch.ones(1, device=self.world.device).sum().item()
+            (mark or self.mark()).read()
         except RuntimeError as error:
             problem = f"the device has failed ({error}); nothing is lost: start the service again"
             raise RunFailed(problem) from None
@@ -287,8 +293,9 @@ class JobSession:
     # ---- requests ------------------------------------------------------------------------------
 
     @_together
-    def serve(self, number: int) -> dict[str, Any]:
-        """Serve request ``number`` of the current job, and return the result.
+    def serve(self, number: int, waits: bool = False) -> Any:
+        """Serve request ``number`` of the current job; return the result, or what waits for it,
+        unless this ``waits`` or there are several ranks.
 
         Raises:
             Refused: the job's state does not allow it, and is unchanged.
@@ -300,7 +307,7 @@ class JobSession:
         torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # dropout's
         result = getattr(self, f"_{entry['kind']}")(request)
         self.now.seen = number + 1
-        return result
+        return result() if callable(result) and (waits or self.world.size > 1) else result
 
     @_together
     def pass_over(self, number: int, forgets_step: bool) -> None:
@@ -311,9 +318,9 @@ class JobSession:
     def _unserved(self, request: Any) -> dict[str, Any]:
         raise Refused(request.problem)
 
-    def serve_together(self, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Serve a small request each, of one kind, of several jobs, which are resident: in one
-        pass, or all updates before the device is waited for."""
+    def serve_together(self, numbers: Mapping[str, int]) -> list[Callable[[], dict[str, Any]]]:
+        """Serve a small request each, of one kind, of several jobs, which are resident, in one
+        pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)
         jobs, kind, requests = [self._held[job] for job in numbers], "", list[Any]()
         for job, number in zip(jobs, numbers.values(), strict=True):
@@ -321,23 +328,25 @@ class JobSession:
             kind, job.seen = entry["kind"], number + 1
             requests.append(self.limits.parse(kind, entry["body"]))
         if kind == "optim_step":
-            return [{"metrics": found} for found in self.engine.update(jobs, requests)]
-        if self.config.compile.is_on:  # for one shape: further parts are empty
-            missing = self.config.jobs.max_tenants - len(jobs)
-            jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
-            requests += [requests[0].model_copy(update={"data": []})] * missing
-        with self.engine.together(jobs):
-            learns = kind == "forward_backward"
-            return self._pass(jobs, requests, learns)[: len(numbers)]
+            late = cache(self.engine.update(jobs, requests))
+        else:
+            if self.config.compile.is_on:  # for one shape: further parts are empty
+                missing = self.config.jobs.max_tenants - len(jobs)
+                jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
+                requests += [requests[0].model_copy(update={"data": []})] * missing
+            with self.engine.together(jobs):
+                late = cache(self._pass(jobs, requests, kind == "forward_backward"))
+        return [lambda i=i: late()[i] for i in range(len(numbers))]
 
-    def _forward(self, request: Pass, learns: bool = False) -> dict[str, Any]:
-        return self._pass([self.now], [request], learns)[0]
+    def _forward(self, request: Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
+        late = self._pass([self.now], [request], learns)
+        return lambda: late()[0]
 
     _forward_backward = partialmethod(_forward, learns=True)
 
     def _pass(
         self, jobs: Sequence[JobState], requests: Sequence[Pass], learns: bool
-    ) -> list[dict[str, Any]]:
+    ) -> Callable[[], list[dict[str, Any]]]:
         loss, *others = (ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
         loss = replace(loss, others=tuple(others))
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
@@ -347,28 +356,33 @@ class JobSession:
         run = engine.forward_backward if learns else engine.forward
         totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together
         if shows:  # the last ones: a pass may have been run again
-            scored = [x_BS.float().cpu() for x_BS in loss.seen[-len(dealt.batches) :]]
+            scored = [x_BS.float() for x_BS in loss.seen[-len(dealt.batches) :]]
         loss.seen.clear()
-        found = iter(dealt.by_sample(scored, lambda logprobs: logprobs[1:].tolist()))
-        results = []
-        for job, request, total in zip(jobs, requests, totals.terms.values(), strict=True):
+        for job, request in zip(jobs, requests, strict=True):
             job.tokens += learns * sum(len(datum.tokens) for datum in request.data)
-            outputs = [[*map(_finite, next(found))] for _ in request.data]
-            results.append({"logprobs": outputs, "loss": _finite(total.item())})
+        late = [*map(LateNumbers, [*scored, torch.stack([*totals.terms.values()])])]
+
+        def results() -> list[dict[str, Any]]:
+            *logprobs_BS, losses = (numbers.read() for numbers in late)
+            found = iter(dealt.by_sample(logprobs_BS, lambda x: [*map(_finite, x[1:].tolist())]))
+            rows = zip(requests, map(_finite, losses.tolist()), strict=True)
+            return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
+
         return results
 
-    def _optim_step(self, request: OptimStep) -> dict[str, Any]:
-        return {"metrics": self.engine.update([self.now], [request])[0]}
+    def _optim_step(self, request: OptimStep) -> Callable[[], dict[str, Any]]:
+        late = self.engine.update([self.now], [request])
+        return lambda: late()[0]
 
     def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
         length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
-        longest = max(len(sample.tokens) for sample in samples) - 1
+        most = max(len(sample.tokens) for sample in samples) - 1
         if parts > 1:
             rows, length = self.engine.part
-            longest = max(Counter(s.group for s in samples for _ in s.tokens[1:]).values())
+            most = max(sum(len(s.targets) for s in samples if s.group == i) for i in range(parts))
         if not self.config.compile.is_on:
-            length = min(length, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            length = min(length, -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
         return Dealt(self.engine, samples, range(len(samples)), length, rows, parts)
 

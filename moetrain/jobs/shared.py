@@ -6,11 +6,11 @@ on the device are copied to host memory, and back.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.api import OptimStep, Refused
+from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear
 from moetrain.models.lora import adaptable
@@ -146,11 +147,11 @@ class SharedEngine(Engine):
 
     def update(
         self, jobs: Sequence[JobState], requests: Sequence[OptimStep]
-    ) -> list[dict[str, float]]:
-        """Update each of ``jobs``, all of which are left, or the current one; return the metrics.
+    ) -> Callable[[], list[dict[str, Any]]]:
+        """Update each of ``jobs``, all of which are left, or the current one.
 
-        The device is waited for once, behind the last update. Raises Refused: a job has no
-        gradient.
+        Returns what waits for the device, once, counts the steps, and returns the results. Raises
+        Refused: a job has no gradient.
         """
         outcomes, optimizer = [], self.optimizer
         for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
@@ -166,11 +167,16 @@ class SharedEngine(Engine):
             outcomes += self.step(asked.learning_rate)
             if len(jobs) > 1:
                 self.leave(job)
-        metrics, found = [], iter(torch.stack([x.double() for x in outcomes]).tolist())
-        for job, norm, skipped in zip(jobs, found, found, strict=True):
-            job.steps += not skipped
-            metrics.append({"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)})
-        return [{name: x for name, x in row.items() if math.isfinite(x)} for row in metrics]
+        late = LateNumbers(torch.stack([x.double() for x in outcomes]))
+
+        def results() -> list[dict[str, Any]]:
+            metrics, found = [], iter(late.read().tolist())
+            for job, norm, skipped in zip(jobs, found, found, strict=True):
+                job.steps += not skipped
+                metrics.append({"grad_norm": norm, "skipped": skipped, "steps": float(job.steps)})
+            return [{"metrics": {k: x for k, x in m.items() if math.isfinite(x)}} for m in metrics]
+
+        return results
 
     @contextmanager
     def together(self, jobs: Sequence[JobState]) -> Iterator[None]:

@@ -181,10 +181,13 @@ class Job:
     """Requests that there are."""
     done: int = 0
     """Requests that have an answer."""
+    begun: int = 0
+    """Requests that were served, of which the latest need not have an answer yet."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
-    small: dict[int, str] = field(default_factory=dict)
-    """Kinds of the requests that may share a turn with other jobs'."""
+    ahead: dict[int, str] = field(default_factory=dict)
+    """Requests that may be begun before a turn before them is finished, each with a word that it
+    has in common with those that may share its turn."""
     adding: threading.Lock = field(default_factory=threading.Lock)
     """Who has it writes the next request, or moves the folder."""
     saved_time: float = field(default_factory=time.monotonic)
@@ -215,7 +218,7 @@ class Job:
     @property
     def has_work(self) -> bool:
         """Whether a request waits to be served."""
-        return self.status == "open" and self.done < self.accepted
+        return self.status == "open" and self.begun < self.accepted
 
     @property
     def has_begun(self) -> bool:
@@ -278,7 +281,7 @@ class Job:
             if (lost := next((n for n in range(start, end) if n not in known), None)) is not None:
                 raise DamagedJob(_file(kind, lost), "it is not there")
         self.accepted = accepted
-        self.done = done
+        self.done = self.begun = done
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
@@ -298,13 +301,11 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(
-        self, kind: str, body: str, number: int | None, *, most: int, is_small: bool = False
-    ) -> int:
+    def add(self, kind: str, body: str, number: int | None, *, most: int, ahead: str = "") -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
-        ``number``: what its client calls it, which is a sampler's key; None: the next. With
-        ``is_small`` its turn may be that of other jobs' too.
+        ``number``: what its client calls it, which is a sampler's key; None: the next. ``ahead``:
+        what :attr:`ahead` has of it.
 
         Raises Refused: another request has ``number``, or ones before it have not come; as many as
         ``most`` wait already.
@@ -326,8 +327,8 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
-        if is_small:
-            self.small[self.accepted] = kind
+        if ahead:
+            self.ahead[self.accepted] = ahead
         self.accepted += 1
         return self.accepted - 1
 

@@ -87,6 +87,11 @@ class LateNumbers:
         if self._copied is not None:
             self._copied.record()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`read` returns at once."""
+        return self._copied is None or self._copied.query()
+
     def read(self) -> torch.Tensor:
         """Return the numbers, on the host."""
         if self._copied is not None:

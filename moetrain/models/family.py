@@ -10,6 +10,7 @@ which a map names if the family's files hold it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,12 +97,12 @@ class _Operation(Protocol):
 
 
 WeightMap = tuple[_Operation, ...]
+_escaped = functools.cache(re.escape)  # of few templates, each asked for every parameter
 
 
 def match(template: str, name: str) -> dict[str, str] | None:
     """Return the fields of ``template`` ("layers.{layer}.mlp") in ``name``; None: no match."""
-    pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)")
-    found = re.fullmatch(pattern, name)
+    found = re.fullmatch(_escaped(template).replace(r"\{layer\}", r"(?P<layer>\d+)"), name)
     return None if found is None else found.groupdict()
 
 
@@ -170,8 +171,7 @@ class Family:
     def keys(self) -> dict[str, str]:
         """Every architecture field that a key of ``config.json`` holds, with that key."""
         usual = {ours: key for ours, key in _FIELDS.items() if key in self.defaults}
-        found = {**usual, **self.fields}
-        return {ours: key for ours, key in found.items() if ours not in self.fixed}
+        return {k: v for k, v in {**usual, **self.fields}.items() if k not in self.fixed}
 
     def pieces(
         self,

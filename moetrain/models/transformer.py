@@ -224,14 +224,14 @@ class Transformer(nn.Module):
         return logits.reshape(*tokens_BS.shape, -1)
 
     def backbone(
-        self, *given: Any, further: list[torch.Tensor] | None = None, **named: Any
+        self, *given: Any, further: list[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Run all stages; return hidden states [B, S, D] after the final norm, and statistics.
 
-        Arguments are those of :class:`Inputs`; to ``further``, unless it is None, the states of
-        blocks for further tokens are added. The routing statistics are None if no layer is MoE.
+        Arguments as in :class:`Inputs`; to ``further``, unless it is None, those of blocks for
+        further tokens are added. The routing statistics are None if no layer is MoE.
         """
-        inputs = Inputs(*given, **named)
+        inputs = Inputs(*given)
         rows = self.prepare(inputs)
         x_BSD, layer_stats = self.run(self.embed_tokens(inputs.tokens_BS), rows)
         hidden_BSD = self.head(x_BSD, rows)

@@ -29,7 +29,7 @@ from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.context import share_tokens
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
@@ -153,10 +153,11 @@ def _choose_dispatcher(
     machine.
     """
     moe, kernels = config.moe, config.kernels
+    inside, machines = (hops[1], hops[0].size()) if hops else (group, 1)
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        spare, machines = moe.redundant_experts, hops[0].size() if hops else 1
-        reason = why_not(arch, group, device, dtype, kernels.precision, spare, machines)
+        how: Any = kernels.precision, moe.redundant_experts, inside
+        reason = why_not(arch, group, device, dtype, *how)
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
@@ -177,14 +178,17 @@ def _choose_dispatcher(
             ranks=group.size(),
         )
     sizes: Any = {"num_sms": moe.deepep_num_sms, "static": static}
-    dispatcher = DeepEP(arch.num_experts, group, arch.sent_size, **sizes, **how)
+    near = DeepEP(arch.num_experts // machines, inside, arch.sent_size, **sizes, **how)
     logger.info(
-        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
-        dispatcher.num_sms,
+        "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        " of a machine" * (machines > 1),
+        near.num_sms,
         moe.dispatch_mode,
         kernels.precision,
     )
-    return dispatcher
+    if machines > 1:
+        return DeepEPInside(near, arch.num_experts, group, hops=hops, **how)
+    return near
 
 
 def set_dispatcher(

@@ -258,14 +258,15 @@ def _check_machines(config: Config, dims: ParallelDims) -> None:
         ("parallel.ep", ep * (ep % size > 0), f"a divisor or a multiple of {size}"),
         ("parallel.fsdp_transport", shards, "auto, or parallel.dp_replicate -1"),
         ("moe.redundant_experts", ep * (config.moe.redundant_experts > 0), "0"),
+        ("moe.dispatch_mode", ep * (config.moe.dispatch_mode == "static"), "exact"),
     ):
         if (machines := dims.machines(ranks or 1)) > 1:
             where = f"of {ranks} ranks on {machines} machines of {size}"
             problem = f"{attrgetter(name)(config)!r} {where} (launch.gpus_per_machine)"
             raise ConfigError(name, f"{problem} would leave a machine; use {remedy}")
-    if (machines := dims.machines(ep)) > 1:
-        where = f"parallel.ep {ep} is of {machines} machines, and its kernels here are for one"
-        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {where}"})
+    if dims.machines(ep) > 1 and size not in (2, 4, 8):
+        why = f"a machine has {size} of parallel.ep's ranks, and it takes 2, 4 or 8"
+        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {why}"})
 
 
 def claim_device(config: Config, gpu: int) -> torch.device:

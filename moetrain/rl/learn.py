@@ -261,12 +261,11 @@ class _Teacher:
         if not number:
             found = score(engine, own, temperature)
         else:
-            with torch.no_grad(), engine.work(), engine.exact_sizes():
-                shapes = [(*batch.targets_BS.shape, 2, number) for batch in batches]
-                found = engine.collect(own, finish, shapes)
+            shapes = [(*batch.targets_BS.shape, 2, number) for batch in batches]
+            found = engine.collect(own, finish, shapes)
         engine.fsdp.release()
         name = "teacher_BS2K" if number else "teacher_BS"
-        return [b._replace(**{name: x.cpu()}) for b, x in zip(batches, found, strict=True)]
+        return [b._replace(**{name: x}) for b, x in zip(batches, found, strict=True)]
 
 
 def _copied(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

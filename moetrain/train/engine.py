@@ -296,10 +296,11 @@ class Engine(ModelState):
                 backward(total)
             del total  # and its graph, before the next forward
 
+    @torch.no_grad()
     def collect(
         self, batches: Sequence[_B], finish: Finish[_B], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Return what ``finish`` returns for each of ``batches``, on every rank.
+        """Return what ``finish`` returns for each of ``batches``, on every rank, on the CPU.
 
         ``shapes``: those of the results, which are fp32.
         """
@@ -309,12 +310,11 @@ class Engine(ModelState):
             found.append(finish(hidden_BSD, routing, batch))
             return found[-1]
 
-        self._drive(batches, keep)
-        if self.pipeline is None:
-            return found
         last, broadcast = self.stages.plan.rank_of_stage[-1], self.stages.broadcast
-        mine = found or [None] * len(shapes)
-        return [broadcast(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
+        with self.work(), self.exact_sizes():
+            self._drive(batches, keep)
+            pairs = zip(found or [None] * len(shapes), shapes, strict=True)
+            return [broadcast(last, x, shape, torch.float32).cpu() for x, shape in pairs]
 
 
 @dataclass

@@ -12,7 +12,7 @@ Ranks that hold the same weights update them by the same sums, and so must have 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,8 @@ def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
                 if x.requires_grad:
                     x.register_hook(partial(note, (2, -block), f"the gradient of {what}"))
 
-    hooks = [m.register_forward_hook(partial(look, n)) for n, m in model.named_modules() if n]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(partial(look, name)).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -450,10 +450,9 @@ class RankSizes:
         return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
 
     def saved_bytes(self) -> float:
-        """Count bytes that a checkpoint has of this rank's parameters and moments."""
+        """Count bytes that a checkpoint has of this rank: parameters and moments, no gradients."""
         each = getattr(torch, self.config.optim.weight_dtype).itemsize
-        hosted = _HOSTED_BYTES - FP32  # no gradients
-        return each * self._updated + self.moment_bytes() + hosted * self._hosted
+        return each * self._updated + self.moment_bytes() + (_HOSTED_BYTES - FP32) * self._hosted
 
     def _gradients(self, updated: float) -> float:
         """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""

@@ -107,7 +107,6 @@ def _write(file: Path, identity: Any, arrays: Sequence[np.ndarray]) -> None:
         np.savez(opened, *arrays, identity=json.dumps(identity))
 
 
-@torch.no_grad()
 def score(
     engine: Engine, batches: Sequence[MicroBatch], temperature: float = 1.0
 ) -> list[torch.Tensor]:
@@ -122,9 +121,7 @@ def score(
         loss_T = token_losses(engine.model, hidden_BSD, batch, temperature).loss_T
         return -loss_T.view(batch.targets_BS.shape).float()
 
-    with engine.work(), engine.exact_sizes():
-        found = engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
-    return [logprob_BS.cpu() for logprob_BS in found]
+    return engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
 
 
 @torch.no_grad()

@@ -138,14 +138,11 @@ class RunFolder:
             remedy = f"choose another, or write less ({less})"
             _check_free("output_dir", self.path, *sizes, export, remedy)
         if self.memory is not None and self.memory.keeps:
-            every, there = checkpoint.memory_interval, _bytes_of_checkpoints(self.memory.root)
-            copies = 3 if steps is None else min(3, steps // every)  # two, and a new one
-            sizes = there, copies, saved * self.memory.share
-            remedy = (
-                "enlarge it (mount -o remount,size=, docker run --shm-size), use more machines, "
-            )
-            remedy += "or set checkpoint.replicas 1 or checkpoint.memory_interval 0"
-            _check_free("checkpoint.memory", Path(checkpoint.memory), *sizes, 0.0, remedy)
+            one, there = saved * self.memory.share, _bytes_of_checkpoints(self.memory.root)
+            copies = 3 if steps is None else min(3, steps // checkpoint.memory_interval)
+            remedy = "enlarge it (mount -o remount,size=), or set checkpoint.memory_interval 0"
+            where = "checkpoint.memory", Path(checkpoint.memory)
+            _check_free(*where, there, copies, one, 0.0, remedy)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -309,9 +306,8 @@ class RunFolder:
             newest = max(least - 1, step_of(here[0]) or 0 if here and here[0] else -1)
             fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
             fetched = world.broadcast(fetched)  # which waits as long as that takes
-            here = None if fetched else here
-            if fetched and before is not None:
-                before = max(before, int(fetched) + 1)
+            if fetched:
+                here, before = None, before and max(before, int(fetched) + 1)
         path = self.find(resume, before, least, here)
         if path is None and self.memory is not None and kept is not None:
             path = self.memory.fetch(kept)

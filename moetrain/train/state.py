@@ -256,9 +256,9 @@ class ModelState:
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        ranks: Any = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
-        writers = None if self.config.checkpoint.shared else 1
-        export = Export(whole, folder, **how, **ranks, writers=writers)
+        writers = world.size if self.config.checkpoint.shared else 1
+        ranks: Any = {"rank": world.rank, "ranks": writers, "wait": world.barrier}
+        export = Export(whole, folder, **how, **ranks)
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)

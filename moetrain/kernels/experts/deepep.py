@@ -34,6 +34,7 @@ import torch
 
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import worth_saving
+from moetrain.kernels.experts.permutation import transpose_blocks
 from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 
@@ -131,15 +132,18 @@ def _dispatch(
     send: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
-    worst_tokens: int,
-    worst_rows: int,
     precision: str,
+    worst_tokens: int | None,
+    worst_rows: int,
+    came_WM: torch.Tensor | None,
 ) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
     """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
 
     ``send`` has the tokens for each rank, the slots that chose each expert (both int32), and
-    whether a token goes to a rank. ``worst_tokens`` of 0 is the counted mode; else it is S and
-    ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is how R comes out of an op.
+    whether a token goes to a rank. ``worst_tokens`` of None is the counted mode; else it is S, of
+    which some may not be taken, and ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is
+    how R comes out of an op. With ``came_WM`` (integers on the host) the tokens of each rank are
+    those of M machines in turn, so many of each here, and arrive by machine, and then by rank.
     """
     tokens_W, slots_E, is_sent_TW = send
     with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
@@ -150,13 +154,19 @@ def _dispatch(
             num_tokens_per_rank=tokens_W,
             num_tokens_per_expert=slots_E,
             is_token_in_rank=is_sent_TW,
-            num_worst_tokens=worst_tokens,
+            # To the package 0 is the counted mode.
+            num_worst_tokens=0 if worst_tokens is None else max(1, worst_tokens),
             config=found.dispatch_config,
         )
-    rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
-    *handle, is_sent_TW, send_head_TW = handle
-    handle += is_sent_TW.clone(), send_head_TW  # none of the results may be an argument
-    return _widened(x_SD, x_TD.dtype, precision), ids_SK.int(), weights_SK, rows_R0, *handle
+    rows_R0 = x_TD.new_empty(sum(counts) if worst_tokens is None else worst_rows, 0)
+    *prefixes, source_S, is_sent_TW, send_head_TW = handle
+    # None of the results may be an argument.
+    handle = *prefixes, source_S[:worst_tokens], is_sent_TW.clone(), send_head_TW
+    x_SD = _widened(x_SD, x_TD.dtype, precision)
+    arrived = [x[:worst_tokens] for x in (x_SD, ids_SK.int(), weights_SK)]
+    if came_WM is not None:
+        arrived = [transpose_blocks(x, came_WM) for x in arrived]
+    return *arrived, rows_R0, *handle
 
 
 def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -179,11 +189,11 @@ def _widened(
 
 
 @_dispatch.register_fake
-def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, precision):
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, precision, worst_tokens, worst_rows, *_):
     (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
     integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
-    if not worst_tokens:
+    if worst_tokens is None:
         received, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
     return (
         x_TD.new_empty(received, width),
@@ -229,15 +239,18 @@ def _combine_backward(
     group: str,
     num_sms: int,
     precision: str,
+    came_WM: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Send tokens the way that a dispatch has sent others."""
     sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
-    return _widened(d_y_SD, d_y_TD.dtype, precision)
+    d_y_SD = _widened(d_y_SD, d_y_TD.dtype, precision)
+    return d_y_SD if came_WM is None else transpose_blocks(d_y_SD, came_WM)
 
 
 @_combine_backward.register_fake
-def _(d_y_TD, handle, group, num_sms, precision):
+def _(d_y_TD, handle, *_):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
@@ -263,7 +276,7 @@ def _differentiate_dispatch(
         d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
     gradients, handle = [d_x_SD.contiguous(), d_weights_SK.contiguous()], list(ctx.saved_tensors)
     d_x_TD, d_weights_TK = _combine(gradients, handle, ctx.group, ctx.num_sms, "bf16")
-    return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
+    return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 6
 
 
 def _save_combine(

@@ -407,3 +407,15 @@ def _sum_kernel(
             weight = tl.load(row_weights + row, row >= 0, other=0.0)
             tl.store(weights + token * SLOTS + k, weight)
     tl.store(x + token * width + column, total, column < width)
+
+
+def transpose_blocks(x_RD: torch.Tensor, sizes_GM: torch.Tensor) -> torch.Tensor:
+    """Put blocks of rows that lie by g, then by m, in the order of m, then g; x_RD if M is 1.
+
+    ``sizes_GM`` are the rows of each (integers on the host), which add up to R.
+    """
+    groups = sizes_GM.shape[1]
+    if groups == 1:
+        return x_RD
+    blocks = x_RD.split(sizes_GM.flatten().tolist())
+    return torch.cat([x for m in range(groups) for x in blocks[m::groups]])

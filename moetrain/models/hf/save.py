@@ -82,20 +82,17 @@ class Export:
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
         ranks: int = 1,
-        writers: int | None = None,
         wait: Callable[[], object] = lambda: None,
     ) -> None:
         """Plan the export; arguments as :func:`save_hf`.
 
         Args:
             model: names the parameters and the source; its values are not read.
-            rank, ranks: this process is one of so many that share the work.
-            writers: how many of them, the first, write files, in turns; None: all.
+            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on, if any.
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
         self.tokenizer, self.rank, self.ranks, self.wait = tokenizer, rank, ranks, wait
-        self._writers = writers or ranks
         source, buffers = model.source, dict(model.named_buffers())
         parameters = dict(model.named_parameters()) | buffers
         self._own = list[_Outgoing]()
@@ -218,7 +215,7 @@ class Export:
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(lambda: None)
             for number, (name, shard) in enumerate(shards.items()):
-                is_mine = number % self._writers == self.rank
+                is_mine = number % self.ranks == self.rank
                 values = self._collect(shard, coming, is_mine)
                 if is_mine:
                     writing.result()
@@ -244,11 +241,8 @@ class Export:
                 came, tensor = next(coming)
                 assert came == name  # both walk the same table
                 if is_mine and piece.is_whole:
-                    # In memory of its own where the stream will reuse the tensor's.
-                    is_shared = self.ranks > 1 or piece.is_copy
-                    is_borrowed = is_shared and tensor.dtype == dtype
-                    tensor = tensor.detach().contiguous().to(dtype)
-                    values[name] = tensor.to("cpu", copy=is_borrowed)
+                    # In memory of its own, since a stream may reuse the tensor's.
+                    values[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
                 elif is_mine:
                     piece.of(values[name]).copy_(tensor.detach())
         return values

@@ -11,10 +11,12 @@ padded, and tokens arrive in the same order. Two modes size what is received:
             uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
             rows may be too few; the dispatcher sees that on the device, where it counts the ids.
 
-The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`.
+The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`. Its kernels between
+machines need a compiler; there NCCL brings a token to each machine, and DeepEP to its ranks.
 
-Legend: W expert parallel ranks, E experts, T tokens here, K experts a token, S tokens received, R
-rows of the local experts, D width.
+Legend: W expert parallel ranks, of which G on each of M machines, E experts, T tokens here, K
+experts a token, A tokens that come to this machine by this rank, S tokens received, R rows of the
+local experts, D width.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
 from moetrain.parallel.processes import machine
 
 _ops: Any = torch.ops.moetrain
@@ -124,8 +126,9 @@ class DeepEP(ExpertParallelDispatcher):
                 f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
                 f"for {max_tokens} a rank"
             )
+        room = None if self.static is None else self.num_ranks * max_tokens
         given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
-        how = self.group_name, self.num_sms, self.num_ranks * max_tokens, rows, self.precision
+        how = self.group_name, self.num_sms, self.precision, room, rows, None
         sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
         x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
         is_static = self.static is not None
@@ -149,6 +152,54 @@ class DeepEP(ExpertParallelDispatcher):
         return y_TD
 
 
+class DeepEPInside(AllToAll):
+    """The all-to-all over machines, with ``near``, a machine's :class:`DeepEP`, for the hop inside.
+
+    DeepEP brings tokens by their places on the way, and those of one by their machines: in its op
+    they are put in the order of ranks. Gradients of sums take the same way by the same handle. Sums
+    go straight home, as without DeepEP, and so all bits are those of one hop. The host knows every
+    size from the exchange of counts, and does not wait again.
+    """
+
+    def __init__(
+        self, near: DeepEP, num_experts: int, group: dist.ProcessGroup, **how: Any
+    ) -> None:
+        super().__init__(num_experts, group, **how)
+        self._near, self.num_sms = near, near.num_sms
+
+    def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
+        sizes, handle, (_, came_GM) = self._plan(ids_TK // self.num_local_experts)
+        across, near = self.hops[0], self._near
+        given = [x.detach() for x in (x_TD, self._routing(ids_TK, weights_TK))]
+        how = sizes[2], False, across.group_name, 0, self.precision, self.backend
+        x_AD, routing_AC = _ops.exchange_rows(given, handle[6:], *how)
+        weights_AK, ids_AK = (x.contiguous() for x in routing_AC.chunk(2, dim=1))
+        ids_AK = self._local(ids_AK, across.rank(), near.num_experts)
+        how = near.group_name, self.num_sms, self.precision, *sizes[:2], came_GM
+        sent = x_AD, ids_AK, weights_AK, near._send_counts(ids_AK)
+        x_SD, ids_SK, weights_SK, _, *known = _ops.deepep_dispatch(*sent, *how)
+        handle += known
+        rows = x_TD, weights_TK.float(), x_SD, weights_SK
+        x_SD, weights_SK = _Arrived.apply(*rows, self._ways, *handle)
+        return Received(x_SD, ids_SK, weights_SK, sizes[1], tuple(handle))
+
+
+class _Arrived(torch.autograd.Function):
+    """What arrived by DeepEP, whose gradients go straight home."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD, weights_TK, x_SD, weights_SK, ways, *handle):
+        ctx.save_for_backward(*handle)
+        ctx.num_rows, ctx.ways = x_TD.shape[0], ways
+        return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
+
+    @staticmethod
+    def backward(ctx: Any, *d_arrived):
+        handle, d_rows = [*ctx.saved_tensors], [d.contiguous() for d in d_arrived]
+        d_x_TD, d_weights_TK = _ops.exchange_rows(d_rows, handle, ctx.num_rows, True, *ctx.ways)
+        return d_x_TD, d_weights_TK, *[None] * (3 + len(handle))
+
+
 def why_not(
     arch: Architecture,
     group: dist.ProcessGroup,
@@ -156,18 +207,23 @@ def why_not(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
-    machines: int = 1,
+    inside: dist.ProcessGroup | None = None,
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective.
 
-    ``machines`` are those that the settings speak of; there may be more hosts.
+    ``inside`` are the ranks of this one's machine, if the settings speak of several.
     """
-    mine = machine(), _why_not_here(arch, group.size(), device, dtype, precision, spare)
+    near, how = inside or group, (device, dtype)
+    machines = group.size() // near.size()
+    reason = _why_not_here(arch, near.size(), *how, precision, spare, machines)
+    mine = machine(), dist.get_process_group_ranks(near), reason
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    if (machines := max(machines, len({host for host, _ in ranks}))) > 1:
-        return f"its {group.size()} expert parallel ranks are on {machines} machines, not on one"
-    return next((reason for _, reason in ranks if reason), None)
+    hosts = (len({host for host, near, _ in ranks if near == each}) for _, each, _ in ranks)
+    if (most := max(hosts)) > 1:
+        of = "" if near.size() == group.size() else " of a machine (launch.gpus_per_machine)"
+        return f"its {near.size()} expert parallel ranks{of} are on {most} machines, not on one"
+    return next((reason for *_, reason in ranks if reason), None)
 
 
 def _why_not_here(
@@ -177,13 +233,15 @@ def _why_not_here(
     dtype: torch.dtype,
     precision: Precision = "bf16",
     spare: int = 0,
+    machines: int = 1,
 ) -> str | None:
-    """Say as much of :func:`why_not` as a rank knows by itself."""
-    local_experts, top_k = arch.num_experts // ranks + spare, arch.num_experts_per_token
-    width = arch.sent_size
+    """Say as much of :func:`why_not` as a rank knows by itself; ``ranks`` are of one machine."""
+    local_experts = arch.num_experts // (ranks * machines) + spare
+    top_k, width = arch.num_experts_per_token, arch.sent_size
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
-        return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
+        has = f"a machine has {ranks} of parallel.ep's ranks"
+        return f"{has if machines > 1 else f'parallel.ep is {ranks}'}, and it takes 2, 4 or 8"
     if device.type != "cuda":
         return f"it takes CUDA devices, and this run is on {device.type}"
     if dtype != torch.bfloat16:

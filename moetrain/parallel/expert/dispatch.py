@@ -39,7 +39,13 @@ from torch.distributed import all_to_all_single, distributed_c10d
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices, permute, unpermute
+from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
+    expert_indices,
+    permute,
+    transpose_blocks,
+    unpermute,
+)
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
@@ -147,8 +153,8 @@ class AllToAll(ExpertParallelDispatcher):
     known on the host at run time alone, rows past these stay unspecified, several tensors travel
     together in one order on all ranks, and a rank without tokens must still take part. The compiler
     sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
-    whatever the routing. The host waits for the device once a hop in a forward, for these numbers;
-    the backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
+    whatever the routing. The host waits for the device once in a forward, for these numbers; the
+    backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
     recomputation policy keeps the results of both ops.
 
     Over several machines tokens take two ``hops``: over the ranks in this one's place on every
@@ -175,52 +181,69 @@ class AllToAll(ExpertParallelDispatcher):
     ) -> None:
         super().__init__(num_experts, group, backend, **how)
         self.hops = [*hops] if all(hop.size() > 1 for hop in hops) else []
+        self.num_sms = 0  # no kernels of DeepEP
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
-        home, slots_W = self._route(rank_TK, self.num_ranks)
+        sizes, handle, hop = self._plan(rank_TK)
         if self.hops:
-            tokens_S0, rows_R0, handle = self._pass_on(rank_TK, home)
-        else:
-            counts_2W = torch.stack((home.counts_E, slots_W))
-            tokens_S0, rows_R0, *counts = _exchange_counts(counts_2W, self.group_name)
-            handle = [*home, *(x[0] for x in counts)]
-        # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
-        routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
-        x_SD, routing_SC = self._exchange([x_TD, routing_TC], handle, tokens_S0.shape[0], False)
-        weights_SK, ids_SK = routing_SC.split(ids_TK.shape[1], dim=1)
-        local_SK = ids_SK.int() - self.rank * self.num_local_experts
-        is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
-        local_SK = torch.where(is_here_SK, local_SK, -1)
-        return Received(x_SD, local_SK, weights_SK, rows_R0.shape[0], tuple(handle))
+            handle += [*self._route_inside(rank_TK, handle[6:], *sizes[2:]), *hop]
+        rows = [x_TD, self._routing(ids_TK, weights_TK)]
+        x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
+        weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
+        local_SK = self._local(ids_SK, self.rank, self.num_local_experts)
+        return Received(x_SD, local_SK, weights_SK, sizes[1], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         (y_TD,) = self._exchange([y_SD], ctx, ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True)
         return y_TD
 
-    def _pass_on(
-        self, rank_TK: torch.Tensor, home: ExpertIndices
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Prepare both hops by the ranks that tokens go to (-1: none); give S, R and the handle."""
-        (across, inside), ranks = self.hops, self.num_ranks
-        machine, machines, places = across.rank(), across.size(), inside.size()
-        once, _ = self._route(rank_TK // places, machines)
-        passed_GM = home.counts_E.view(machines, places).T
-        counts_CM = torch.cat((once.counts_E[None], passed_GM))
-        tokens_A0, rows_N0, sent_C1M, received_C1M = _exchange_counts(counts_CM, across.group_name)
-        first = [*once, sent_C1M[0], received_C1M[0]]
-        # Ranks are told with the machine that a token comes from, as one number.
-        from_TK = torch.where(rank_TK < 0, -1, rank_TK + machine * ranks)
-        how = tokens_A0.shape[0], False, across.group_name, "bf16", self.backend
-        (from_AK,) = _exchange_rows([from_TK], first, *how)
-        is_here_AK = (from_AK >= 0) & (from_AK % ranks // places == machine)
-        key_AK = torch.where(is_here_AK, from_AK // ranks * places + from_AK % places, -1)
-        route, slots_W = self._route(key_AK, ranks, rows_N0.shape[0])
-        counts_2W = torch.stack((route.counts_E, slots_W))
-        tokens_S0, rows_R0, *counts = _exchange_counts(counts_2W, inside.group_name)
-        sent_MG, received_MG = (x[0] for x in counts)
-        back = sent_C1M[1:, 0].T, received_MG
-        return tokens_S0, rows_R0, [*home, *back, *first, *route, sent_MG, received_MG]
+    @staticmethod
+    def _routing(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24."""
+        return torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
+
+    @staticmethod
+    def _local(ids_SK: torch.Tensor, part: int, size: int) -> torch.Tensor:
+        """Number the experts of a part of ``size`` from 0 on (int32); others are -1."""
+        local_SK = ids_SK.int() - part * size
+        return torch.where((local_SK >= 0) & (local_SK < size), local_SK, -1)
+
+    def _plan(self, rank_TK: torch.Tensor) -> tuple[list[int], list[torch.Tensor], Any]:
+        """Tell all ranks what goes to them, by the ranks that tokens choose (-1: none).
+
+        Returns the sizes (S, R, and with hops A and the rows that leave to be passed on), the
+        handle but for the hop inside, and what this rank sends and gets in that hop (int64 [G, M]).
+        """
+        home, slots_W = self._route(rank_TK, self.num_ranks)
+        counts, once = [home.counts_E[None], slots_W[None]], None
+        machines, places = [hop.size() for hop in self.hops] or (1, self.num_ranks)
+        place = self.rank % places
+        if self.hops:
+            once, _ = self._route(rank_TK // places, machines)
+            # Those in this one's place alone learn what comes to them, and whom to pass it on to.
+            hops_CM = torch.cat((once.counts_E[None], home.counts_E.view(machines, places).T))
+            is_place_G = torch.arange(places, device=rank_TK.device) == place
+            counts.append((hops_CM[:, :, None] * is_place_G).flatten(1))
+        *sizes, sent_CW, received_CW = _exchange_counts(torch.cat(counts), self.group_name)
+        tokens, rows, *others = (x.shape[0] for x in sizes)
+        handle = [*home, sent_CW[:1].T, received_CW[:1].T]
+        if once is None:
+            return [tokens, rows], handle, None
+        sent_CMG, received_CMG = (x.view(-1, machines, places) for x in (sent_CW, received_CW))
+        handle += [*once, sent_CMG[2, :, place, None], received_CMG[2, :, place, None]]
+        hop = received_CMG[3:, :, place], received_CMG[0].T
+        return [tokens, rows, others[0], sum(others[1:])], handle, hop
+
+    def _route_inside(
+        self, rank_TK: torch.Tensor, across: Sequence[torch.Tensor], tokens: int, rows: int
+    ) -> ExpertIndices:
+        """Sort ``tokens`` that arrive here by the places that they are passed on to."""
+        over, inside = self.hops
+        how = tokens, False, over.group_name, 0, "bf16", self.backend
+        (rank_AK,) = _exchange_rows([rank_TK], across, *how)
+        place_AK = self._local(rank_AK, over.rank(), inside.size())
+        return self._route(place_AK, inside.size(), rows)[0]
 
     def _route(
         self, place_TK: torch.Tensor, places: int, room: int | None = None
@@ -235,42 +258,39 @@ class AllToAll(ExpertParallelDispatcher):
         return expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
     def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
+        return _exchange_rows(rows, list(handle), *how, *self._ways)
+
+    @property
+    def _ways(self) -> tuple[str, int, str, str]:
         ways = " ".join((self.group_name, *(hop.group_name for hop in self.hops)))
-        return _exchange_rows(rows, list(handle), *how, ways, self.precision, self.backend)
+        return ways, self.num_sms, self.precision, self.backend
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
-def _exchange_counts(
-    counts_CP: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tell every rank the tokens for it, first, and below the rows that they become there.
+def _exchange_counts(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
+    """Tell every rank of ``group`` its C counts; the first is how many tokens come to it.
 
-    P are the ranks of ``group``, M times: once for each machine that tokens come from.
-
-    Returns two tensors that hold nothing and have S and R rows (a shape is how a number comes out
-    of an op as a size), and what is sent to and received from every rank (int64 [C, M, G] on the
-    host).
+    Returns what is sent to and received from every rank (int64 [C, W] on the host), behind C
+    tensors that hold nothing and have as many rows as were received in all: a shape is how a number
+    comes out of an op as a size.
     """
     ranks = _resolve_group(group)
-    sent_CMG = counts_CP.view(len(counts_CP), -1, ranks.size())
-    sent_GCM = sent_CMG.movedim(2, 0).contiguous()
-    received_GCM = torch.empty_like(sent_GCM)
-    with waiting(counts_CP.device):
-        all_to_all_single(received_GCM, sent_GCM, group=ranks)
+    sent_WC = counts_CW.T.contiguous()
+    received_WC = torch.empty_like(sent_WC)
+    with waiting(counts_CW.device):
+        all_to_all_single(received_WC, sent_WC, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
-    sent_CMG, received_CMG = torch.stack((sent_CMG, received_GCM.movedim(0, 2))).cpu().long()
-    tokens, rows = int(received_CMG[0].sum()), int(received_CMG[1:].sum())
-    tokens_S0, rows_R0 = counts_CP.new_empty(tokens, 0), counts_CP.new_empty(rows, 0)
-    return tokens_S0, rows_R0, sent_CMG.clone(), received_CMG.clone()
+    both_CW = torch.stack((sent_WC, received_WC)).transpose(1, 2).cpu().long()
+    sizes = (counts_CW.new_empty(size, 0) for size in both_CW[1].sum(1).tolist())
+    return [*sizes, *(x.clone(memory_format=torch.contiguous_format) for x in both_CW)]
 
 
 @_exchange_counts.register_fake
-def _(counts_CP, group):
-    ctx, ranks = torch.library.get_ctx(), _resolve_group(group).size()
-    sizes = (counts_CP.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
-    shape = (counts_CP.shape[0], counts_CP.shape[1] // ranks, ranks)
-    counts = (torch.empty(shape, dtype=torch.int64, device="cpu") for _ in range(2))
-    return *sizes, *counts
+def _(counts_CW, group):
+    ctx = torch.library.get_ctx()
+    sizes = (counts_CW.new_empty(ctx.new_dynamic_size(), 0) for _ in counts_CW)
+    counts = (torch.empty(counts_CW.shape, dtype=torch.int64, device="cpu") for _ in range(2))
+    return [*sizes, *counts]
 
 
 # One op for all that travels together: two ops that do not depend on each other could be ordered
@@ -282,36 +302,44 @@ def _exchange_rows(
     num_rows: int,
     is_back: bool,
     ways: str,
+    num_sms: int,
     precision: str,
     backend: str,
 ) -> list[torch.Tensor]:
     """Bring rows of tokens to the ranks of their experts, or back, added up for each token.
 
     ``ways`` are the group of all, which rows come back over, and those of hops, if there are any.
-    ``handle`` has for each the order of rows and the numbers sent and received. ``num_rows`` is how
-    many rows each result has. On the way there the first tensor's rows travel as ``precision``
-    quantises them. Each way is the other's backward.
+    ``handle`` has for each the order of rows and the numbers sent and received. With ``num_sms``
+    the last hop is DeepEP's, which knows the way by its own handle. ``num_rows`` is how many rows
+    each result has. On the way there the first tensor's rows travel as ``precision`` quantises
+    them. Each way is the other's backward.
     """
     kernels, recipe, first = cast("Backend", backend), RECIPES.get(precision), rows[0]
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
     if is_back:
         way, *route, sent, received = steps[0]
-        home, counts = ExpertIndices(*route), (received.reshape(1, -1), sent.reshape(1, -1))
-        rows = _travel(rows, *counts, way, home.row_slot_R.shape[0])
+        home = ExpertIndices(*route)
+        rows = _travel(rows, received, sent, way, home.row_slot_R.shape[0])
         return [unpermute(x, home, kernels) for x in rows]
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
+    near = steps.pop() if num_sms else None
     for way, *route, sent, received in steps[1:] or steps:
         leaving = [permute(x, None, ExpertIndices(*route), kernels)[0] for x in rows]
         rows = _travel(leaving, sent, received, way)
     rows = list(rows)
     if recipe is not None:
         rows[0] = _unpack(rows[0], first, recipe)
+    if near is not None:
+        way, *known = near
+        came_GM = handle[5].view(len(handle[11]), -1).T
+        again = torch.ops.moetrain.deepep_combine_backward
+        rows = [again(x, known, way, num_sms, precision, came_GM) for x in rows]
     return rows
 
 
 @_exchange_rows.register_fake
-def _(rows, handle, num_rows, is_back, ways, precision, backend):
+def _(rows, handle, num_rows, is_back, ways, num_sms, precision, backend):
     return [given.new_empty(num_rows, *given.shape[1:]) for given in rows]
 
 
@@ -324,7 +352,7 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
     handle, d_outputs = list(ctx.saved_tensors), [d.contiguous() for d in d_outputs]
     d_rows = _exchange_rows(d_outputs, handle, ctx.num_rows, not ctx.is_back, *ctx.how)
-    return d_rows, [None] * len(handle), *[None] * 5
+    return d_rows, [None] * len(handle), *[None] * 6
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
@@ -332,32 +360,28 @@ _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_ex
 
 def _travel(
     rows: Sequence[torch.Tensor],
-    sent_MG: torch.Tensor,
-    received_MG: torch.Tensor,
+    sent_GM: torch.Tensor,
+    received_GM: torch.Tensor,
     group: str,
     room: int = 0,
 ) -> list[torch.Tensor]:
-    """Send the first rows of each tensor to rank 0, the next to rank 1, ...; so M times.
+    """Send the first rows of each tensor to rank 0, the next to rank 1, ...
 
-    What comes of each time follows the former's. Results have ``room`` or more rows, which are
-    unspecified past those received.
+    What comes from a rank are rows of M machines in turn: they are sorted by machine, then by rank.
+    With one machine results have ``room`` or more rows, which are unspecified past those received.
     """
-    sent, received = sent_MG.tolist(), received_MG.tolist()
-    sizes = [[sum(each) for each in counts] for counts in (received, sent)]
-    arriving, leaving = (sum(each) for each in sizes)
+    sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
+    arriving, leaving, how = sum(received), sum(sent), {"group": _resolve_group(group)}
     outputs = [given.new_empty(max(arriving, room), *given.shape[1:]) for given in rows]
     pairs = [(x[:arriving], y[:leaving]) for x, y in zip(outputs, rows, strict=True)]
     with annotate("exchange_rows", *(given for _, given in pairs)):
-        works: list[Any] = []
-        for pair in pairs:
-            blocks = (x.split(each) for x, each in zip(pair, sizes, strict=True))
-            for each in zip(*blocks, received, sent, strict=True):
-                how: Any = {"group": _resolve_group(group), "async_op": True}
-                works.append(all_to_all_single(*each, **how))
+        works: list[Any] = [
+            all_to_all_single(*pair, received, sent, async_op=True, **how) for pair in pairs
+        ]
         with waiting(rows[0].device):
             for work in works:
                 work.wait()
-    return outputs
+    return [transpose_blocks(x, received_GM) for x in outputs]
 
 
 def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -1,0 +1,175 @@
+"""DeepEP inside of machines, over a fake of its package: the bits of one hop by a collective.
+
+tests/test_deepep_gpu.py has the package itself.
+"""
+
+import random
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import fake_deep_ep
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from test_across_machines import (
+    ALL_ON_ONE,
+    NONE,
+    SMALL,
+    UNEVEN,
+    WIDE,
+    be_strict,
+    check_order,
+    equal,
+    hops_of,
+    random_batch,
+    run_two,
+)
+from test_expert_parallel import CountExchanges
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transports import (
+    ROUTINGS,
+    Size,
+    make_batch,
+    make_experts,
+    plainly,
+    recomputed,
+    run_layer,
+    run_narrow,
+    run_step,
+)
+
+from moetrain.kernels.backend import saved_ops
+from moetrain.kernels.experts.deepep import disconnect
+from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside
+from moetrain.parallel.expert.dispatch import AllToAll
+
+
+def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:
+    """One all-to-all over all ranks, and two hops, of which DeepEP makes the second."""
+    sys.modules["deep_ep"] = fake_deep_ep
+    world, hops = dist.group.WORLD, hops_of(per_machine)
+    flat = AllToAll(size.experts, world, **how)
+    here = size.experts // hops[0].size()
+    near = DeepEP(here, hops[1], size.width, num_sms=6, **how)
+    return flat, DeepEPInside(near, size.experts, world, hops=hops, **how)
+
+
+def calls_of(run, *inputs) -> Counter[str]:
+    fake_deep_ep.calls.clear()
+    run_step(run, *inputs)
+    return Counter(fake_deep_ep.calls)
+
+
+def check_bits(per_machine: int) -> None:
+    be_strict()
+    flat, near = both(SMALL, per_machine)
+    cases = [(tokens, r) for tokens in (UNEVEN, ALL_ON_ONE, NONE) for r in ROUTINGS]
+    for seed, (tokens, routing) in enumerate(cases):
+        dtype = torch.bfloat16 if seed % 2 else torch.float32
+        batch = make_batch(SMALL, tokens[dist.get_rank()], routing, seed, dtype=dtype)
+        experts = make_experts(SMALL, dtype=dtype)
+        want = run_step(partial(run_layer, flat), batch, experts)
+        case = f"machines of {per_machine}, {tokens}, {routing}"
+        equal(run_step(partial(run_layer, near), batch, experts), want, case)
+        check_order(near, batch, case)
+    # No sum is DeepEP's, and the host waits for none of its kernels.
+    called = calls_of(partial(run_layer, near), batch, experts)
+    assert called == {"dispatch": 1, "cached dispatch": 1}
+
+
+def check_random(seeds: int) -> None:
+    """Random sizes, tokens and routings: bit for bit, with two calls in flight."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    be_strict()
+    for seed in range(seeds):
+        alike, own = random.Random(seed), random.Random(seed * 100 + rank)
+        num_experts = world * alike.choice([1, 2, 5])
+        size = Size(num_experts, alike.randint(1, min(num_experts, 9)), alike.choice([8, 24]), 8)
+        dtype = alike.choice([torch.float32, torch.bfloat16])
+        experts = make_experts(size, dtype=dtype)
+        pair = [random_batch(size, own, alike, seed * 2 + i, dtype) for i in range(2)]
+        flat, near = both(size, 2)
+        want = [run_step(partial(run_layer, flat), batch, experts) for batch in pair]
+        for got, one in zip(run_two(near, pair, experts), want, strict=True):
+            equal(got, one, (seed, size))
+    disconnect()
+
+
+def check_kernels() -> None:
+    """Kernels in Triton's interpreter, and rows that travel in e4m3."""
+    be_strict()
+    few = (0, 7, 1, 3)[dist.get_rank()]
+    layer = partial(run_layer, backend="triton")
+    for size, tokens, way, how in (
+        (SMALL, few, layer, {"backend": "triton"}),
+        (WIDE, UNEVEN[dist.get_rank()], run_narrow, {"precision": "fp8"}),
+    ):
+        flat, near = both(size, 2, **how)
+        for seed, routing in enumerate(ROUTINGS):
+            batch = make_batch(size, tokens, routing, seed, dtype=torch.bfloat16)
+            experts = make_experts(size, dtype=torch.bfloat16)
+            want, got = (run_step(partial(way, x), batch, experts) for x in (flat, near))
+            equal(got, want, (how, routing))
+
+
+def check_everything() -> None:
+    check_bits(2)
+    check_kernels()
+    check_random(20)
+
+
+def test_bits_are_those_of_one_hop():
+    spawn(4, check_everything, timeout=180.0)
+
+
+@pytest.mark.parametrize("per_machine", [2, 4])
+def test_bits_over_eight_ranks(per_machine):
+    spawn(8, check_bits, per_machine, timeout=180.0)
+
+
+def keeping(layer, *inputs):
+    """Recomputed, but for what selective recomputation keeps of a dispatch."""
+    kept = saved_ops(["dispatch"])
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = isinstance(op, torch._ops.OpOverload) and op.name() in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def check_compiled() -> None:
+    """One graph for every routing; a token is sent again only if nothing that arrived is kept."""
+    flat, near = both(SMALL, 2)
+    experts = make_experts(SMALL)
+    for how in (plainly, keeping, recomputed):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        layer = partial(how, partial(run_layer, near))
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for seed, routing in enumerate(("natural", "one-hot", "empty")):
+            batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
+            want = run_step(partial(run_layer, flat), batch, experts)
+            for run in (layer, compiled):
+                # Nothing is compiled where calls are counted.
+                with CountExchanges() if run is layer else nullcontext() as counted:
+                    fake_deep_ep.calls.clear()
+                    equal(run_step(run, batch, experts), want, (how.__name__, routing))
+                calls = {"dispatch": 1 + (how is recomputed), "cached dispatch": 1}
+                assert fake_deep_ep.calls == calls, how.__name__
+                if counted is not None and how is not recomputed:
+                    assert counted.calls == {"exchange_counts": 1, "exchange_rows": 4}
+        assert counter.frame_count == 1, f"{how.__name__} was compiled again"
+
+
+def test_a_layer_is_one_graph():
+    spawn(4, check_compiled, timeout=300.0)
