@@ -33,9 +33,9 @@ class Slow:
             self.log.append("begun")
             return serve(number, *more)
 
-        def count_together(numbers):
+        def count_together(*asked):
             self.log.append("begun")
-            return together(numbers)
+            return together(*asked)
 
         session.serve, session.serve_together = count, count_together
 

@@ -243,9 +243,10 @@ class Service(AbstractContextManager["Service"]):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
         request = self.session.limits.parse(kind, body)
         text = request.model_dump_json()
-        ahead = kind if isinstance(request, OptimStep) else ""
-        if isinstance(request, Pass):
-            ahead = kind if request.fits(*self.session.engine.part) else name
+        ahead = None
+        if isinstance(request, Pass | OptimStep):
+            is_small = isinstance(request, OptimStep) or request.fits(*self.session.engine.part)
+            ahead = kind if is_small else name, request
         most = self.config.jobs.max_queued
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
@@ -312,16 +313,16 @@ class Service(AbstractContextManager["Service"]):
                 self._company, self._until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-        session, is_ahead = self.session, True
-        for job in jobs:
-            is_ahead &= bool(job.ahead.pop(job.begun, "")) and session.is_resident(job.id)
+        session = self.session
+        asked = {job: job.ahead.pop(job.begun, None) for job in jobs}
+        is_ahead = all(x is not None and session.is_resident(job.id) for job, x in asked.items())
         if not is_ahead:
             self._settle()
         if len(jobs) > 1:
             engine, updates = session.engine, kind == "optim_step"
             jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
-            served = self._serve_together(jobs)
+            served = self._serve_together(kind, {job: asked[job] for job in jobs})
         else:
             served = {job: self._serve(job) for job in jobs if self._bring(job)}
         if served:
@@ -339,7 +340,7 @@ class Service(AbstractContextManager["Service"]):
         Updates come first: then jobs that were a request apart are in one pass again. A pass waits
         for jobs that shared the last one, while the device is at work and a little longer.
         """
-        words = {job: job.ahead.get(job.begun, job.id) for job in waiting}
+        words = {job: job.ahead.get(job.begun, (job.id, None))[0] for job in waiting}
         most = self.config.jobs.max_tenants
         for word in sorted(dict.fromkeys(words.values()), key=lambda word: word != "optim_step"):
             jobs = [job for job in waiting if words[job] == word][:most]
@@ -377,10 +378,11 @@ class Service(AbstractContextManager["Service"]):
             return False
         return True
 
-    def _serve_together(self, jobs: list[Job]) -> _Answers:
+    def _serve_together(self, kind: str, jobs: Mapping[Job, Any]) -> _Answers:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
-            results = self.session.serve_together({job.id: job.begun for job in jobs})
+            asked = {job.id: (job.begun, request) for job, (_, request) in jobs.items()}
+            results = self.session.serve_together(kind, asked)
         except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
             if isinstance(error, RunFailed | OSError):
