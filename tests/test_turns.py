@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_jobs import config_of, file_of, new, rate, text_of, texts
-from test_tenants import WORDS, body_of, program, run, serve_all
+from test_tenants import WORDS, Passes, body_of, program, run, serve_all
 
 from moetrain.checkpoint.read import list_checkpoints, step_of
+from moetrain.jobs import scheduler
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.store import Job
 
@@ -32,9 +33,9 @@ class Slow:
             self.log.append("begun")
             return serve(number, *more)
 
-        def count_together(numbers):
+        def count_together(*asked):
             self.log.append("begun")
-            return together(numbers)
+            return together(*asked)
 
         session.serve, session.serve_together = count, count_together
 
@@ -123,6 +124,33 @@ def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_a
         assert {service.find(name).begun for name in names} == {3, 4}
 
 
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
+    tmp_path, patience, monkeypatch
+):
+    monkeypatch.setattr(scheduler, "_PATIENCE", patience)
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        names, passes = [new(service, seed) for seed in range(3)], Passes(service)
+        answers_of(service, [(name, LEARN) for name in names])
+        first = submit_all(service, [(name, LEARN) for name in names[:2]])
+        for _ in range(4):
+            assert service.turn() or first[1].done()
+        last = submit_all(service, [(names[2], LEARN)])
+        serve(service)
+        assert all("result" in future.result(0) for future in first + last)
+        assert passes.tenants == ([3, 3] if patience else [3, 2, 1])
+
+
+def test_updates_go_first_so_that_jobs_a_request_apart_share_a_pass_again(tmp_path):
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        names, passes = [new(service, seed) for seed in range(2)], Passes(service)
+        answers_of(service, [(names[0], LEARN)])
+        submit_all(service, [(names[1], LEARN), (names[0], STEP), (names[0], LEARN)])
+        serve(service)
+        assert passes.tenants == [1, 2]
+        assert [service.find(name).done for name in names] == [3, 1]
+
+
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
     with Service(config_of(tmp_path, *RESIDENT)) as service:
         name = new(service)
@@ -133,6 +161,7 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
             turns = 0
             while not future.done():
                 assert service.turn()
+                service.wait(0 if future.done() else 100)  # which does not take so long
                 turns += 1
             assert 2 < turns < 9
             assert "result" in future.result(0)
@@ -181,10 +210,10 @@ def alone(tmp_path_factory):
         (TENANTS, None),
         (TENANTS, 4),
         (RESIDENT, None),
-        (RESIDENT, 9),
         ([*RESIDENT, "jobs.save_interval=1"], 9),
-        ([*WORDS, "jobs.max_resident=2"], None),
+        ([*WORDS, "jobs.max_loaded=1", SELDOM], 11),
     ],
+    ids=["together", "together-killed", "resident", "saved-killed", "put away-killed"],
 )
 def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
     tmp_path, alone, words, lives
@@ -279,6 +308,7 @@ def test_a_disk_that_is_full_leaves_no_checkpoint_of_what_has_no_answer(
         kept = list_checkpoints(tmp_path / "all/jobs" / name / "checkpoints")
         assert all((step_of(x) or 0) <= len(answers) for x in kept)
         assert future.done()
+    assert told[1].result(0)["error"] == service.STOPPED
     with Service(config_of(tmp_path / "all", *words)) as service:
         serve(service)
         found = [service.answer(x, i + 2).result(0) for i in range(4) for x in names]
