@@ -29,16 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moetrain.checkpoint.read import (
-    MANIFEST,
-    Contents,
-    DamagedCheckpoint,
-    checkpoint_name,
-    crc_of,
-    list_checkpoints,
-    open_checkpoint,
-    step_of,
-)
+from moetrain.checkpoint import read
 from moetrain.config import CheckpointSection, logger
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import RunFailed
@@ -112,11 +103,11 @@ class Folders:
             before: checkpoints of this step and later ones are known to be damaged.
             only: the name of the one that is asked for, if one is.
         """
-        mine = self.root.glob(only) if only else list_checkpoints(self.root)
+        mine = self.root.glob(only) if only else read.list_checkpoints(self.root)
         found = self.gather([path.name for path in mine] if self.keeps else [])
         paths, problems = {self.root / name for names in found for name in names}, []
-        for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
-            if before is not None and (step_of(path) or 0) >= before:
+        for path in sorted(paths, key=lambda path: read.step_of(path) or 0, reverse=True):
+            if before is not None and (read.step_of(path) or 0) >= before:
                 problems.append(f"{path.name}, as said before")
                 continue
             problem = self._find(self.gather(self._held(path)))
@@ -131,12 +122,12 @@ class Folders:
             return _Held()
         try:
             is_whole = len(self._machines) == 1
-            files = open_checkpoint(path, is_whole=is_whole).contents.files
-        except DamagedCheckpoint as error:
+            files = read.open_checkpoint(path, is_whole=is_whole).contents.files
+        except read.DamagedCheckpoint as error:
             return _Held(problem=error.problem)
-        data = (path / MANIFEST).read_bytes()
-        sizes = {name: known.size for name, known in files.items()} | {MANIFEST: len(data)}
-        return _Held(crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
+        data = (path / read.MANIFEST).read_bytes()
+        sizes = {name: known.size for name, known in files.items()} | {read.MANIFEST: len(data)}
+        return _Held(read.crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
 
     def _find(self, parts: Sequence[_Held]) -> str:
         """Note which files machines lack; return why they do not have all of them together."""
@@ -169,7 +160,7 @@ class Folders:
 
     # ---- files between machines ----------------------------------------------------------------
 
-    def copies(self, contents: Contents) -> list[_Move]:
+    def copies(self, contents: read.Contents) -> list[_Move]:
         """List the moves after which ``checkpoint.replicas`` machines have each file of ranks."""
         moves, count = [], len(self._machines)
         for name, known in contents.files.items():
@@ -222,12 +213,12 @@ class Memory(Folders):
                 logger.warning("memory of another run is passed over: %s", other)
                 shutil.rmtree(other)
         for path in self.root.iterdir() if self.root.is_dir() else ():
-            is_later = since is not None and (step_of(path) or 0) > since
+            is_later = since is not None and (read.step_of(path) or 0) > since
             if is_later or path.name.startswith("."):  # a killed process left it
                 shutil.rmtree(path)
 
     def remove(self, step: int | None = None) -> None:
         """Remove what this machine has of the run, or of one step."""
         if self.keeps:
-            gone = self._base if step is None else self.root / checkpoint_name(step)
+            gone = self._base if step is None else self.root / read.checkpoint_name(step)
             shutil.rmtree(gone, ignore_errors=True)

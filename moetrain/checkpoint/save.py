@@ -29,24 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
-from moetrain.checkpoint.read import (
-    CHUNK,
-    DTYPE_NAMES,
-    FORMAT,
-    MANIFEST,
-    STATE,
-    Contents,
-    FilePiece,
-    FileSum,
-    ManifestEntry,
-    checkpoint_name,
-    crc_of,
-    list_checkpoints,
-    open_checkpoint,
-    sealed,
-    step_of,
-)
 from moetrain.checkpoint.store import Store
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
@@ -89,17 +73,17 @@ class SavePlan:
 
     @property
     def path(self) -> Path:
-        return self.root / checkpoint_name(self.step, failed=self.failed)
+        return self.root / read.checkpoint_name(self.step, failed=self.failed)
 
     def outdated(self) -> list[Path]:
         """List the checkpoints to remove once this one is complete."""
         if isinstance(self.folders, Memory):  # one is complete while the next is written
-            return list_checkpoints(self.root)[:-2]
+            return read.list_checkpoints(self.root)[:-2]
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
         is_whole = self.folders is None
-        paths = [p for p in list_checkpoints(self.root) if _is_intact(p, is_whole)]
-        intact = {step_of(path) or 0: path for path in paths}
+        paths = [p for p in read.list_checkpoints(self.root) if _is_intact(p, is_whole)]
+        intact = {read.step_of(path) or 0: path for path in paths}
         return [intact[step] for step in intact.keys() - self.kept([*intact])]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
@@ -110,7 +94,7 @@ class SavePlan:
 
 def _is_intact(folder: Path, is_whole: bool) -> bool:
     try:
-        open_checkpoint(folder, is_whole=is_whole)
+        read.open_checkpoint(folder, is_whole=is_whole)
     except ConfigError:
         return False
     return True
@@ -184,7 +168,7 @@ class Saver:
             else:
                 told = self._tell_all(lambda: json.dumps([_joined(reports).to_json(), state]), plan)
                 value, state = json.loads(told)
-                contents = Contents.from_json(value)
+                contents = read.Contents.from_json(value)
                 self._do(lambda: folders.carry(new, folders.copies(contents)), plan)
                 self._do(lambda: commit(new, plan.path, contents, state), plan, is_here)
         finally:
@@ -201,7 +185,9 @@ class Saver:
         # Of this step there may be one, complete, whose files are now replaced.
         self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
         self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
-        self._do(lambda: [store.put(path, file) for file in (STATE, MANIFEST)], plan, is_main)
+        self._do(
+            lambda: [store.put(path, file) for file in (read.STATE, read.MANIFEST)], plan, is_main
+        )
         self._do(lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))), plan, is_main)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
@@ -215,7 +201,7 @@ class Saver:
         answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
             left = "there is no earlier one, so the next run begins where this one did"
-            if list_checkpoints(plan.root):
+            if read.list_checkpoints(plan.root):
                 left = "earlier ones are as they were, and the next run goes on from the newest"
             if isinstance(plan.folders, Memory):
                 left = f"name another checkpoint.memory, or lower checkpoint.replicas; {left}"
@@ -232,7 +218,7 @@ class Saver:
         ]
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-write") as writers:
             written = list(writers.map(lambda job: write_tensors(*job), jobs))
-        whole = Contents({}, {group: {} for group in mine})
+        whole = read.Contents({}, {group: {} for group in mine})
         for contents in written:
             whole.add(contents)
         return whole.to_json()
@@ -264,8 +250,8 @@ def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice
     return files
 
 
-def _joined(reports: Sequence[str]) -> Contents:
-    return Contents.together([Contents.from_json(value) for value in _values(reports)])
+def _joined(reports: Sequence[str]) -> read.Contents:
+    return read.Contents.together([read.Contents.from_json(value) for value in _values(reports)])
 
 
 def _values(reports: Sequence[str]) -> list[Any]:
@@ -327,7 +313,7 @@ class Staging:
 # ---- files and folders ---------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> Contents:
+def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> read.Contents:
     """Write parts of a group to a new safetensors file, and force it to the disk.
 
     It takes host memory for one :data:`CHUNK`, wherever the tensors are.
@@ -344,13 +330,15 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> C
             tensor, shape, box, *_ = parts[name]
             crcs = []
             for chunk in _host_chunks(tensor.detach()):
-                crcs.append(crc_of(chunk))
+                crcs.append(read.crc_of(chunk))
                 _write_all(file.fileno(), chunk)
             starts, stops = tuple(s.start for s in box), tuple(s.stop for s in box)
-            piece = FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
-            entries[name] = ManifestEntry(tensor.dtype, tuple(shape), (piece,))
+            piece = read.FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
+            entries[name] = read.ManifestEntry(tensor.dtype, tuple(shape), (piece,))
         os.fsync(file.fileno())
-    return Contents({path.name: FileSum(end, len(header), crc_of(header))}, {group: entries})
+    return read.Contents(
+        {path.name: read.FileSum(end, len(header), read.crc_of(header))}, {group: entries}
+    )
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
@@ -358,7 +346,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int],
     ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
     described = {
         name: {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": read.DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": place,
         }
@@ -376,8 +364,8 @@ def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     bounce = torch.empty(0)
     if flat.is_cuda:
-        bounce = torch.empty(min(CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
-    for chunk in flat.split(CHUNK) if flat.numel() else ():
+        bounce = torch.empty(min(read.CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
+    for chunk in flat.split(read.CHUNK) if flat.numel() else ():
         if chunk.is_cuda:
             chunk = bounce[: chunk.numel()].copy_(chunk)
         # Not chunk.numpy(), after which torch lets nobody resize the storage, as offloading does.
@@ -414,7 +402,7 @@ def begin(final: Path, new: Path | None = None) -> Path:
     return new
 
 
-def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any]) -> None:
+def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, Any]) -> None:
     """Complete ``new``, whose ``contents`` are on the disk, and rename it to ``final``.
 
     It gets its ``state.json``, and the manifest of that and of all that ``contents`` names. If
@@ -422,10 +410,10 @@ def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any])
 
     Raises OSError: it cannot be written or renamed; ``final`` is unchanged.
     """
-    text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
-    files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
-    body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
-    for name, data in ((STATE, text), (MANIFEST, sealed(json.dumps(body)))):
+    text = json.dumps({**state, "format": read.FORMAT}, indent=1).encode()
+    files = {**contents.files, read.STATE: read.FileSum(len(text), len(text), read.crc_of(text))}
+    body = {"format": read.FORMAT, **read.Contents(files, contents.groups).to_json()}
+    for name, data in ((read.STATE, text), (read.MANIFEST, read.sealed(json.dumps(body)))):
         with (new / name).open("xb", buffering=0) as file:
             _write_all(file.fileno(), data)
             os.fsync(file.fileno())

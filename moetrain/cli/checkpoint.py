@@ -28,14 +28,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from moetrain.checkpoint.read import (
-    Checkpoint,
-    Contents,
-    DamagedCheckpoint,
-    list_checkpoints,
-    newest_in,
-    open_checkpoint,
-)
+from moetrain.checkpoint import read
 from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
@@ -71,7 +64,7 @@ def main(argv: Sequence[str] | None) -> int:
         raise ConfigError("checkpoint", f"{words.command} takes {takes}")
     try:
         return _COMMANDS[words.command](words)
-    except DamagedCheckpoint as error:
+    except read.DamagedCheckpoint as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # standard output, not a file
@@ -80,16 +73,16 @@ def main(argv: Sequence[str] | None) -> int:
         raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path) -> read.Checkpoint:
     try:
-        return open_checkpoint(newest_in(path))
-    except DamagedCheckpoint:
+        return read.open_checkpoint(read.newest_in(path))
+    except read.DamagedCheckpoint:
         raise
     except ConfigError as error:
         raise ConfigError("PATH", error.problem) from None
 
 
-def _architecture(found: Checkpoint) -> Architecture:
+def _architecture(found: read.Checkpoint) -> Architecture:
     fields = found.state["architecture"]
     try:
         kind = FAMILIES[fields["family"]].architecture
@@ -121,7 +114,7 @@ def _verify(words: argparse.Namespace) -> int:
     for group, name, stored in found.stored():
         try:
             stored.check()
-        except DamagedCheckpoint as error:
+        except read.DamagedCheckpoint as error:
             print(f"damaged: {group} {name}: {error.problem}", file=sys.stderr)
             damaged = True
         num_bytes += stored.shape.numel() * stored.dtype.itemsize
@@ -164,7 +157,7 @@ def _check_out(out: Path, source: Path) -> None:
     """Raise ConfigError for a folder OUT whose files an export would spoil."""
     if out.resolve().is_relative_to(source.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
-    if list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
+    if read.list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
         problem = "is a run's output folder, whose config.json would be replaced; give another"
         raise ConfigError("checkpoint", f"OUT {str(out)!r} {problem}")
 
@@ -211,12 +204,12 @@ def _import_hf(words: argparse.Namespace) -> int:
     rng = {"cpu": TensorSlice.all_of(torch.Generator().manual_seed(0).get_state())}
     new = begin(plan.path)
     try:
-        reports = [Contents({}, {"model": {}, "optim": {}})]
+        reports = [read.Contents({}, {"model": {}, "optim": {}})]
         for number, parts in enumerate(_parameters(folder, arch)):
             path = new / f"model-00000-{number:02d}.safetensors"
             reports.append(write_tensors(path, "model", parts))
         reports.append(write_tensors(new / "rng-00000-00.safetensors", "rng", rng))
-        commit(new, plan.path, Contents.together(reports), state)
+        commit(new, plan.path, read.Contents.together(reports), state)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{plan.path}: begin from it with checkpoint.resume, and model.path {folder}")

@@ -33,18 +33,7 @@ from moetrain.checkpoint.save import SavePlan
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.jobs.api import (
-    ClientLoss,
-    Limits,
-    Load,
-    OptimStep,
-    Pass,
-    Refused,
-    Sampling,
-    Save,
-    SaveForSampler,
-    source_of,
-)
+from moetrain.jobs import api
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
 from moetrain.kernels.memory import LateNumbers
@@ -113,7 +102,7 @@ class JobSession:
         tokenizer = load_tokenizer(config.data.tokenizer) if named else None
         self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
-        self.limits = Limits(
+        self.limits = api.Limits(
             arch.vocab_size,
             config.data.seq_len,
             self.generator.longest,
@@ -316,7 +305,7 @@ class JobSession:
         self.now.seen = number + 1
 
     def _unserved(self, request: Any) -> dict[str, Any]:
-        raise Refused(request.problem)
+        raise api.Refused(request.problem)
 
     def serve_together(
         self, kind: str, asked: Mapping[str, tuple[int, Any]]
@@ -341,16 +330,16 @@ class JobSession:
                 late = cache(self._pass(jobs, requests, kind == "forward_backward"))
         return [lambda i=i: late()[i] for i in range(len(asked))]
 
-    def _forward(self, request: Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
+    def _forward(self, request: api.Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
         late = self._pass([self.now], [request], learns)
         return lambda: late()[0]
 
     _forward_backward = partialmethod(_forward, learns=True)
 
     def _pass(
-        self, jobs: Sequence[JobState], requests: Sequence[Pass], learns: bool
+        self, jobs: Sequence[JobState], requests: Sequence[api.Pass], learns: bool
     ) -> Callable[[], list[dict[str, Any]]]:
-        loss, *others = (ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
+        loss, *others = (api.ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
         loss = replace(loss, others=tuple(others))
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
         dealt = self._dealt(samples, len(requests))
@@ -373,7 +362,7 @@ class JobSession:
 
         return results
 
-    def _optim_step(self, request: OptimStep) -> Callable[[], dict[str, Any]]:
+    def _optim_step(self, request: api.OptimStep) -> Callable[[], dict[str, Any]]:
         late = self.engine.update([self.now], [request])
         return lambda: late()[0]
 
@@ -399,11 +388,11 @@ class JobSession:
         generator, limits = self.generator, self.limits
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
-        asked, requests, total, logprobs = list[Sampling](), [], 0, 0
+        asked, requests, total, logprobs = list[api.Sampling](), [], 0, 0
         for number in range(first, first + count):
             entry = Job.request_in(self.now.folder, number)
             body = limits.parse("asample", entry["body"])
-            assert isinstance(body, Sampling)
+            assert isinstance(body, api.Sampling)
             seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
             params = body.params(seed, limits)
             total += params.n
@@ -440,12 +429,12 @@ class JobSession:
             for i, one in enumerate(asked)
         ]
 
-    def _save_weights(self, request: Save) -> dict[str, Any]:
+    def _save_weights(self, request: api.Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
-            raise Refused("a step is not over: its gradients are part of no save; step first")
+            raise api.Refused("a step is not over: its gradients are part of no save; step first")
         return self._keep(request, "weights", self._write)
 
-    def _save_weights_for_sampler(self, request: SaveForSampler) -> dict[str, Any]:
+    def _save_weights_for_sampler(self, request: api.SaveForSampler) -> dict[str, Any]:
         write = partial(self._write, kinds=("model",))
         if request.path is not None:
             return self._keep(request, "sampler_weights", write)
@@ -456,24 +445,24 @@ class JobSession:
         new = {"name": name, "seed": seed, "source": f"{self.now.id}/{self.SAMPLERS}/{number}"}
         return {"sampling_session_id": name, "sampler": new}
 
-    def _save_weights_external(self, request: Save) -> dict[str, Any]:
+    def _save_weights_external(self, request: api.Save) -> dict[str, Any]:
         return self._keep(request, "external_weights", self.engine.save_peft)
 
-    def _keep(self, request: Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
+    def _keep(self, request: api.Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Let ``write`` save the current job in the folder of a save; returns the save's path."""
         folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
         most = 2**31 if kind == self.SAMPLERS else self.config.jobs.max_saves
         is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
         problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
         if problem := self.world.broadcast(problem):
-            raise Refused(problem)
+            raise api.Refused(problem)
         write(folder.path)
         if is_main:
             folder.write(seen, request.ttl_seconds)
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
-    def _load_weights(self, request: Load) -> dict[str, Any]:
-        engine, path = self.engine, self.now.folder.parent / source_of(request.path)
+    def _load_weights(self, request: api.Load) -> dict[str, Any]:
+        engine, path = self.engine, self.now.folder.parent / api.source_of(request.path)
         found = self.run_here(lambda _: open_checkpoint(SaveFolder(path).checkpoint()))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
@@ -483,7 +472,7 @@ class JobSession:
         return {"path": request.path, "model_id": self.now.id}
 
 
-def _described(completion: Completion, asked: Sampling) -> dict[str, Any]:
+def _described(completion: Completion, asked: api.Sampling) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens": completion.tokens,
         "logprobs": [_finite(x) for x in completion.logprobs],

@@ -20,15 +20,9 @@ from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launc
 from moetrain.kernels.ahead import compiler_started
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
+from moetrain.parallel import processes
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import StagePlan
-from moetrain.parallel.processes import (
-    TIMEOUT,
-    Rendezvous,
-    device_capacity,
-    find_ranks,
-    num_processes,
-)
 from moetrain.parallel.waits import waiting
 
 _T = TypeVar("_T")
@@ -49,7 +43,7 @@ class World:
     meshes: Meshes
     owns_group: bool
     """Whether :meth:`leave` ends the default process group, which the caller did not make."""
-    rendezvous: Rendezvous
+    rendezvous: processes.Rendezvous
     """How ranks wait for one another on the host."""
     store: dist.Store | None = None
     """Where those of ``rl.generators`` meet them; None: there are none."""
@@ -98,9 +92,9 @@ class World:
         """Give every rank the first rank's ``text`` that is not empty, if there is one. Waits."""
         return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
-    def own_rendezvous(self) -> Rendezvous:
+    def own_rendezvous(self) -> processes.Rendezvous:
         """Make another :attr:`rendezvous`, for a thread that calls by itself. Collective."""
-        return Rendezvous(_get_default_store(), self.rank, self.size)
+        return processes.Rendezvous(_get_default_store(), self.rank, self.size)
 
     def leave(self) -> None:
         """End the process group, collectively, after work that succeeded.
@@ -159,7 +153,7 @@ def join_world(config: Config, arch: Architecture) -> World:
                 "--max-restarts), or leave it out here",
             )
     else:
-        rank, size, gpu = 0, num_processes(config), 0
+        rank, size, gpu = 0, processes.num_processes(config), 0
         if size > 1:
             raise ConfigError(
                 "launch.nproc",
@@ -176,12 +170,12 @@ def join_world(config: Config, arch: Architecture) -> World:
     if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
-        store = find_ranks(place, config.launch.join_timeout) if place and apart else None
+        store = processes.find_ranks(place, config.launch.join_timeout) if place and apart else None
         dist.init_process_group("gloo", store=store or dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
-            store = find_ranks(place, config.launch.join_timeout)
+            store = processes.find_ranks(place, config.launch.join_timeout)
             mine = str(dims.per_machine)
             if (theirs := store.compare_set("per_machine", "", mine).decode()) != mine:
                 problem = f"auto is {mine} for rank {rank}, and {theirs} for another; give a number"
@@ -191,14 +185,14 @@ def join_world(config: Config, arch: Architecture) -> World:
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=TIMEOUT,
+                timeout=processes.TIMEOUT,
                 # Binding the device connects the communicator now, and lets others be split off it.
                 device_id=device if device.type == "cuda" else None,
             )
     meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)
-    rendezvous = Rendezvous(_get_default_store(), rank, size)
+    rendezvous = processes.Rendezvous(_get_default_store(), rank, size)
     return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous, store)
 
 
@@ -214,7 +208,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     t.micro_batches(dims.data_ranks)
     rows = t.global_batch_size // dims.data_ranks
     need = rows * seq_len * _BYTES_OF_TOKEN / 2**30
-    room = device_capacity(torch.device("cpu")) / 2**30
+    room = processes.device_capacity(torch.device("cpu")) / 2**30
     if need > room:
         raise ConfigError(
             "train.global_batch_size",

@@ -27,17 +27,9 @@ from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.kernels.loss.preference import LOSSES, Scores
 from moetrain.models.transformer import Transformer
+from moetrain.train import objectives
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import (
-    CrossEntropy,
-    MicroBatch,
-    Objective,
-    Outputs,
-    Sizes,
-    Term,
-    token_losses,
-)
 
 _AGAIN = "give what the run began with, or set never to begin again"
 
@@ -56,9 +48,9 @@ class Preference:
         return {"pairs": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Sizes
-    ) -> dict[str, Term]:
-        loss_T = token_losses(model, outputs.hidden_BSD, batch).loss_T
+        self, model: Transformer, outputs: objectives.Outputs, batch: Batch, sizes: objectives.Sizes
+    ) -> dict[str, objectives.Term]:
+        loss_T = objectives.token_losses(model, outputs.hidden_BSD, batch).loss_T
         ratio_T = -loss_T - batch.extra["reference"].flatten()
         scores = Scores.of_pairs(ratio_T, batch.targets_BS, batch.cu_seqlens)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
@@ -70,7 +62,7 @@ class Preference:
         }
         share = outputs.share / sizes["pairs"]
         sums = {name: torch.where(is_pair_P, x, 0.0).sum() * share for name, x in found.items()}
-        return {name: Term(x, float(name == "preference")) for name, x in sums.items()}
+        return {name: objectives.Term(x, float(name == "preference")) for name, x in sums.items()}
 
 
 class Reference(Callback):
@@ -108,7 +100,7 @@ def _write(file: Path, identity: Any, arrays: Sequence[np.ndarray]) -> None:
 
 
 def score(
-    engine: Engine, batches: Sequence[MicroBatch], temperature: float = 1.0
+    engine: Engine, batches: Sequence[objectives.MicroBatch], temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """Return the log-probability of each batch's targets under the engine's weights, fp32 [B, S].
 
@@ -117,8 +109,8 @@ def score(
     compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
     """
 
-    def finish(hidden_BSD: torch.Tensor, _: Any, batch: MicroBatch) -> torch.Tensor:
-        loss_T = token_losses(engine.model, hidden_BSD, batch, temperature).loss_T
+    def finish(hidden_BSD: torch.Tensor, _: Any, batch: objectives.MicroBatch) -> torch.Tensor:
+        loss_T = objectives.token_losses(engine.model, hidden_BSD, batch, temperature).loss_T
         return -loss_T.view(batch.targets_BS.shape).float()
 
     return engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
@@ -155,8 +147,8 @@ def pair_datasets(data: Data) -> list[PairDataset]:
 
 
 def chosen_objective(
-    config: Config, pairs: Sequence[PairDataset], given: Objective[Any] | None
-) -> Objective[Any]:
+    config: Config, pairs: Sequence[PairDataset], given: objectives.Objective[Any] | None
+) -> objectives.Objective[Any]:
     """Return what is learned besides routers' losses; ConfigError if that is not one thing."""
     name = config.train.objective
     if given is not None:
@@ -165,7 +157,7 @@ def chosen_objective(
             raise ConfigError("train.objective", f"{problem}; leave one of them out")
         return given
     if name == "next_token":
-        return CrossEntropy()
+        return objectives.CrossEntropy()
     if not pairs:
         problem = f"{name!r}, but the rows that were given are no preference pairs"
         raise ConfigError("train.objective", f"{problem}; leave it out")

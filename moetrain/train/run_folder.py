@@ -25,15 +25,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
-from moetrain.checkpoint.read import (
-    Checkpoint,
-    checkpoint_name,
-    list_checkpoints,
-    newest_in,
-    open_checkpoint,
-    step_of,
-)
 from moetrain.checkpoint.save import begin, remove_leftovers
 from moetrain.checkpoint.store import Store
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
@@ -248,13 +241,13 @@ class RunFolder:
             return None
         only = ""
         if resume != "auto":
-            chosen = newest_in(Path(resume))
+            chosen = read.newest_in(Path(resume))
             is_own = self.own is not None and chosen.resolve().parent == self.checkpoints.resolve()
             chosen, only = self.disk.gather((chosen, chosen.name * is_own))[0]
             if not only:
-                return open_checkpoint(chosen).folder
+                return read.open_checkpoint(chosen).folder
         newest, problems = here or self.disk.newest(before, only)
-        if newest and (step_of(newest) or 0) >= least:
+        if newest and (read.step_of(newest) or 0) >= least:
             for problem in problems if before is None and self.disk.rank == 0 else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
             return self.disk.fetch(newest)
@@ -280,7 +273,7 @@ class RunFolder:
                 raise ConfigError("checkpoint.store", f"{problem}; empty it, or choose another")
             if not there or there[-1] <= newest:
                 return ""
-            final = self.checkpoints / checkpoint_name(there[-1])
+            final = self.checkpoints / read.checkpoint_name(there[-1])
             new = begin(final)
             store.get(there[-1], new)
             shutil.rmtree(final, ignore_errors=True)  # it is damaged
@@ -292,18 +285,18 @@ class RunFolder:
 
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
-    ) -> Checkpoint | None:
+    ) -> read.Checkpoint | None:
         """Open what :meth:`find` finds, or with auto what lies in memory or in the store if that
         is newer; ConfigError also for another model's. Collective."""
         kept, least = None, 0
         if self.memory is not None and resume == "auto":
             kept, problems = self.memory.newest()
-            least = 0 if kept is None else (step_of(kept) or 0) + 1
+            least = 0 if kept is None else (read.step_of(kept) or 0) + 1
             for problem in problems if world.is_main else ():
                 logger.warning("a checkpoint in memory is passed over: %s", problem)
         here = self.disk.newest(before) if resume == "auto" else None
         if self.store is not None:
-            newest = max(least - 1, step_of(here[0]) or 0 if here and here[0] else -1)
+            newest = max(least - 1, read.step_of(here[0]) or 0 if here and here[0] else -1)
             fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
             fetched = world.broadcast(fetched)  # which waits as long as that takes
             if fetched:
@@ -313,7 +306,7 @@ class RunFolder:
             path = self.memory.fetch(kept)
         if path is None:
             return None
-        found = open_checkpoint(path)
+        found = read.open_checkpoint(path)
         mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
         for key in {**mine, **theirs}:
             if mine.get(key) != theirs.get(key):
@@ -337,7 +330,7 @@ class RunFolder:
         restarts = world.gather(place.restarts if place else 0)[0]
         if place and not restarts and resume != "auto" and self.disk.keeps:
             (self.path / _RUN).unlink(missing_ok=True)
-        saved = any(list_checkpoints(x.root) for x in (self.disk, self.memory) if x)
+        saved = any(read.list_checkpoints(x.root) for x in (self.disk, self.memory) if x)
         found = world.gather((self._run(), saved, socket.gethostname()))
         runs = {run: host for run, _, host in found if run}
         if len(runs) > 1 and resume == "auto":
@@ -368,7 +361,9 @@ class RunFolder:
         if self._run() != run:
             (folder / _RUN).write_text(run)
         since = step if is_continued else -1
-        if going := [path for path in list_checkpoints(root) if (step_of(path) or 0) > since]:
+        if going := [
+            path for path in read.list_checkpoints(root) if (read.step_of(path) or 0) > since
+        ]:
             names = (folder / f"earlier-{number}" for number in count(1))
             old = next(name for name in names if not name.exists())
             old.mkdir()

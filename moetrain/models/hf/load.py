@@ -26,17 +26,8 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
+from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import (
-    CONFIG,
-    HFSource,
-    error,
-    find_in,
-    listing,
-    open_shard,
-    read_json,
-    resolve,
-)
 from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
@@ -49,7 +40,7 @@ _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that follow from config.json and are ignored."""
 
 
-def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSource:
+def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_files.HFSource:
     """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
 
     There may be more than the model has: heads for several tokens, a vision tower. Saving carries
@@ -59,11 +50,11 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> HFSo
     dtype, or lies in a layer or module that ``arch`` describes and does not have it.
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
-    source = HFSource.read(folder)
+    source = hf_files.HFSource.read(folder)
     stored = source.stored
     if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to be named, or built
         sizes = f"{arch.num_layers} layers of {expected} tensors"
-        raise error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
+        raise hf_files.error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
     with torch.device("meta"):
         model = Transformer(arch)
     layouts = []
@@ -113,12 +104,12 @@ def load_weights(
         logger.info(what, source.folder, len(quantised))
     if source.extra:
         what = "%s: %d tensors that are not trained here are carried on into an export: %s"
-        logger.info(what, source.folder, len(source.extra), listing(sorted(source.extra)))
+        logger.info(what, source.folder, len(source.extra), hf_files.listing(sorted(source.extra)))
     model.source = source
 
 
 @contextmanager
-def opened(source: HFSource, arch: Architecture) -> Iterator[_Parts]:
+def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
     """Open the files of ``source``; gives a function that yields all parts of the parameters of
     given names: a parameter's name, a place in it, and what goes there, read where it is indexed.
 
@@ -126,8 +117,8 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[_Parts]:
     """
     with ExitStack() as stack:
         paths = {path for x in source.stored.values() for path in (x.file, *x.parts.values())}
-        files = {path: stack.enter_context(open_shard(path)) for path in paths}
-        find = lru_cache(1)(lambda name: find_in(files, name, source.stored[name]))
+        files = {path: stack.enter_context(hf_files.open_shard(path)) for path in paths}
+        find = lru_cache(1)(lambda name: hf_files.find_in(files, name, source.stored[name]))
         if arch.tie_embeddings and _HEAD in source.stored:
             head_VD, embed_VD, step = find(_HEAD), find(_EMBED), 1 << 12  # a few rows at a time
             shape = head_VD.get_shape()
@@ -136,7 +127,7 @@ def opened(source: HFSource, arch: Architecture) -> Iterator[_Parts]:
             if not (are_alike and all(torch.equal(head_VD[i], embed_VD[i]) for i in rows)):
                 problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set"
                 problem += " tie_word_embeddings to false there to keep both"
-                raise error(source.folder, problem)
+                raise hf_files.error(source.folder, problem)
 
         def parts(names: Collection[str]) -> Iterator[tuple[str, _Index, Any]]:
             for name in source.stored:
@@ -188,8 +179,8 @@ def load_hf(
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
     """
-    folder = resolve(path_or_hub_id)
-    arch = architecture_from_hf(config := read_json(folder / CONFIG))
+    folder = hf_files.resolve(path_or_hub_id)
+    arch = architecture_from_hf(config := hf_files.read_json(folder / hf_files.CONFIG))
     check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
     if further is not None:
         arch = with_further(arch, config, further)
@@ -220,7 +211,7 @@ def _count_tensors(arch: Architecture) -> int:
 
 
 def _check_headers(
-    source: HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
+    source: hf_files.HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
 ) -> None:
     missing, misshapen, untrainable = [], [], []
     for name, own in source.own.items():
@@ -237,8 +228,8 @@ def _check_headers(
         "of another shape": misshapen,
         "of a dtype that cannot be trained": untrainable,
     }
-    if told := [f"{what}: {listing(names)}" for what, names in problems.items() if names]:
-        raise error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
+    if told := [f"{what}: {hf_files.listing(names)}" for what, names in problems.items() if names]:
+        raise hf_files.error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
@@ -288,8 +279,8 @@ def resolve_architecture(
 
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
     if section.path is not None:
-        folder = resolve(section.path, needs_weights=needs_weights)
-        config = read_json(folder / CONFIG)
+        folder = hf_files.resolve(section.path, needs_weights=needs_weights)
+        config = hf_files.read_json(folder / hf_files.CONFIG)
         arch = architecture_from_hf(config)
         if further:
             arch = with_further(arch, config)

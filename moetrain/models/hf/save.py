@@ -26,21 +26,8 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
+from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import exported_config
-from moetrain.models.hf.files import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    SINGLE,
-    HFSource,
-    TokenizerFiles,
-    error,
-    find_in,
-    listing,
-    open_shard,
-    remove_stale,
-    write_files,
-)
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
@@ -78,7 +65,7 @@ class Export:
         folder: str | os.PathLike[str],
         *,
         dtype: _ExportDtype = "auto",
-        tokenizer: TokenizerFiles | None = None,
+        tokenizer: hf_files.TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
         ranks: int = 1,
@@ -135,10 +122,12 @@ class Export:
                 if value is not None:
                     generation[key] = value
         if generation:
-            files[GENERATION] = generation
-        return files | {CONFIG: config}
+            files[hf_files.GENERATION] = generation
+        return files | {hf_files.CONFIG: config}
 
-    def _new_ids(self, tokenizer: TokenizerFiles, *known: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _new_ids(
+        self, tokenizer: hf_files.TokenizerFiles, *known: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Return the tokenizer's special ids, unless the source had the same tokenizer.
 
         Even then the token that ended every document in training must be among those that end a
@@ -156,7 +145,7 @@ class Export:
         """Warn of a selection bias, which steers routing, where the files have no place for it."""
         holds = FAMILIES[model.arch.family].holds
         if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
-            logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
+            logger.warning("Hugging Face files cannot hold %s: left out", hf_files.listing(lost))
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
@@ -195,16 +184,19 @@ class Export:
         if len(shards) > 1:
             sizes = (tensor.num_bytes for shard in shards.values() for tensor in shard)
             weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-            files[INDEX] = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        lost += write_files(self.folder, files)
-        remove_stale(self.folder, [*shards, *files])
+            files[hf_files.INDEX] = {
+                "metadata": {"total_size": sum(sizes)},
+                "weight_map": weight_map,
+            }
+        lost += hf_files.write_files(self.folder, files)
+        hf_files.remove_stale(self.folder, [*shards, *files])
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
             problem = f"gone or changed since it was read; {self.folder} has all but "
-            problem += f"{listing(lost)}; put it back and save again"
+            problem += f"{hf_files.listing(lost)}; put it back and save again"
             if source is None:
                 raise ConfigError("data.tokenizer", problem)
-            raise error(source.folder, problem)
+            raise hf_files.error(source.folder, problem)
 
     def _write_shards(
         self,
@@ -253,7 +245,7 @@ def save_hf(
     folder: str | os.PathLike[str],
     *,
     dtype: _ExportDtype = "auto",
-    tokenizer: TokenizerFiles | None = None,
+    tokenizer: hf_files.TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
@@ -290,18 +282,20 @@ def save_hf(
         model.source = check_checkpoint(folder, model.arch)
 
 
-def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
+def _extra_tensors(
+    source: hf_files.HFSource, stack: ExitStack
+) -> tuple[list[_Outgoing], list[str]]:
     """List the source's own tensors, and the names of those that are gone or have changed.
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
     stored = {name: source.stored[name] for name in source.extra}
     holding = {file for x in stored.values() for file in (x.file, *x.parts.values())}
-    files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
+    files = {f: stack.enter_context(hf_files.open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
     for name, tensor in stored.items():
         if files.keys() >= {tensor.file, *tensor.parts.values()}:
-            read = partial(lambda *found: find_in(*found)[...], files, name, tensor)
+            read = partial(lambda *found: hf_files.find_in(*found)[...], files, name, tensor)
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
             tensors.append(_Outgoing(name, tensor.dtype, size, read))
         else:
@@ -321,6 +315,6 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list
         size += tensor.num_bytes
     count = len(shards)
     if count == 1:
-        return {SINGLE: shards[0]}
+        return {hf_files.SINGLE: shards[0]}
     names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
     return dict(zip(names, shards, strict=True))

@@ -39,13 +39,7 @@ from torch.distributed import all_to_all_single, distributed_c10d
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.permutation import (
-    ExpertIndices,
-    expert_indices,
-    permute,
-    transpose_blocks,
-    unpermute,
-)
+from moetrain.kernels.experts import permutation
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
@@ -121,7 +115,7 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
     ) -> Dispatched:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
-        local = expert_indices(
+        local = permutation.expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
         )
         dropped = None
@@ -199,7 +193,9 @@ class AllToAll(ExpertParallelDispatcher):
         return Received(x_SD, local_SK, weights_SK, sizes[1], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        (y_TD,) = self._exchange([y_SD], ctx, ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True)
+        (y_TD,) = self._exchange(
+            [y_SD], ctx, permutation.ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True
+        )
         return y_TD
 
     @staticmethod
@@ -241,7 +237,7 @@ class AllToAll(ExpertParallelDispatcher):
 
     def _route(
         self, place_TK: torch.Tensor, places: int, room: int | None = None
-    ) -> tuple[ExpertIndices, torch.Tensor]:
+    ) -> tuple[permutation.ExpertIndices, torch.Tensor]:
         """Sort tokens by the places that they go to, each once a place; count slots of each."""
         tokens, slots = place_TK.shape
         is_same_TKK = place_TK[:, :, None] == place_TK[:, None, :]
@@ -249,7 +245,7 @@ class AllToAll(ExpertParallelDispatcher):
         room = tokens * min(slots, places) if room is None else room
         every_place_P = torch.arange(places, dtype=place_TK.dtype, device=place_TK.device)
         slots_P = (place_TK[..., None] == every_place_P).sum((0, 1), dtype=torch.int32)
-        return expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
+        return permutation.expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
     def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
         return _exchange_rows(rows, list(handle), *how, *self._ways)
@@ -312,14 +308,17 @@ def _exchange_rows(
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
     if is_back:
         way, *route, sent, received = steps[0]
-        home = ExpertIndices(*route)
+        home = permutation.ExpertIndices(*route)
         rows = _travel(rows, received, sent, way, home.row_slot_R.shape[0])
-        return [unpermute(x, home, kernels) for x in rows]
+        return [permutation.unpermute(x, home, kernels) for x in rows]
     if recipe is not None:
         rows = [_pack(first, recipe), *rows[1:]]
     near = steps.pop() if num_sms else None
     for way, *route, sent, received in steps[1:] or steps:
-        leaving = [permute(x, None, ExpertIndices(*route), kernels)[0] for x in rows]
+        leaving = [
+            permutation.permute(x, None, permutation.ExpertIndices(*route), kernels)[0]
+            for x in rows
+        ]
         rows = _travel(leaving, sent, received, way)
     rows = list(rows)
     if recipe is not None:
@@ -375,7 +374,7 @@ def _travel(
         with waiting(rows[0].device):
             for work in works:
                 work.wait()
-    return [transpose_blocks(x, received_GM) for x in outputs]
+    return [permutation.transpose_blocks(x, received_GM) for x in outputs]
 
 
 def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -31,13 +31,7 @@ from moetrain.kernels.experts.copied_mlp import COPIERS, copied_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
 from moetrain.models.moe import Dispatched, Experts
-from moetrain.parallel.fsdp.transport import (
-    FREE,
-    WRITTEN,
-    CopyStreams,
-    Wait,
-    why_apart,
-)
+from moetrain.parallel.fsdp import transport
 from moetrain.parallel.mesh import all_gather_start
 
 
@@ -60,16 +54,16 @@ class Replicas:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        reason = why_apart(self.group, self.device)
+        reason = transport.why_apart(self.group, self.device)
         if reason is not None:
             raise ConfigError("moe.redundant_experts", f"{self.spare}, but {reason}; set 0")
         self.num_local_experts = self.num_experts // self.group.size()
         self.rank, self.group_name = self.group.rank(), str(self.group.group_name)
         self.is_late = False
         """Whether a backward leaves gradients on their way, which :meth:`finish` waits for."""
-        self._streams = CopyStreams(self.device)
-        self._arrival: Wait | None = None
-        self._return: Wait | None = None
+        self._streams = transport.CopyStreams(self.device)
+        self._arrival: transport.Wait | None = None
+        self._return: transport.Wait | None = None
         self._memory: Any = None
         self._places: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Of each matrix, every rank's shared memory [N, M], and where that begins."""
@@ -123,7 +117,7 @@ class Replicas:
         copies_WN: torch.Tensor,
         write: Callable[..., None],
         read: Callable[..., None],
-    ) -> Wait:
+    ) -> transport.Wait:
         """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``."""
         memory, stream = self._shared(matrices), self._streams.push
         # Through .data, which has a version counter of its own: autograd would else take copies for
@@ -131,14 +125,14 @@ class Replicas:
         rows = [m.data.view(len(m), -1).tensor_split([-self.spare]) for m in matrices]
         places = [(copies_WN, self.rank, *found, self.backend) for found in self._places]
         with self._streams.behind(stream), annotate("expert_copies"):
-            memory.wait(FREE)
+            memory.wait(transport.FREE)
             for own_and_copies, place in zip(rows, places, strict=True):
                 write(*own_and_copies, *place)
-            memory.arrive(WRITTEN)
-            memory.wait(WRITTEN)
+            memory.arrive(transport.WRITTEN)
+            memory.wait(transport.WRITTEN)
             for own_and_copies, place in zip(rows, places, strict=True):
                 read(*own_and_copies, *place)
-            memory.arrive(FREE)
+            memory.arrive(transport.FREE)
         return self._streams.end(stream, kept=(*matrices, copies_WN))
 
     def _shared(self, matrices: Sequence[torch.Tensor]) -> Any:

@@ -291,8 +291,7 @@ class Bucket:
             whole_N = self.source_N.detach()
             whole_N = whole_N.as_strided((len(whole_N) + spare,), (1,), whole_N.storage_offset())
         self._gathered_N = whole_N
-        self._rows = []
-        start = 0
+        self._rows, start = [], 0
         for member in self.members:
             shape = member.full_shape
             first = start if self.needs_copies else member.start
@@ -483,7 +482,9 @@ class Bucket:
 
     def show_gradient(self) -> None:
         """Set every member's ``grad`` to its piece of the gradient, if that is on the device."""
-        for member in self.members if self.gradient_N is not None else ():
+        if self.gradient_N is None:
+            return
+        for member in self.members:
             member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
 
