@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_jobs import config_of, file_of, new, rate, text_of, texts
-from test_tenants import WORDS, body_of, program, run, serve_all
+from test_tenants import WORDS, Passes, body_of, program, run, serve_all
 
 from moetrain.checkpoint.read import list_checkpoints, step_of
+from moetrain.jobs import scheduler
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.store import Job
 
@@ -32,9 +33,9 @@ class Slow:
             self.log.append("begun")
             return serve(number, *more)
 
-        def count_together(numbers):
+        def count_together(*asked):
             self.log.append("begun")
-            return together(numbers)
+            return together(*asked)
 
         session.serve, session.serve_together = count, count_together
 
@@ -121,6 +122,33 @@ def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_a
         while service.find(names[0]).done < 4:  # it does not wait for ever
             assert service.turn()
         assert {service.find(name).begun for name in names} == {3, 4}
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
+    tmp_path, patience, monkeypatch
+):
+    monkeypatch.setattr(scheduler, "_PATIENCE", patience)
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        names, passes = [new(service, seed) for seed in range(3)], Passes(service)
+        answers_of(service, [(name, LEARN) for name in names])
+        first = submit_all(service, [(name, LEARN) for name in names[:2]])
+        for _ in range(4):
+            assert service.turn() or first[1].done()
+        last = submit_all(service, [(names[2], LEARN)])
+        serve(service)
+        assert all("result" in future.result(0) for future in first + last)
+        assert passes.tenants == ([3, 3] if patience else [3, 2, 1])
+
+
+def test_updates_go_first_so_that_jobs_a_request_apart_share_a_pass_again(tmp_path):
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        names, passes = [new(service, seed) for seed in range(2)], Passes(service)
+        answers_of(service, [(names[0], LEARN)])
+        submit_all(service, [(names[1], LEARN), (names[0], STEP), (names[0], LEARN)])
+        serve(service)
+        assert passes.tenants == [1, 2]
+        assert [service.find(name).done for name in names] == [3, 1]
 
 
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):

@@ -15,12 +15,13 @@ of each job and computes again what that has not seen. An error within a request
 costs its own job alone. A write that fails ends the service.
 """
 
+import math
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from os.path import dirname
@@ -41,12 +42,16 @@ _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
+_PASSES = ("forward", "forward_backward")
 _Answers = Mapping[Job, list[dict[str, Any]]]
 """To the next requests of each job, with callables for what waits for the device."""
 _UNFINISHED = 2
 """Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
 _POLL_SECONDS = 5e-4
 """Between looks whether the device has computed a turn, while nothing can be begun."""
+_PATIENCE = 0.03
+"""Seconds that a pass, on a device with nothing to do, waits for jobs that shared the one before:
+one without them takes as long, and they would need another."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
 
@@ -75,6 +80,8 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
+            self._company, self._until = set[Job](), math.inf
+            """Jobs of the last pass, and until when the next one waits for them."""
             self._begun: list[tuple[LateNumbers, _Answers]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
@@ -236,9 +243,10 @@ class Service(AbstractContextManager["Service"]):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
         request = self.session.limits.parse(kind, body)
         text = request.model_dump_json()
-        ahead = kind if isinstance(request, OptimStep) else ""
-        if isinstance(request, Pass):
-            ahead = kind if request.fits(*self.session.engine.part) else name
+        ahead = None
+        if isinstance(request, Pass | OptimStep):
+            is_small = isinstance(request, OptimStep) or request.fits(*self.session.engine.part)
+            ahead = kind if is_small else name, request
         most = self.config.jobs.max_queued
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
@@ -292,42 +300,59 @@ class Service(AbstractContextManager["Service"]):
         """Begin what is next, a request or small ones of several jobs together, and finish turns
         that the device has computed, or that are too many. False: there is nothing to do.
 
-        While the device is at work, fewer jobs than had the turn before wait for further ones.
         RunFailed, OSError: device or disk failed.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
             has_more = bool(waiting or self._begun)
-            words = {job: job.ahead.get(job.begun, job.id) for job in waiting}
-            alike = [job for job in waiting if words[job] == words[waiting[0]]]
-            jobs = alike[: self.config.jobs.max_tenants]
-            for mark, served in self._begun[-1:]:
-                if len(jobs) < len(served) and not mark.is_ready:
-                    jobs = []  # others may come while the device is at work
-                    if not self._begun[0][0].is_ready:
-                        self._lock.wait(_POLL_SECONDS)
+            kind, jobs = self._next(waiting)
+            if has_more and not jobs and not (self._begun and self._begun[0][0].is_ready):
+                self._lock.wait(_POLL_SECONDS)
+            if kind in _PASSES:
+                self._company, self._until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
         session = self.session
-        are_ahead = [job.ahead.pop(job.begun, "") and session.is_resident(job.id) for job in jobs]
-        if not all(are_ahead):
+        asked = {job: job.ahead.pop(job.begun, None) for job in jobs}
+        is_ahead = all(x is not None and session.is_resident(job.id) for job, x in asked.items())
+        if not is_ahead:
             self._settle()
         if len(jobs) > 1:
-            engine, updates = session.engine, words[jobs[0]] == "optim_step"
+            engine, updates = session.engine, kind == "optim_step"
             jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
         if len(jobs) > 1:
-            served = self._serve_together(jobs)
+            served = self._serve_together(kind, {job: asked[job] for job in jobs})
         else:
             served = {job: self._serve(job) for job in jobs if self._bring(job)}
         if served:
             for job, answers in served.items():
                 job.begun += len(answers)
             self._begun.append((session.mark(), served))
-        self._settle(_UNFINISHED if all(are_ahead) else 0)
+        self._settle(_UNFINISHED if is_ahead else 0)
         if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
         return has_more
+
+    def _next(self, waiting: Sequence[Job]) -> tuple[str, list[Job]]:
+        """Choose who shares the next turn, and the word that their requests have in common.
+
+        Updates come first: then jobs that were a request apart are in one pass again. A pass waits
+        for jobs that shared the last one, while the device is at work and a little longer.
+        """
+        words = {job: job.ahead.get(job.begun, (job.id, None))[0] for job in waiting}
+        most = self.config.jobs.max_tenants
+        for word in sorted(dict.fromkeys(words.values()), key=lambda word: word != "optim_step"):
+            jobs = [job for job in waiting if words[job] == word][:most]
+            missed = {job for job in self._company if job.status == "open"} - words.keys()
+            if word in _PASSES and missed and len(jobs) < most:
+                if self._begun and not self._begun[-1][0].is_ready:
+                    continue
+                self._until = min(self._until, time.monotonic() + _PATIENCE)
+                if time.monotonic() < self._until:
+                    continue
+            return word, jobs
+        return "", []
 
     def _bring(self, job: Job) -> bool:
         """Let the session have ``job`` as its answers left it; False: it is not to be served."""
@@ -353,10 +378,11 @@ class Service(AbstractContextManager["Service"]):
             return False
         return True
 
-    def _serve_together(self, jobs: list[Job]) -> _Answers:
+    def _serve_together(self, kind: str, jobs: Mapping[Job, Any]) -> _Answers:
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
-            results = self.session.serve_together({job.id: job.begun for job in jobs})
+            asked = {job.id: (job.begun, request) for job, (_, request) in jobs.items()}
+            results = self.session.serve_together(kind, asked)
         except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
             if isinstance(error, RunFailed | OSError):
@@ -436,7 +462,10 @@ class Service(AbstractContextManager["Service"]):
                 with self._lock:
                     job.prune(job.done)
 
-        list(self._writers.map(write, served))
+        written = [self._writers.submit(write, job) for job in served]
+        wait(written)  # whatever fails: whose answer is on the disk, is told
+        for one in written:
+            one.result()
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes

@@ -318,15 +318,18 @@ class JobSession:
     def _unserved(self, request: Any) -> dict[str, Any]:
         raise Refused(request.problem)
 
-    def serve_together(self, numbers: Mapping[str, int]) -> list[Callable[[], dict[str, Any]]]:
-        """Serve a small request each, of one kind, of several jobs, which are resident, in one
+    def serve_together(
+        self, kind: str, asked: Mapping[str, tuple[int, Any]]
+    ) -> list[Callable[[], dict[str, Any]]]:
+        """Serve a small request each, with its number, of several jobs, which are resident, in one
         pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)
-        jobs, kind, requests = [self._held[job] for job in numbers], "", list[Any]()
-        for job, number in zip(jobs, numbers.values(), strict=True):
-            entry = Job.request_in(job.folder, number)
-            kind, job.seen = entry["kind"], number + 1
-            requests.append(self.limits.parse(kind, entry["body"]))
+        jobs, requests = (
+            [self._held[job] for job in asked],
+            [request for _, request in asked.values()],
+        )
+        for job, (number, _) in zip(jobs, asked.values(), strict=True):
+            job.seen = number + 1
         if kind == "optim_step":
             late = cache(self.engine.update(jobs, requests))
         else:
@@ -336,7 +339,7 @@ class JobSession:
                 requests += [requests[0].model_copy(update={"data": []})] * missing
             with self.engine.together(jobs):
                 late = cache(self._pass(jobs, requests, kind == "forward_backward"))
-        return [lambda i=i: late()[i] for i in range(len(numbers))]
+        return [lambda i=i: late()[i] for i in range(len(asked))]
 
     def _forward(self, request: Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
         late = self._pass([self.now], [request], learns)

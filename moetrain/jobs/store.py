@@ -185,8 +185,8 @@ class Job:
     """Requests that were served, of which the latest need not have an answer yet."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
-    ahead: dict[int, str] = field(default_factory=dict)
-    """Requests that may be begun before a turn before them is finished, each with a word that it
+    ahead: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    """Requests that may be begun before a turn before them is finished, each behind a word that it
     has in common with those that may share its turn."""
     adding: threading.Lock = field(default_factory=threading.Lock)
     """Who has it writes the next request, or moves the folder."""
@@ -301,7 +301,9 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(self, kind: str, body: str, number: int | None, *, most: int, ahead: str = "") -> int:
+    def add(
+        self, kind: str, body: str, number: int | None, *, most: int, ahead: tuple[str, Any] | None
+    ) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
         ``number``: what its client calls it, which is a sampler's key; None: the next. ``ahead``:
@@ -327,7 +329,7 @@ class Job:
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
-        if ahead:
+        if ahead is not None:
             self.ahead[self.accepted] = ahead
         self.accepted += 1
         return self.accepted - 1
