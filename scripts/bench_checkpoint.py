@@ -133,9 +133,12 @@ class Bench:
             if not self.largest(not save.done()):
                 saved = trainer.snapshots.wait()
                 assert saved is not None
-                self.path, self.mine, seconds = saved.path, saved.num_bytes, saved.seconds
+                self.path, seconds = saved.path, saved.seconds
         self.loss = losses[0]
-        self.num_bytes = sum(path.stat().st_size for path in self.path.iterdir())
+        sizes = {path.name: path.stat().st_size for path in self.path.iterdir()}
+        own = f"-{self.world.rank:05d}-"
+        self.num_bytes = sum(sizes.values())
+        self.mine = sum(size for name, size in sizes.items() if own in name)
         write = self.largest(seconds)
         return {
             f"{name}blocked_seconds": self.largest(blocked),

@@ -133,7 +133,7 @@ class Links:
         """Compute some products and wait for them; gives the seconds of one."""
         begin = time.perf_counter()
         for _ in range(AT_A_TIME):
-            self.square @ self.square
+            torch.mm(self.square, self.square)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return (time.perf_counter() - begin) / AT_A_TIME

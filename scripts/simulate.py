@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from simulated_ranks import INSIDE, SLOWED, Links, Mesh, PartWork, Step, Work
+from simulated_ranks import SLOWED, Links, Mesh, PartWork, Step, Work
 from streams import Simulation
 
 from moetrain.cli.main import command
@@ -246,10 +246,16 @@ def main(argv: Sequence[str] | None) -> None:
         config = configured(given, words, gpus)
         kind = GPUS[given.gpu]
         inside = kind.link_rate * _LINK
-        rates = (given.across_direct, given.across_sums)
-        ways = [1e9 * rate if rate else None for rate in rates]
-        shares = given.together, given.beside, given.products
-        links = Links(inside, 1e9 * given.across, 1e-6 * given.hop, INSIDE, *ways, *shares)
+        links = Links(
+            inside,
+            1e9 * given.across,
+            1e-6 * given.hop,
+            direct=1e9 * given.across_direct if given.across_direct else None,
+            sums=1e9 * given.across_sums if given.across_sums else None,
+            together=given.together,
+            beside=given.beside,
+            products=given.products,
+        )
         result = simulate(config, given.gpu, links, slowed(given.slow))
         rows.append(result.cells())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -44,7 +44,7 @@ def save(root, step, value=0.0, **plan):
 def tensors_of(folder):
     """Every tensor of a checkpoint, by group and name."""
     found = open_checkpoint(Path(folder))
-    return {group: found.tensors(group) for group in found.groups}
+    return {group: found.tensors(group) for group in found.contents.groups}
 
 
 def rewrite(folder, edit):

@@ -158,8 +158,9 @@ def check_machines_on_gpus() -> None:
         near = DeepEPInside(inside, LARGE.experts, group, hops=hops, **how)
         layer = run_narrow if how else run_layer
         for ours, compiled in product((plain, near), (False, True)):
-            case = (type(ours).__name__, how)
-            check_steps(partial(layer, ours), compiled, partial(layer, flat), experts, 0.0, case)
+            judge, case = partial(layer, flat), (type(ours).__name__, how)
+            judge = torch.compile(judge, fullgraph=True) if compiled else judge
+            check_steps(partial(layer, ours), compiled, judge, experts, 0.0, case)
     disconnect()
 
 

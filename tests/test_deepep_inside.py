@@ -28,6 +28,7 @@ from test_across_machines import (
     run_two,
 )
 from test_expert_parallel import CountExchanges
+from test_parallel import run, words_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -48,6 +49,7 @@ from transports import (
 
 from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.experts.deepep import disconnect
+from moetrain.parallel import apply
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside
 from moetrain.parallel.expert.dispatch import AllToAll
 
@@ -62,9 +64,9 @@ def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:
     return flat, DeepEPInside(near, size.experts, world, hops=hops, **how)
 
 
-def calls_of(run, *inputs) -> Counter[str]:
+def calls_of(way, *inputs) -> Counter[str]:
     fake_deep_ep.calls.clear()
-    run_step(run, *inputs)
+    run_step(way, *inputs)
     return Counter(fake_deep_ep.calls)
 
 
@@ -74,7 +76,8 @@ def check_bits(per_machine: int) -> None:
     cases = [(tokens, r) for tokens in (UNEVEN, ALL_ON_ONE, NONE) for r in ROUTINGS]
     for seed, (tokens, routing) in enumerate(cases):
         dtype = torch.bfloat16 if seed % 2 else torch.float32
-        batch = make_batch(SMALL, tokens[dist.get_rank()], routing, seed, dtype=dtype)
+        mine = tokens[(dist.get_rank() + seed) % len(tokens)]
+        batch = make_batch(SMALL, mine, routing, seed, dtype=dtype)
         experts = make_experts(SMALL, dtype=dtype)
         want = run_step(partial(run_layer, flat), batch, experts)
         case = f"machines of {per_machine}, {tokens}, {routing}"
@@ -159,11 +162,11 @@ def check_compiled() -> None:
         for seed, routing in enumerate(("natural", "one-hot", "empty")):
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             want = run_step(partial(run_layer, flat), batch, experts)
-            for run in (layer, compiled):
+            for way in (layer, compiled):
                 # Nothing is compiled where calls are counted.
-                with CountExchanges() if run is layer else nullcontext() as counted:
+                with CountExchanges() if way is layer else nullcontext() as counted:
                     fake_deep_ep.calls.clear()
-                    equal(run_step(run, batch, experts), want, (how.__name__, routing))
+                    equal(run_step(way, batch, experts), want, (how.__name__, routing))
                 calls = {"dispatch": 1 + (how is recomputed), "cached dispatch": 1}
                 assert fake_deep_ep.calls == calls, how.__name__
                 if counted is not None and how is not recomputed:
@@ -173,3 +176,23 @@ def check_compiled() -> None:
 
 def test_a_layer_is_one_graph():
     spawn(4, check_compiled, timeout=300.0)
+
+
+def train(words: list[str]) -> None:
+    """The same run on one machine by an all-to-all, and on two by DeepEP."""
+    want = run([*words, "launch.gpus_per_machine=4", "moe.dispatcher=alltoall"])
+    sys.modules["deep_ep"] = fake_deep_ep
+    apply.why_not = lambda *_: None
+    fake_deep_ep.calls.clear()
+    got = run([*words, "launch.gpus_per_machine=2", "moe.deepep_num_sms=6"])
+    calls = fake_deep_ep.calls
+    assert calls["dispatch"] == calls["cached dispatch"] > 0
+    assert calls["combine"] == 0
+    assert torch.equal(got[0], want[0]), f"losses and norms {got[0] - want[0]}"
+    equal(got[1], want[1], "gradients")
+    equal(got[2], want[2], "parameters")
+
+
+def test_a_run_has_the_bits_of_one_machine(tiny_words):
+    words = words_of(tiny_words, "parallel.ep=4", "activation.policy=selective")
+    spawn(4, train, words, timeout=180.0)

@@ -335,16 +335,12 @@ class Checkpoint:
     state: dict[str, Any]
     contents: Contents = field(repr=False)
 
-    @property
-    def groups(self) -> list[str]:
-        return list(self.contents.groups)
-
     def group(self, name: str) -> dict[str, StoredTensor]:
         """Return the tensors of a group, unread; DamagedCheckpoint: there is no such group."""
-        if name not in self.contents.groups:
-            raise DamagedCheckpoint(self.folder, f"it has no group {name!r}, but {self.groups}")
-        entries = self.contents.groups[name]
-        return {key: StoredTensor(self.folder, entry) for key, entry in entries.items()}
+        groups = self.contents.groups
+        if name not in groups:
+            raise DamagedCheckpoint(self.folder, f"it has no group {name!r}, but {[*groups]}")
+        return {key: StoredTensor(self.folder, entry) for key, entry in groups[name].items()}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Read the tensors of a group, whole, to the CPU; raises DamagedCheckpoint."""
@@ -352,7 +348,7 @@ class Checkpoint:
 
     def stored(self) -> Iterator[tuple[str, str, StoredTensor]]:
         """Iterate over every tensor with its group and name."""
-        for group in self.groups:
+        for group in self.contents.groups:
             for name, stored in self.group(group).items():
                 yield group, name, stored
 

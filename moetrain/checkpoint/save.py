@@ -122,8 +122,6 @@ class Saved(NamedTuple):
     path: Path
     seconds: float
     """Time from the beginning of the write until the folder had its name."""
-    num_bytes: int
-    """Size of the tensors that this rank wrote."""
 
 
 class Saver:
@@ -196,8 +194,7 @@ class Saver:
             self._copy_to(plan.store, plan)
         for path in plan.outdated() if is_here else ():
             _remove(path)
-        num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
-        return Saved(plan.path, time.perf_counter() - started, num_bytes)
+        return Saved(plan.path, time.perf_counter() - started)
 
     def _copy_to(self, store: Store, plan: SavePlan) -> None:
         is_main, path = self._rank == 0, plan.path
@@ -394,12 +391,6 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("xb", buffering=0) as file:
-        _write_all(file.fileno(), data)
-        os.fsync(file.fileno())
-
-
 def remove_leftovers(root: Path) -> None:
     """Remove what killed processes left half written or half removed.
 
@@ -432,10 +423,12 @@ def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any])
     Raises OSError: it cannot be written or renamed; ``final`` is unchanged.
     """
     text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
-    _write_file(new / STATE, text)
     files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
     body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
-    _write_file(new / MANIFEST, sealed(json.dumps(body)))
+    for name, data in ((STATE, text), (MANIFEST, sealed(json.dumps(body)))):
+        with (new / name).open("xb", buffering=0) as file:
+            _write_all(file.fileno(), data)
+            os.fsync(file.fileno())
     replaced = _hidden(final, "replaced")
     fsync(new)
     try:

@@ -104,7 +104,7 @@ def _inspect(words: argparse.Namespace) -> int:
     arch = _architecture(found)
     print(f"{found.folder}: step {found.state['step']:,}, {found.state['tokens']:,} tokens")
     print(f"{arch.family}, {arch.num_params():,} parameters, {arch.num_layers} layers")
-    for group in found.groups:
+    for group in found.contents.groups:
         tensors = found.group(group)
         size = sum(stored.shape.numel() * stored.dtype.itemsize for stored in tensors.values())
         pieces = sum(len(stored.entry.pieces) for stored in tensors.values())

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moetrain.cli.main import Parser, command, leave
+from moetrain.cli.main import Parser, command
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import recipe_names
@@ -31,6 +31,14 @@ _LONG_ROW = 16_384
 _ROUNDS = 4
 """Micro-batches of a step for each pipeline rank, where no batch is given."""
 
+_COLUMNS = {
+    **{name: f"parallel.{name}" for name in ("dp_replicate", "cp", "tp", "ep", "pp")},
+    **{"rows": "train.micro_batch_size", "recompute": "activation.policy"},
+    **{"reshard": "parallel.reshard_after_forward", "states": "optim.state_dtype"},
+    "precision": "kernels.precision",
+}
+"""Settings of a layout that are listed, by what their column is called."""
+
 _Change = dict[str, Any]
 
 
@@ -44,21 +52,12 @@ class _Layout(NamedTuple):
     config: Config
     change: _Change
 
-    COLUMNS = (
-        *("parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.ep", "parallel.pp"),
-        *("train.micro_batch_size", "activation.policy", "parallel.reshard_after_forward"),
-        *("optim.state_dtype", "kernels.precision"),
-    )
-    HEADS = (
-        *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "cp", "tp", "ep", "pp"),
-        *("rows", "recompute", "reshard", "states", "precision"),
-    )
-
     def cells(self, gpus: int) -> list[str]:
         p = self.config.parallel
         shard = gpus // (p.dp_replicate * p.cp * p.tp * p.pp)
         figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
-        return [*figures, str(shard), *(_shown(attrgetter(x)(self.config)) for x in self.COLUMNS)]
+        settings = (_shown(attrgetter(x)(self.config)) for x in _COLUMNS.values())
+        return [*figures, str(shard), *settings]
 
 
 @command
@@ -96,7 +95,8 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
     if not found:
         problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
         raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
-    rows = [_Layout.HEADS, *(layout.cells(gpus) for layout in found[:top])]
+    heads = ["tokens/s/GPU", "step s", "GiB", "dp_shard", *_COLUMNS]
+    rows = [heads, *(layout.cells(gpus) for layout in found[:top])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
     for row in rows:
@@ -259,7 +259,3 @@ def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
 
 def _shown(value: Any) -> str:
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -97,7 +97,7 @@ class _Operation(Protocol):
 
 
 WeightMap = tuple[_Operation, ...]
-_escaped = functools.cache(re.escape)  # of few templates, each asked for every parameter
+_escaped: Callable[[str], str] = functools.cache(lambda text: re.escape(text))  # few of them
 
 
 def match(template: str, name: str) -> dict[str, str] | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from moetrain.config import Config, ConfigError, Fact
+from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
 from moetrain.kernels.experts.deepep import disconnect
@@ -264,9 +264,6 @@ def _check_machines(config: Config, dims: ParallelDims) -> None:
             where = f"of {ranks} ranks on {machines} machines of {size}"
             problem = f"{attrgetter(name)(config)!r} {where} (launch.gpus_per_machine)"
             raise ConfigError(name, f"{problem} would leave a machine; use {remedy}")
-    if dims.machines(ep) > 1 and size not in (2, 4, 8):
-        why = f"a machine has {size} of parallel.ep's ranks, and it takes 2, 4 or 8"
-        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {why}"})
 
 
 def claim_device(config: Config, gpu: int) -> torch.device:

@@ -425,7 +425,7 @@ class RlTrainer(Run):
         self.began_at = self.logged_at = self.step
 
     def take_up(self, found: Checkpoint) -> None:
-        has_reference = "reference" in found.groups
+        has_reference = "reference" in found.contents.groups
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(
                 "rl.kl_coef",

@@ -98,15 +98,14 @@ class Engine(ModelState):
         self._given: list[tuple[Sequence[Any], Objective[Any], torch.Tensor]] = []
         """What the step's gradients are of, and with which random numbers; if they may have to be
         computed again."""
-        captures = config.compile.cuda_graphs is True
-        self.graphs = Graphs(world.device, self.fsdp) if captures else None
-        if self.graphs is not None:
-            world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
-        shared = captures and world.size > 1
+        self.graphs: Graphs | None = None
         self._agree: Any = None
-        if shared:
-            hosts: Any = dist.new_group(backend="gloo")
-            self._agree = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=hosts)
+        if config.compile.cuda_graphs is True:
+            self.graphs = Graphs(world.device, self.fsdp)
+            world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
+            if world.size > 1:
+                hosts: Any = dist.new_group(backend="gloo")
+                self._agree = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=hosts)
         self._lr = torch.zeros((), dtype=torch.float64, device=world.device)
 
     # ---- training ------------------------------------------------------------------------------

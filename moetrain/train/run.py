@@ -15,7 +15,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, cast
 
@@ -158,7 +158,7 @@ class Run(ABC):
         is_frozen = config.lora.rank > 0
         flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)
         self.clock = Throughput(flops, self.device)
-        with self.claim():
+        with self.run_folder.claimed():
             # Before anything slow.
             self.run_folder.check_shared(self.world, ", or set checkpoint.shared no")
             self.run_folder.open_memory(self.world)
@@ -170,10 +170,6 @@ class Run(ABC):
             if found is not None:
                 self.resume(found)
             self.world.barrier()  # until every rank has read what may be moved from now on
-
-    def claim(self) -> AbstractContextManager[None]:
-        """Keep every other run out of this run's folder while inside."""
-        return self.run_folder.claimed() if self.run_folder.disk.keeps else nullcontext()
 
     # ---- what a kind of run says ---------------------------------------------------------------
 
@@ -210,7 +206,7 @@ class Run(ABC):
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, and a checkpoint was written.
         """
         config = self.config
-        with self.claim():
+        with self.run_folder.claimed():
             try:
                 self.run_folder.set_aside(self.continues, self.step, self.world)
                 if self.world.is_main:

@@ -146,14 +146,17 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Let this process alone write here while inside; the folder is made if it is missing.
+        """Keep every other run out while inside; the folder is made if it is missing.
 
-        Leftovers of killed saves are removed first. The claim is a lock, which the kernel releases
-        however the process ends. A folder made for a run whose settings or data turn out to be
-        wrong is removed again.
+        Leftovers of killed saves are removed first. The claim is a lock of the rank that looks
+        after the folder, which the kernel releases however the process ends. A folder made for a
+        run whose settings or data turn out to be wrong is removed again.
 
         Raises ConfigError: another run writes to it, or it cannot be written to.
         """
+        if not self.disk.keeps:
+            yield
+            return
         folder = self.path
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:

@@ -389,7 +389,7 @@ class Snapshots(Saver):
             for group in engine.GROUPS:  # one after the other: each may be most of the memory
                 engine.load_state({group: found.group(group)})
             self._set_random_numbers(found)
-            for name in set(found.groups) - {*engine.GROUPS, "rng"}:
+            for name in found.contents.groups.keys() - {*engine.GROUPS, "rng"}:
                 for stored in found.group(name).values():
                     stored.check(world.rank, world.size)
         except DamagedCheckpoint as error:

@@ -263,11 +263,7 @@ def resolve_architecture(
     Raises ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is
     unknown; overrides do not fit the preset or each other; the model cannot reach so far.
     """
-    return _reaching(_named(section, needs_weights, further), section)
-
-
-def _reaching(arch: Architecture, section: ModelSection) -> Architecture:
-    """Return ``arch`` for rows of ``model.max_positions``, its rotary embeddings scaled if so."""
+    arch = _named(section, needs_weights, further)
     wanted, rope = section.max_positions, arch.rope
     if wanted is None:
         return arch

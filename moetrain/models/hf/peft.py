@@ -358,8 +358,11 @@ class _Settings:
         self._targeted = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
         self.is_parameter = self._names("target_parameters")
-        self._ranks = self._by_pattern("rank_pattern", "r", _is_rank, f"a rank to {_MAX_RANK}")
-        self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
+        largest = torch.finfo(torch.float32).max
+        rank = ("r", lambda x: type(x) is int and 1 <= x <= _MAX_RANK, f"a rank to {_MAX_RANK}")
+        alpha = ("lora_alpha", lambda x: type(x) in (int, float) and abs(x) <= largest, "a number")
+        self._ranks = self._by_pattern("rank_pattern", *rank)
+        self._alphas = self._by_pattern("alpha_pattern", *alpha)
 
     def is_module(self, name: str) -> bool:
         if self._excluded(name) or not self._targeted(name):
@@ -408,15 +411,6 @@ class _Settings:
 
     def _bad(self, key: str, problem: str) -> ConfigError:
         return _error(self.folder, f"{_SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")
-
-
-def _is_rank(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _MAX_RANK
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether ``value`` is a number that is finite in fp32 too."""
-    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _error(folder: Path, problem: str) -> ConfigError:

@@ -186,8 +186,12 @@ class AllToAll(ExpertParallelDispatcher):
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         sizes, handle, hop = self._plan(rank_TK)
-        if self.hops:
-            handle += [*self._route_inside(rank_TK, handle[6:], *sizes[2:]), *hop]
+        if self.hops:  # sort what arrives by the places here that it is passed on to
+            over, places = self.hops[0], self.hops[1].size()
+            how = sizes[2], False, over.group_name, 0, "bf16", self.backend
+            (rank_AK,) = _exchange_rows([rank_TK], handle[6:], *how)
+            place_AK = self._local(rank_AK, over.rank(), places)
+            handle += [*self._route(place_AK, places, sizes[3])[0], *hop]
         rows = [x_TD, self._routing(ids_TK, weights_TK)]
         x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
         weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
@@ -234,16 +238,6 @@ class AllToAll(ExpertParallelDispatcher):
         handle += [*once, sent_CMG[2, :, place, None], received_CMG[2, :, place, None]]
         hop = received_CMG[3:, :, place], received_CMG[0].T
         return [tokens, rows, others[0], sum(others[1:])], handle, hop
-
-    def _route_inside(
-        self, rank_TK: torch.Tensor, across: Sequence[torch.Tensor], tokens: int, rows: int
-    ) -> ExpertIndices:
-        """Sort ``tokens`` that arrive here by the places that they are passed on to."""
-        over, inside = self.hops
-        how = tokens, False, over.group_name, 0, "bf16", self.backend
-        (rank_AK,) = _exchange_rows([rank_TK], across, *how)
-        place_AK = self._local(rank_AK, over.rank(), inside.size())
-        return self._route(place_AK, inside.size(), rows)[0]
 
     def _route(
         self, place_TK: torch.Tensor, places: int, room: int | None = None
