@@ -49,9 +49,8 @@ _UNFINISHED = 2
 """Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
 _POLL_SECONDS = 5e-4
 """Between looks whether the device has computed a turn, while nothing can be begun."""
-_PATIENCE = 0.03
-"""Seconds that a pass, on a device with nothing to do, waits for jobs that shared the one before:
-one without them takes as long, and they would need another."""
+_LONGEST_WAIT = 0.5
+"""Seconds that a pass waits at most, on a device with nothing to do, for jobs of the last one."""
 _WRITERS = 8
 """Answers written at once: a disk forces several files out in the time that one takes."""
 
@@ -80,8 +79,8 @@ class Service(AbstractContextManager["Service"]):
             }
             check_base(self.folder, base)
             self._lock = threading.Condition()
-            self._company, self._until = set[Job](), math.inf
-            """Jobs of the last pass, and until when the next one waits for them."""
+            self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
+            """Jobs of the last pass, how long that took, and until when the next one waits."""
             self._begun: list[tuple[LateNumbers, _Answers]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
@@ -338,7 +337,8 @@ class Service(AbstractContextManager["Service"]):
         """Choose who shares the next turn, and the word that their requests have in common.
 
         Updates come first: then jobs that were a request apart are in one pass again. A pass waits
-        for jobs that shared the last one, while the device is at work and a little longer.
+        for jobs that shared the last one, while the device is at work and as long as that took:
+        then it has cost no more than a pass for the others.
         """
         words = {job: job.ahead.get(job.begun, (job.id, None))[0] for job in waiting}
         most = self.config.jobs.max_tenants
@@ -348,8 +348,9 @@ class Service(AbstractContextManager["Service"]):
             if word in _PASSES and missed and len(jobs) < most:
                 if self._begun and not self._begun[-1][0].is_ready:
                     continue
-                self._until = min(self._until, time.monotonic() + _PATIENCE)
-                if time.monotonic() < self._until:
+                now = time.monotonic()
+                self._until = min(self._until, now + min(self._pass_seconds, _LONGEST_WAIT))
+                if now < self._until:
                     continue
             return word, jobs
         return "", []
@@ -382,7 +383,10 @@ class Service(AbstractContextManager["Service"]):
         """Serve a small request each; if that fails none, and each has a turn of its own."""
         try:
             asked = {job.id: (job.begun, request) for job, (_, request) in jobs.items()}
+            started = time.monotonic()
             results = self.session.serve_together(kind, asked)
+            if kind in _PASSES:
+                self._pass_seconds = time.monotonic() - started
         except Exception as error:  # whose it is, their own turns show
             self._forget(jobs)
             if isinstance(error, RunFailed | OSError):
