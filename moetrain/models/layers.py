@@ -25,7 +25,12 @@ from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss import linear_cross_entropy
+from moetrain.kernels.loss.linear_cross_entropy import (
+    SummedLoss,
+    TokenLosses,
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+)
 from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
@@ -75,13 +80,11 @@ class Vocabulary:
         targets_T: torch.Tensor,
         *,
         temperature: float = 1.0,
-    ) -> linear_cross_entropy.TokenLosses:
+    ) -> TokenLosses:
         """Compute each token's loss (its target's negative log-probability), lse and entropy."""
         how = {"softcap": self.softcap, "backend": self.backend}
         w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy.linear_cross_entropy(
-            h_TD, w_VD, targets_T, temperature=temperature, **how
-        )
+        return linear_cross_entropy(h_TD, w_VD, targets_T, temperature=temperature, **how)
 
     def loss_sum(
         self,
@@ -89,12 +92,10 @@ class Vocabulary:
         w_VD: torch.Tensor,
         targets_T: torch.Tensor,
         weights_T: torch.Tensor,
-    ) -> linear_cross_entropy.SummedLoss:
+    ) -> SummedLoss:
         """Sum the weighted losses; over several devices, return this one's share of the sum."""
         how = {"softcap": self.softcap, "backend": self.backend, "narrow_grads": self.narrow_grads}
-        return linear_cross_entropy.linear_cross_entropy_sum(
-            h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how
-        )
+        return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
 
 
 _KERNELS = KernelsSection()
