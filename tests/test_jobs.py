@@ -646,9 +646,9 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
         later = time.time() + 4000
         monkeypatch.setattr(store.time, "time", lambda: later)
         ask("save_weights", third)
-        assert list(service.saves(name)) == ["weights/two", "weights/three"]
+        assert list(service.find(name).saves) == ["weights/two", "weights/three"]
         service.remove_save(name, "weights/two")
-        assert list(service.saves(name)) == ["weights/three"]
+        assert list(service.find(name).saves) == ["weights/three"]
         with pytest.raises(Refused, match="no such thing"):
             service.remove_save(name, "weights/one")
 

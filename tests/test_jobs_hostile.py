@@ -212,7 +212,7 @@ def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monk
     monkeypatch.setattr(store, "_load", remove_first)
     ask("save_weights", {"path": "b"})
     assert service.find(name).status == "open"
-    assert list(service.saves(name)) == ["weights/b"]
+    assert list(service.find(name).saves) == ["weights/b"]
 
 
 def test_many_answers_together_hold_no_more_than_one_may(tmp_path):

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -38,8 +38,6 @@ from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
 _REMOVED = ".removed"
-_SAVES = ("weights", "sampler_weights", "external_weights")
-"""Kinds of saves, as paths have them."""
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
 _PASSES = ("forward", "forward_backward")
@@ -71,13 +69,7 @@ class Service(AbstractContextManager["Service"]):
             stack.enter_context(folder.claimed())
             self.session = JobSession(config, arch)
             self.config = self.session.config
-            base = {
-                "architecture": arch.model_dump(mode="json"),
-                "frozen": self.session.fingerprint,
-                "lora": self.config.lora.model_dump(mode="json", exclude={"save", "layout"}),
-                "moments": self.config.optim.state_dtype,
-            }
-            check_base(self.folder, base)
+            check_base(self.folder, self.session.base)
             self._lock = threading.Condition()
             self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
             """Jobs of the last pass, how long that took, and until when the next one waits."""
@@ -102,7 +94,9 @@ class Service(AbstractContextManager["Service"]):
             self.tell_stopped()
             self._remove()
             self._settle()
-            self._forget(job for job in self.jobs.values() if job.begun != job.done)
+            for job in self.jobs.values():
+                if job.begun != job.done:  # a checkpoint must not have seen what has no answer
+                    self.session.forget(job.id)
             self.session.put_all_away()
         finally:
             self._stack.close()
@@ -186,7 +180,7 @@ class Service(AbstractContextManager["Service"]):
         """End the jobs of a session; runs that have saves keep them."""
         with self._lock:
             for job in [job for job in self.jobs.values() if job.session == session]:
-                if job.is_sampler or not self.saves(job.id):
+                if job.is_sampler or not job.saves:
                     self.delete(job.id)
                 else:
                     self.end(job.id)
@@ -199,28 +193,16 @@ class Service(AbstractContextManager["Service"]):
                 job.note("finished")
                 job.tell_waiting("finished")
 
-    def saves(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return the saves of a run by kind and name, ``weights/NAME``, the oldest first."""
-        folder = self.find(name).folder
-        paths = [path for kind in _SAVES for path in folder.glob(f"{kind}/*")]
-        read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
-        found = {name: save for name, save in read.items() if save is not None}
-        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
-
-    def folder_of(self, name: str, save: str) -> Path:
-        """Return the folder of a save; Refused: there is none."""
-        if save not in self.saves(name):
-            raise Refused("there is no such thing", 404)
-        return self.find(name).folder / save
-
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            folder = SaveFolder(self.folder_of(name, save))
+            if save not in self.find(name).saves:
+                raise Refused("there is no such thing", 404)
+            folder = SaveFolder(self.find(name).folder / save)
             folder.forget()  # and the rest goes between turns: one may write another there
             self._remains.append(folder)
             self._lock.notify()
-        if self.find(name).status == "finished" and not self.saves(name):
+        if self.find(name).status == "finished" and not self.find(name).saves:
             self.delete(name)
 
     def find(self, name: str) -> Job:
@@ -388,7 +370,8 @@ class Service(AbstractContextManager["Service"]):
             if kind in _PASSES:
                 self._pass_seconds = time.monotonic() - started
         except Exception as error:  # whose it is, their own turns show
-            self._forget(jobs)
+            for job in jobs:
+                self.session.forget(job.id)
             if isinstance(error, RunFailed | OSError):
                 raise
             logger.warning("%d jobs shared a turn that failed: %s", len(jobs), _line_of(error))
@@ -430,11 +413,6 @@ class Service(AbstractContextManager["Service"]):
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
         session.probe()
         return answers
-
-    def _forget(self, jobs: Iterable[Job]) -> None:
-        """Forget states that a checkpoint must not have: they have seen what has no answer."""
-        for job in jobs:
-            self.session.forget(job.id)
 
     def _settle(self, most: int = 0) -> None:
         """Finish turns in order: those that are computed, and others until ``most`` are left.

@@ -254,7 +254,7 @@ class JobRoutes(JsonServer):
                 "tinker_path": f"tinker://{job}/{path}",
                 "expires_at": None if save["expires"] is None else _time(save["expires"]),
             }
-            for path, save in self.service.saves(job).items()
+            for path, save in self.service.find(job).saves.items()
         ]
         return {"checkpoints": found}
 

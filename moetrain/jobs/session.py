@@ -118,7 +118,13 @@ class JobSession:
         if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
-        self.fingerprint = self.engine.fingerprint  # collective: now, when every rank is here
+        self.base = {
+            "architecture": arch.model_dump(mode="json"),
+            "frozen": self.engine.fingerprint,  # collective: now, when every rank is here
+            "lora": config.lora.model_dump(mode="json", exclude={"save", "layout"}),
+            "moments": config.optim.state_dtype,
+        }
+        """What the folder's jobs depend on."""
         self.now = JobState()
         adapted = "\n".join(self.engine.stages.trained)
         parts = {"unembed": "head", "mlp": "moe|mlp|expert", "attn": "attn"}

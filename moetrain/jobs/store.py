@@ -42,6 +42,8 @@ _Status = Literal["open", "finished", "failed"]
 _JOB, _SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
+_SAVES = ("weights", "sampler_weights", "external_weights")
+"""Kinds of saves, as paths have them."""
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
@@ -219,6 +221,14 @@ class Job:
     def has_work(self) -> bool:
         """Whether a request waits to be served."""
         return self.status == "open" and self.begun < self.accepted
+
+    @property
+    def saves(self) -> dict[str, dict[str, Any]]:
+        """The saves of a run by kind and name, ``weights/NAME``, the oldest first."""
+        paths = [path for kind in _SAVES for path in self.folder.glob(f"{kind}/*")]
+        read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
+        found = {name: save for name, save in read.items() if save is not None}
+        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     @property
     def has_begun(self) -> bool:

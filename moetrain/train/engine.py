@@ -12,6 +12,7 @@ backward runs, and ``log.find_nan`` reads whether the step was skipped.
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,10 +30,11 @@ from moetrain.kernels.annotate import annotate, annotated
 from moetrain.kernels.graphs import Graphs, alike
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
+from moetrain.kernels.optim.fake_update import FakeUpdate
 from moetrain.models.architecture import Architecture
-from moetrain.models.fake_step import FakeStep
 from moetrain.models.moe import update_router_bias
-from moetrain.models.transformer import compute_dtype
+from moetrain.models.rules import Rule
+from moetrain.models.transformer import Inputs, Transformer, compute_dtype, plan_model
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
@@ -418,7 +420,65 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
-def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
+@dataclass(frozen=True)
+class _FakeStep(FakeUpdate):
+    """A step without a device, to find which kernels it launches, and where it will run.
+
+    Left out on purpose: what dispatch launches (indices among a rank's own experts too), and the
+    few kernels that are compiled for a tensor parallel rank's part of the heads.
+    """
+
+    arch: Architecture
+
+    def run(self) -> None:
+        """Run a micro-batch through a block of each kind, and update; within a FakeTensorMode."""
+        config = self.config
+        if config.kernels.attention != "exact":  # a library's, or the compiler's
+            kernels = config.kernels.model_copy(update={"attention": "reference"})
+            config = config.model_copy(update={"kernels": kernels})
+        model, rules = plan_model(config, self.arch, self.dtype)
+        widths = {n: math.gcd(math.prod(x.shape[1:]), 16) for n, x in model.named_parameters()}
+        self._run_micro_batch(model, rules)
+        trained = ((widths[name], rule) for name, rule in rules.items() if rule.trainable)
+        for kind in {(rule.gather or self.dtype, rule.storage, width) for width, rule in trained}:
+            self.run_update(*kind)
+        for form, dtype in {(x.form, x.gather or self.dtype) for x in rules.values() if x.form}:
+            self.run_widening(form, dtype)
+
+    def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
+        own = model.arch.layers()[: model.arch.num_layers]  # others launch no further kernels
+        kinds = {part: i for i, part in reversed(list(enumerate(own)))}
+        seen = tuple(f"layers.{i}." for i in kinds.values())
+        for name, parameter in list(model.named_parameters()):
+            if name.startswith("layers.") and not name.startswith(seen):
+                continue
+            parent, _, last = name.rpartition(".")
+            dtype = rules[name].gather or self.dtype
+            whole = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+            made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
+            setattr(model.get_submodule(parent), last, made)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=self.device))
+        model.compute_dtype = self.dtype
+        shape = (self.config.train.micro_batch_size, self.config.data.seq_len)
+        tokens_BS = torch.empty(shape, dtype=torch.int64, device=self.device)
+        x_BSD, rows = model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS))
+        losses: list[torch.Tensor] = []
+        for i in kinds.values():
+            x_BSD, statistics = model.run(x_BSD, rows, i, i + 1)
+            found = (x for one in statistics for x in one if x is not None)
+            losses += [x.sum() for x in found if x.requires_grad]
+        hidden_TD = model.head(x_BSD, rows).flatten(0, 1)
+        targets_T = tokens_BS.flatten()
+        weights_T = torch.ones_like(targets_T, dtype=torch.float32)
+        losses.append(
+            model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0]
+        )
+        torch.autograd.backward(losses)
+
+
+def _fake_step(config: Config, arch: Architecture, world: World) -> _FakeStep:
     """Describe a step of this rank, as far as is known before anything is built.
 
     Ranks that share parameters are assumed to reach one another's memory if they are on one
@@ -426,7 +486,7 @@ def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
     """
     dims = world.dims
     is_near = dims.machines(dims.sharding_ranks) == 1
-    return FakeStep(
+    return _FakeStep(
         config,
         world.device,
         compute_dtype(config, world.device),
