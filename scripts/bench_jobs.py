@@ -143,7 +143,7 @@ class Bench:
         batches = session._dealt([datum.sample(0) for datum in request.data]).batches
         loss = ClientLoss.of("cross_entropy", {})
         session.engine.forward_backward(batches, loss).total.item()  # waits, as a job does
-        session._optim_step(OptimStep.model_validate(STEP))()
+        session._queued("optim_step", [session.now], [OptimStep.model_validate(STEP)])[0]()
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""

@@ -334,7 +334,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
         if kind == "optim_step":
             engine.step(body["adam_params"]["learning_rate"])
             continue
-        request = session_module.Pass.model_validate(body)
+        request = session_module.api.Pass.model_validate(body)
         batches = pack([datum.sample(0) for datum in request.data], 64, 1)
         totals = engine.forward_backward(batches, ClientLoss.of("cross_entropy", {}))
         losses.append(totals.total.item())

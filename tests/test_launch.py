@@ -132,10 +132,10 @@ PATIENCE = """
 import sys, time, types
 from datetime import timedelta
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel import processes, world
+from moetrain.parallel import processes
 from moetrain.cli.train import main
 
-processes.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
+processes.TIMEOUT = timedelta(seconds=3)
 processes._BEAT_SECONDS = 0.2
 
 

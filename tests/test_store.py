@@ -10,7 +10,6 @@ from command_lines import settled
 from distributed import spawn
 from test_checkpoint_runs import losses, names
 
-from moetrain.checkpoint.memory import Folders
 from moetrain.checkpoint.read import MANIFEST, STATE
 from moetrain.checkpoint.store import Store
 from moetrain.config import Config, ConfigError
@@ -110,19 +109,6 @@ def test_an_older_or_failed_copy_is_left_alone(tiny, tmp_path):
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000002", "step-00000003"]
     trainer.save(failed=True)
     assert Store(URL).steps() == [1, 2]
-
-
-@pytest.mark.parametrize(("lost", "looks"), [(False, 1), (True, 2)])
-def test_a_start_looks_at_the_disk_once_unless_something_was_fetched(
-    lost, looks, tiny, tmp_path, monkeypatch
-):
-    Trainer(tiny(*STORED, "train.steps=2")).fit()
-    if lost:
-        shutil.rmtree(tmp_path / "out")
-    looked, newest = [], Folders.newest
-    monkeypatch.setattr(Folders, "newest", lambda *how: looked.append(how) or newest(*how))
-    assert Trainer(tiny(*STORED, "train.steps=4")).step == 2
-    assert len(looked) == looks
 
 
 def test_damage_in_the_store_is_passed_over(tiny, tmp_path):

@@ -22,7 +22,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial, partialmethod, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -298,9 +298,12 @@ class JobSession:
             Exception: any other; call :meth:`forget` then.
         """
         entry = Job.request_in(self.now.folder, number)
-        request = self.limits.parse(entry["kind"], entry["body"])
+        kind, request = entry["kind"], self.limits.parse(entry["kind"], entry["body"])
         torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # dropout's
-        result = getattr(self, f"_{entry['kind']}")(request)
+        if isinstance(request, api.Pass | api.OptimStep):
+            (result,) = self._queued(kind, [self.now], [request])
+        else:
+            result = getattr(self, f"_{kind}")(request)
         self.now.seen = number + 1
         return result() if callable(result) and (waits or self.world.size > 1) else result
 
@@ -319,28 +322,26 @@ class JobSession:
         """Serve a small request each, with its number, of several jobs, which are resident, in one
         pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)
-        jobs, requests = (
-            [self._held[job] for job in asked],
-            [request for _, request in asked.values()],
-        )
+        jobs = [self._held[job] for job in asked]
+        requests = [request for _, request in asked.values()]
         for job, (number, _) in zip(jobs, asked.values(), strict=True):
             job.seen = number + 1
         if kind == "optim_step":
+            return self._queued(kind, jobs, requests)
+        if self.config.compile.is_on:  # for one shape: further parts are empty
+            missing = self.config.jobs.max_tenants - len(jobs)
+            jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
+            requests += [requests[0].model_copy(update={"data": []})] * missing
+        with self.engine.together(jobs):
+            return self._queued(kind, jobs, requests)[: len(asked)]
+
+    def _queued(self, kind: str, jobs: Sequence[JobState], requests: Sequence[Any]) -> list[Any]:
+        """Queue a pass or the updates of ``jobs``; return what waits for each result."""
+        if kind == "optim_step":
             late = cache(self.engine.update(jobs, requests))
         else:
-            if self.config.compile.is_on:  # for one shape: further parts are empty
-                missing = self.config.jobs.max_tenants - len(jobs)
-                jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
-                requests += [requests[0].model_copy(update={"data": []})] * missing
-            with self.engine.together(jobs):
-                late = cache(self._pass(jobs, requests, kind == "forward_backward"))
-        return [lambda i=i: late()[i] for i in range(len(asked))]
-
-    def _forward(self, request: api.Pass, learns: bool = False) -> Callable[[], dict[str, Any]]:
-        late = self._pass([self.now], [request], learns)
-        return lambda: late()[0]
-
-    _forward_backward = partialmethod(_forward, learns=True)
+            late = cache(self._pass(jobs, requests, kind == "forward_backward"))
+        return [lambda i=i: late()[i] for i in range(len(jobs))]
 
     def _pass(
         self, jobs: Sequence[JobState], requests: Sequence[api.Pass], learns: bool
@@ -367,10 +368,6 @@ class JobSession:
             return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
 
         return results
-
-    def _optim_step(self, request: api.OptimStep) -> Callable[[], dict[str, Any]]:
-        late = self.engine.update([self.now], [request])
-        return lambda: late()[0]
 
     def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""

@@ -225,14 +225,12 @@ class RunFolder:
     def is_in_memory(self, checkpoint: Path) -> bool:
         return self.memory is not None and checkpoint.parent == self.memory.root
 
-    def find(
-        self, resume: str, before: int | None = None, least: int = 0, here: Any = None
-    ) -> Path | None:
+    def find(self, resume: str, before: int | None = None, least: int = 0) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
 
         ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
         of step ``before`` and later are known to be damaged, and those before step ``least`` are
-        of no use. ``here``: what :meth:`Folders.newest` has just said. Collective.
+        of no use. Collective.
 
         Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
         that is not damaged has another version of the format.
@@ -246,7 +244,7 @@ class RunFolder:
             chosen, only = self.disk.gather((chosen, chosen.name * is_own))[0]
             if not only:
                 return read.open_checkpoint(chosen).folder
-        newest, problems = here or self.disk.newest(before, only)
+        newest, problems = self.disk.newest(before, only)
         if newest and (read.step_of(newest) or 0) >= least:
             for problem in problems if before is None and self.disk.rank == 0 else ():
                 logger.warning("a damaged checkpoint is passed over: %s", problem)
@@ -294,14 +292,14 @@ class RunFolder:
             least = 0 if kept is None else (read.step_of(kept) or 0) + 1
             for problem in problems if world.is_main else ():
                 logger.warning("a checkpoint in memory is passed over: %s", problem)
-        here = self.disk.newest(before) if resume == "auto" else None
         if self.store is not None:
-            newest = max(least - 1, read.step_of(here[0]) or 0 if here and here[0] else -1)
+            here, _ = self.disk.newest(before)
+            newest = max(least - 1, -1 if here is None else read.step_of(here) or 0)
             fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
             fetched = world.broadcast(fetched)  # which waits as long as that takes
-            if fetched:
-                here, before = None, before and max(before, int(fetched) + 1)
-        path = self.find(resume, before, least, here)
+            if fetched and before is not None:
+                before = max(before, int(fetched) + 1)
+        path = self.find(resume, before, least)
         if path is None and self.memory is not None and kept is not None:
             path = self.memory.fetch(kept)
         if path is None:
