@@ -185,9 +185,8 @@ class Saver:
         # Of this step there may be one, complete, whose files are now replaced.
         self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
         self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
-        self._do(
-            lambda: [store.put(path, file) for file in (read.STATE, read.MANIFEST)], plan, is_main
-        )
+        last = read.STATE, read.MANIFEST
+        self._do(lambda: [store.put(path, file) for file in last], plan, is_main)
         self._do(lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))), plan, is_main)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
@@ -336,9 +335,8 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> r
             piece = read.FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
             entries[name] = read.ManifestEntry(tensor.dtype, tuple(shape), (piece,))
         os.fsync(file.fileno())
-    return read.Contents(
-        {path.name: read.FileSum(end, len(header), read.crc_of(header))}, {group: entries}
-    )
+    known = read.FileSum(end, len(header), read.crc_of(header))
+    return read.Contents({path.name: known}, {group: entries})
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:

@@ -359,9 +359,7 @@ class RunFolder:
         if self._run() != run:
             (folder / _RUN).write_text(run)
         since = step if is_continued else -1
-        if going := [
-            path for path in read.list_checkpoints(root) if (read.step_of(path) or 0) > since
-        ]:
+        if going := [x for x in read.list_checkpoints(root) if (read.step_of(x) or 0) > since]:
             names = (folder / f"earlier-{number}" for number in count(1))
             old = next(name for name in names if not name.exists())
             old.mkdir()

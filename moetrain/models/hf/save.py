@@ -125,9 +125,7 @@ class Export:
             files[hf_files.GENERATION] = generation
         return files | {hf_files.CONFIG: config}
 
-    def _new_ids(
-        self, tokenizer: hf_files.TokenizerFiles, *known: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def _new_ids(self, tokenizer: hf_files.TokenizerFiles, *known: Any) -> Mapping[str, Any]:
         """Return the tokenizer's special ids, unless the source had the same tokenizer.
 
         Even then the token that ended every document in training must be among those that end a

@@ -193,9 +193,8 @@ class AllToAll(ExpertParallelDispatcher):
         return Received(x_SD, local_SK, weights_SK, sizes[1], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        (y_TD,) = self._exchange(
-            [y_SD], ctx, permutation.ExpertIndices(*ctx[:4]).slot_row_TK.shape[0], True
-        )
+        home = permutation.ExpertIndices(*ctx[:4])
+        (y_TD,) = self._exchange([y_SD], ctx, home.slot_row_TK.shape[0], True)
         return y_TD
 
     @staticmethod
@@ -315,10 +314,8 @@ def _exchange_rows(
         rows = [_pack(first, recipe), *rows[1:]]
     near = steps.pop() if num_sms else None
     for way, *route, sent, received in steps[1:] or steps:
-        leaving = [
-            permutation.permute(x, None, permutation.ExpertIndices(*route), kernels)[0]
-            for x in rows
-        ]
+        by_rank = permutation.ExpertIndices(*route)
+        leaving = [permutation.permute(x, None, by_rank, kernels)[0] for x in rows]
         rows = _travel(leaving, sent, received, way)
     rows = list(rows)
     if recipe is not None:
