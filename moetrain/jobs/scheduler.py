@@ -193,12 +193,16 @@ class Service(AbstractContextManager["Service"]):
                 job.note("finished")
                 job.tell_waiting("finished")
 
+    def folder_of(self, name: str, save: str) -> Path:
+        """Return the folder of a save; Refused: there is none."""
+        if save not in self.find(name).saves:
+            raise Refused("there is no such thing", 404)
+        return self.find(name).folder / save
+
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            if save not in self.find(name).saves:
-                raise Refused("there is no such thing", 404)
-            folder = SaveFolder(self.find(name).folder / save)
+            folder = SaveFolder(self.folder_of(name, save))
             folder.forget()  # and the rest goes between turns: one may write another there
             self._remains.append(folder)
             self._lock.notify()
@@ -228,10 +232,9 @@ class Service(AbstractContextManager["Service"]):
         if isinstance(request, Pass | OptimStep):
             is_small = isinstance(request, OptimStep) or request.fits(*self.session.engine.part)
             ahead = kind if is_small else name, request
-        most = self.config.jobs.max_queued
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
-            taken = job.add(kind, text, number, most=most, ahead=ahead)
+            taken = job.add(kind, text, number, most=self.config.jobs.max_queued, ahead=ahead)
         with self._lock:
             self._lock.notify()
         return taken
@@ -350,8 +353,7 @@ class Service(AbstractContextManager["Service"]):
                 if "result" in answer and answer["kind"] in _CHANGES:
                     self.session.serve(number, True)
                 else:
-                    has_failed = "error" in answer and not answer["refused"]
-                    self.session.pass_over(number, has_failed)
+                    self.session.pass_over(number, "error" in answer and not answer["refused"])
             self._save_if_due(job)  # of a client that always has a further request
         except (RunFailed, OSError):
             raise
@@ -445,8 +447,7 @@ class Service(AbstractContextManager["Service"]):
                     job.prune(job.done)
 
         written = [self._writers.submit(write, job) for job in served]
-        wait(written)  # whatever fails: whose answer is on the disk, is told
-        for one in written:
+        for one in wait(written).done:  # whatever fails: whose answer is on the disk, is told
             one.result()
 
     def _save_if_due(self, job: Job) -> None:

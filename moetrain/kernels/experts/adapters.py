@@ -167,8 +167,18 @@ def _tile(offsets, groups, GP: tl.constexpr, BR: tl.constexpr):
     group = tl.sum(is_before.to(tl.int32)) - 1
     start = tl.max(tl.where(is_before, starts, 0))
     end = tl.load(offsets + group)
-    row = start + (tile - start // BR - group) * BR + tl.arange(0, BR)
+    first = start // BR + group
+    row = start + (tile - first) * BR
+    row += tl.arange(0, BR)
     return group, row, row < end
+
+
+@triton.jit
+def _place(group, tenants, m_tenant, m_expert):
+    """Where a group's matrix begins."""
+    tenant = (group % tenants).to(tl.int64)
+    expert = (group // tenants).to(tl.int64)
+    return tenant * m_tenant + expert * m_expert
 
 
 @triton.jit
@@ -180,7 +190,7 @@ def _narrow_kernel(
     group, row, is_row = _tile(offsets, groups, GP, BR)
     if tl.sum(is_row.to(tl.int32)) == 0:
         return
-    m += (group % tenants).to(tl.int64) * m_tenant + (group // tenants).to(tl.int64) * m_expert
+    m += _place(group, tenants, m_tenant, m_expert)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     x += row.to(tl.int64)[:, None] * N
     total = tl.zeros([BR, BK], tl.float32)
@@ -206,7 +216,7 @@ def _wide_kernel(
     group, row, is_row = _tile(offsets, groups, GP, BR)
     if tl.sum(is_row.to(tl.int32)) == 0:
         return
-    m += (group % tenants).to(tl.int64) * m_tenant + (group // tenants).to(tl.int64) * m_expert
+    m += _place(group, tenants, m_tenant, m_expert)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     is_in = (column < N)[None, :]
     at = row.to(tl.int64)[:, None] * N + column[None, :]
@@ -242,6 +252,6 @@ def _gradient_kernel(
         narrow = tl.load(low + at * R + k[None, :], mask=is_row & is_rank, other=0.0)
         wide = tl.load(x + at * N + column[None, :], mask=is_row & is_in, other=0.0)
         total = _dot(narrow.T, wide, total, WIDEN)
-    d_m += (group % tenants).to(tl.int64) * m_tenant + (group // tenants).to(tl.int64) * m_expert
+    d_m += _place(group, tenants, m_tenant, m_expert)
     at = k[:, None] * m_rank + column[None, :] * m_column
     tl.store(d_m + at, (total * scale).to(d_m.dtype.element_ty), mask=(k < R)[:, None] & is_in)
