@@ -154,6 +154,19 @@ def test_updates_go_first_so_that_jobs_a_request_apart_share_a_pass_again(tmp_pa
         assert [service.find(name).done for name in names] == [3, 1]
 
 
+def test_updates_without_a_pass_before_them_do_not_go_first(tmp_path):
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        names = [new(service, seed) for seed in range(2)]
+        submit_all(service, [(names[0], LEARN)] + [(names[0], STEP)] * 3)
+        assert service.turn()
+        submit_all(service, [(names[1], LEARN)])
+        assert service.turn()
+        assert service.turn()
+        assert [service.find(name).begun for name in names] == [2, 1]
+        serve(service)
+        assert [service.find(name).done for name in names] == [4, 1]
+
+
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
     with Service(config_of(tmp_path, *RESIDENT)) as service:
         name = new(service)

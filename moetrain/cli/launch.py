@@ -57,11 +57,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
     # Ranks need none of this, nor does --help.
     import torch
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        SignalException,
-        start_processes,
-    )
+    from torch.distributed.elastic import multiprocessing
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
@@ -82,19 +78,19 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         try:
-            ranks = start_processes(
+            ranks = multiprocessing.start_processes(
                 "moetrain",
                 sys.executable,
                 args=dict.fromkeys(range(nproc), follower),
                 envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)},
-                logs_specs=DefaultLogsSpecs(folder),
+                logs_specs=multiprocessing.DefaultLogsSpecs(folder),
             )
             try:
                 mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
-        except SignalException as stop:  # before _watch took the signals over
+        except multiprocessing.SignalException as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
             return 128 + stop.sigval
         finally:

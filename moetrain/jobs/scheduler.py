@@ -32,7 +32,7 @@ from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.store import DamagedJob, Job, SaveFolder, check_base
+from moetrain.jobs.store import PASSES, DamagedJob, Job, SaveFolder, check_base
 from moetrain.kernels.memory import LateNumbers
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
@@ -40,7 +40,6 @@ from moetrain.train.setup import resolve_run
 _REMOVED = ".removed"
 _CHANGES = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change the job's state, and so are served again where that was lost."""
-_PASSES = ("forward", "forward_backward")
 _Answers = Mapping[Job, list[dict[str, Any]]]
 """To the next requests of each job, with callables for what waits for the device."""
 _UNFINISHED = 2
@@ -94,9 +93,8 @@ class Service(AbstractContextManager["Service"]):
             self.tell_stopped()
             self._remove()
             self._settle()
-            for job in self.jobs.values():
-                if job.begun != job.done:  # a checkpoint must not have seen what has no answer
-                    self.session.forget(job.id)
+            for job in [job for job in self.jobs.values() if job.begun != job.done]:
+                self.session.forget(job.id)  # a checkpoint must not have seen what has no answer
             self.session.put_all_away()
         finally:
             self._stack.close()
@@ -293,7 +291,7 @@ class Service(AbstractContextManager["Service"]):
             kind, jobs = self._next(waiting)
             if has_more and not jobs and not (self._begun and self._begun[0][0].is_ready):
                 self._lock.wait(_POLL_SECONDS)
-            if kind in _PASSES:
+            if kind in PASSES:
                 self._company, self._until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
@@ -321,16 +319,15 @@ class Service(AbstractContextManager["Service"]):
     def _next(self, waiting: Sequence[Job]) -> tuple[str, list[Job]]:
         """Choose who shares the next turn, and the word that their requests have in common.
 
-        Updates come first: then jobs that were a request apart are in one pass again. A pass waits
-        for jobs that shared the last one, while the device is at work and as long as that took:
-        then it has cost no more than a pass for the others.
+        Updates that follow a pass come first: then jobs a request apart share a pass again. A pass
+        waits for those of the last one, as long as the device is at work, and as that took besides.
         """
-        words = {job: job.ahead.get(job.begun, (job.id, None))[0] for job in waiting}
+        words = {job: job.next_word for job in waiting}
         most = self.config.jobs.max_tenants
         for word in sorted(dict.fromkeys(words.values()), key=lambda word: word != "optim_step"):
             jobs = [job for job in waiting if words[job] == word][:most]
             missed = {job for job in self._company if job.status == "open"} - words.keys()
-            if word in _PASSES and missed and len(jobs) < most:
+            if word in PASSES and missed and len(jobs) < most:
                 if self._begun and not self._begun[-1][0].is_ready:
                     continue
                 now = time.monotonic()
@@ -369,7 +366,7 @@ class Service(AbstractContextManager["Service"]):
             asked = {job.id: (job.begun, request) for job, (_, request) in jobs.items()}
             started = time.monotonic()
             results = self.session.serve_together(kind, asked)
-            if kind in _PASSES:
+            if kind in PASSES:
                 self._pass_seconds = time.monotonic() - started
         except Exception as error:  # whose it is, their own turns show
             for job in jobs:

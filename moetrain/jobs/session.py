@@ -316,9 +316,7 @@ class JobSession:
     def _unserved(self, request: Any) -> dict[str, Any]:
         raise api.Refused(request.problem)
 
-    def serve_together(
-        self, kind: str, asked: Mapping[str, tuple[int, Any]]
-    ) -> list[Callable[[], dict[str, Any]]]:
+    def serve_together(self, kind: str, asked: Mapping[str, tuple[int, Any]]) -> list[Any]:
         """Serve a small request each, with its number, of several jobs, which are resident, in one
         pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)

@@ -42,6 +42,7 @@ _Status = Literal["open", "finished", "failed"]
 _JOB, _SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
+PASSES = ("forward", "forward_backward")
 _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _NAME = re.compile(r"([0-9]{8,})\.json")
@@ -223,6 +224,13 @@ class Job:
         return self.status == "open" and self.begun < self.accepted
 
     @property
+    def next_word(self) -> str:
+        """What the next request has in common with those that share its turn; else the job's id."""
+        word, _ = self.ahead.get(self.begun, (self.id, None))
+        before = self._entries.get(self.begun - 1, {}).get("kind")
+        return word if word != "optim_step" or before in PASSES else self.id
+
+    @property
     def saves(self) -> dict[str, dict[str, Any]]:
         """The saves of a run by kind and name, ``weights/NAME``, the oldest first."""
         paths = [path for kind in _SAVES for path in self.folder.glob(f"{kind}/*")]
@@ -311,9 +319,7 @@ class Job:
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(
-        self, kind: str, body: str, number: int | None, *, most: int, ahead: tuple[str, Any] | None
-    ) -> int:
+    def add(self, kind: str, body: str, number: int | None, *, most: int, ahead: Any) -> int:
         """Take up a request, its ``body`` as JSON, and return its number.
 
         ``number``: what its client calls it, which is a sampler's key; None: the next. ``ahead``:

@@ -191,7 +191,8 @@ def _narrow_kernel(
     if tl.sum(is_row.to(tl.int32)) == 0:
         return
     m += _place(group, tenants, m_tenant, m_expert)
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    k = tl.program_id(1) * BK
+    k += tl.arange(0, BK)
     x += row.to(tl.int64)[:, None] * N
     total = tl.zeros([BR, BK], tl.float32)
     for n in range(0, N, BN):
@@ -217,7 +218,8 @@ def _wide_kernel(
     if tl.sum(is_row.to(tl.int32)) == 0:
         return
     m += _place(group, tenants, m_tenant, m_expert)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    column = tl.program_id(1) * BN
+    column += tl.arange(0, BN)
     is_in = (column < N)[None, :]
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     before = tl.load(y + at, mask=is_row[:, None] & is_in, other=0.0).to(tl.float32)
@@ -241,9 +243,12 @@ def _gradient_kernel(
     group = tl.program_id(0)
     start = tl.load(offsets + group - 1, mask=group > 0, other=0)
     end = tl.load(offsets + group)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.program_id(2) * BK + tl.arange(0, BK)
-    is_in, is_rank = (column < N)[None, :], (k < R)[None, :]
+    column = tl.program_id(1) * BN
+    column += tl.arange(0, BN)
+    k = tl.program_id(2) * BK
+    k += tl.arange(0, BK)
+    is_in = (column < N)[None, :]
+    is_rank = (k < R)[None, :]
     total = tl.zeros([BK, BN], tl.float32)
     for first in range(start, end, BR):
         row = first + tl.arange(0, BR)
