@@ -1,7 +1,9 @@
 """Turns are begun before the ones before them are finished, and nothing is lost by that."""
 
 import errno
+import threading
 from contextlib import contextmanager, suppress
+from operator import ge
 
 import pytest
 import torch
@@ -89,8 +91,12 @@ def test_turns_are_begun_before_those_before_them_are_finished(tmp_path):
             device.told(future)
         for _ in range(4):
             assert service.turn()
-        begun_three = ["begun"] * 3 + ["waited", "told"]
-        assert device.log == [*begun_three, "begun", "waited", "told"]
+        log = [entry for entry in device.log if entry != "told"]
+        assert log == ["begun"] * 3 + ["waited", "begun", "waited"]
+        serve(service)
+        waited = [device.log[:i].count("waited") for i, x in enumerate(device.log) if x == "told"]
+        assert len(waited) == 4
+        assert all(map(ge, waited, range(1, 5)))
 
 
 def test_turns_that_jobs_share_are_begun_early_too(tmp_path):
@@ -165,6 +171,36 @@ def test_updates_without_a_pass_before_them_do_not_go_first(tmp_path):
         assert [service.find(name).begun for name in names] == [2, 1]
         serve(service)
         assert [service.find(name).done for name in names] == [4, 1]
+
+
+def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatch):
+    """In order, and before a save."""
+    may_write, answer, written = threading.Event(), Job.answer, []
+
+    def slowly(job, number, given):
+        assert may_write.wait(60)
+        written.append(number)
+        answer(job, number, given)
+
+    monkeypatch.setattr(Job, "answer", slowly)
+    with slow(tmp_path, *RESIDENT, SELDOM) as (service, device):
+        name = new(service)
+        may_write.set()
+        answers_of(service, [(name, LEARN), (name, STEP)])
+        may_write.clear()
+        device.log.clear()
+        futures = submit_all(service, [(name, x) for x in (LEARN, STEP, LEARN, STEP)])
+        for _ in range(3):
+            assert service.turn()
+        assert device.log == ["begun"] * 3 + ["waited"]
+        assert not futures[0].done()
+        may_write.set()
+        serve(service)
+        assert all("result" in future.result(0) for future in futures)
+        submit_all(service, [(name, LEARN), (name, STEP), (name, ("save_weights", {"path": "a"}))])
+        serve(service)
+        assert list(service.find(name).saves) == ["weights/a"]
+    assert written == [*range(9)]
 
 
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):

@@ -74,6 +74,7 @@ class Service(AbstractContextManager["Service"]):
             """Jobs of the last pass, how long that took, and until when the next one waits."""
             self._begun: list[tuple[LateNumbers, _Answers]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
+            self._writing: list[Future[None]] = []
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
@@ -178,10 +179,7 @@ class Service(AbstractContextManager["Service"]):
         """End the jobs of a session; runs that have saves keep them."""
         with self._lock:
             for job in [job for job in self.jobs.values() if job.session == session]:
-                if job.is_sampler or not job.saves:
-                    self.delete(job.id)
-                else:
-                    self.end(job.id)
+                (self.end if job.saves else self.delete)(job.id)  # samplers have none
 
     def end(self, name: str) -> None:
         """Drop a job's waiting requests, and take up no more. OSError: it goes on."""
@@ -424,9 +422,15 @@ class Service(AbstractContextManager["Service"]):
             self.session.probe(mark)
             self._answer(served)
             self._begun = later
+        if not (most and self._begun):
+            self._answer({})
 
     def _answer(self, served: _Answers) -> None:
-        """Write the answers, of all jobs at once, and tell who waits for each when it is there."""
+        """When the answers before are written, let these be, of all jobs at once, and clients told
+        when theirs is."""
+        writing, self._writing = self._writing, []
+        for one in wait(writing).done:  # whatever fails: whose answer is on the disk, is told
+            one.result()
         served = {
             job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
             for job, answers in served.items()
@@ -443,9 +447,7 @@ class Service(AbstractContextManager["Service"]):
                 with self._lock:
                     job.prune(job.done)
 
-        written = [self._writers.submit(write, job) for job in served]
-        for one in wait(written).done:  # whatever fails: whose answer is on the disk, is told
-            one.result()
+        self._writing = [self._writers.submit(write, job) for job in served]
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes
