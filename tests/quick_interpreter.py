@@ -3,8 +3,7 @@
 It gives the language's functions another meaning while a kernel runs, and looks for all of them
 again at each call of a device function. Within one launch once is enough for each language module.
 
-Matrices of bf16, which are 16-bit integers to numpy, are multiplied as the numbers that they are,
-and what is stored in bf16 is rounded to the nearest, as a GPU does, where the interpreter cuts off.
+Matrices of bf16, which are 16-bit integers to numpy, are multiplied as the numbers that they are.
 """
 
 import functools
@@ -50,18 +49,3 @@ def _dot_of_any(builder, a, b, *args):
 
 
 interpreter.InterpreterBuilder.create_dot = _dot_of_any
-
-
-_cast = interpreter.InterpreterBuilder.cast_impl
-
-
-def _cast_to_nearest(builder, handle, dtype):
-    if (handle.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-        return _cast(builder, handle, dtype)
-    bits = np.ascontiguousarray(handle.data).view(np.uint32)
-    nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    found = np.where(np.isnan(handle.data), 0x7FC0, nearest).astype(np.uint16)
-    return interpreter.TensorHandle(found.reshape(handle.data.shape), tl.bfloat16)
-
-
-interpreter.InterpreterBuilder.cast_impl = _cast_to_nearest

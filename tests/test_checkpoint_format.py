@@ -57,8 +57,7 @@ def small_chunks(monkeypatch):
 
 
 def set_chunks(monkeypatch, size):
-    for module in (checkpoint_read, checkpoint_save):
-        monkeypatch.setattr(module, "CHUNK", size)
+    monkeypatch.setattr(checkpoint_read, "CHUNK", size)
     monkeypatch.setattr(checkpoint_save, "FILE_BYTES", 300)
 
 

@@ -213,7 +213,7 @@ def test_machines_that_differ_are_refused(tiny, monkeypatch, no_group):
     store = dist.HashStore()
     store.set("per_machine", "4")
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
-    monkeypatch.setattr(world_module, "find_ranks", lambda *_: store)
+    monkeypatch.setattr(world_module.processes, "find_ranks", lambda *_: store)
     with pytest.raises(ConfigError, match=r"gpus_per_machine: auto is 1 for rank 0, and 4 for an"):
         join_world(tiny("train.global_batch_size=8"), MOE)
     assert not dist.is_initialized()
@@ -424,7 +424,7 @@ def test_the_compiler_starts_while_ranks_connect(compiled, tiny, monkeypatch, no
     place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=2)
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
     monkeypatch.setattr(world_module, "compiler_started", started)
-    monkeypatch.setattr(world_module, "find_ranks", nobody_comes)
+    monkeypatch.setattr(world_module.processes, "find_ranks", nobody_comes)
     words = ["train.global_batch_size=8", f"compile.enabled={compiled}"]
     with pytest.raises(RunFailed, match="nobody"):
         join_world(tiny(*words), MOE)

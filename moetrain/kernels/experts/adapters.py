@@ -158,6 +158,16 @@ def _dot(a, b, total, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _stored(x, there, WIDEN: tl.constexpr):
+    """``x`` as it is stored ``there``, rounded to the nearest; Triton's interpreter cuts off."""
+    if WIDEN and there.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(there.dtype.element_ty)
+
+
+@triton.jit
 def _tile(offsets, groups, GP: tl.constexpr, BR: tl.constexpr):
     """This program's group, its rows, and which of those there are."""
     tile = tl.program_id(0)
@@ -203,9 +213,7 @@ def _narrow_kernel(
         matrix = tl.load(m + at, mask=(k < R)[:, None] & is_in, other=0.0)
         total = _dot(wide, matrix.T, total, WIDEN)
     at = row.to(tl.int64)[:, None] * R + k[None, :]
-    tl.store(
-        low + at, (total * scale).to(low.dtype.element_ty), mask=is_row[:, None] & (k < R)[None, :]
-    )
+    tl.store(low + at, _stored(total * scale, low, WIDEN), mask=is_row[:, None] & (k < R)[None, :])
 
 
 @triton.jit
@@ -231,7 +239,7 @@ def _wide_kernel(
         places = k[:, None] * m_rank + column[None, :] * m_column
         matrix = tl.load(m + places, mask=(k < R)[:, None] & is_in, other=0.0)
         total = _dot(narrow, matrix, total, WIDEN)
-    tl.store(y + at, (before + total * scale).to(y.dtype.element_ty), mask=is_row[:, None] & is_in)
+    tl.store(y + at, _stored(before + total * scale, y, WIDEN), mask=is_row[:, None] & is_in)
 
 
 @triton.jit
@@ -259,4 +267,4 @@ def _gradient_kernel(
         total = _dot(narrow.T, wide, total, WIDEN)
     d_m += _place(group, tenants, m_tenant, m_expert)
     at = k[:, None] * m_rank + column[None, :] * m_column
-    tl.store(d_m + at, (total * scale).to(d_m.dtype.element_ty), mask=(k < R)[:, None] & is_in)
+    tl.store(d_m + at, _stored(total * scale, d_m, WIDEN), mask=(k < R)[:, None] & is_in)
