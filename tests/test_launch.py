@@ -132,7 +132,7 @@ PATIENCE = """
 import sys, time, types
 from datetime import timedelta
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel import processes
+from moetrain.parallel import processes, world
 from moetrain.cli.train import main
 
 processes.TIMEOUT = timedelta(seconds=3)

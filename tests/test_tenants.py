@@ -162,7 +162,7 @@ def test_what_does_not_fit_or_differs_has_a_pass_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fails", "passes"), [("pass", [1] * 4), ("request", [1] * 3), ("weights", [4])]
+    ("fails", "passes"), [("pass", [1] * 4), ("request", [3]), ("weights", [4])]
 )
 def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, passes):
     """The fourth of four jobs, or the whole pass."""
@@ -178,6 +178,7 @@ def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, pass
             if number == 5 and fails == "request":
                 file = sorted((service.find(bad).folder / "requests").iterdir())[-1]
                 file.write_text("{")
+                service.find(bad).ahead.clear()  # as after a restart: it is read from the disk
             if number == 5 and fails == "pass":
                 engine.together = lambda jobs: engine.__dict__.pop("together") and 1 / 0
             if number == 0 and fails == "weights":
@@ -186,6 +187,7 @@ def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, pass
             results += serve_all(service, names, requests)
             if number == 5:
                 assert counted.tenants[-len(passes) :] == passes
+        assert service.find(bad).status == ("failed" if fails == "request" else "open")
     assert results == alone
     adapters = [load_file(file_of(tmp_path / "all", name)) for name in names]
     for one, other in zip(adapters, theirs, strict=True):
