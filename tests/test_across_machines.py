@@ -226,8 +226,8 @@ def test_bits_of_random_routings(world, seeds):
     spawn(world, check_random, seeds, timeout=180.0)
 
 
-def check_kernels() -> None:
-    """Kernels in Triton's interpreter; and in e4m3, rows that are quantised once for both hops."""
+def check_kernels(both=both) -> None:
+    """Kernels in Triton's interpreter, and rows that travel in e4m3 over both hops."""
     be_strict()
     few = (0, 7, 1, 3)[dist.get_rank()]
     layer = partial(run_layer, backend="triton")

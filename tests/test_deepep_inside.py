@@ -19,8 +19,8 @@ from test_across_machines import (
     NONE,
     SMALL,
     UNEVEN,
-    WIDE,
     be_strict,
+    check_kernels,
     check_order,
     equal,
     hops_of,
@@ -43,7 +43,6 @@ from transports import (
     plainly,
     recomputed,
     run_layer,
-    run_narrow,
     run_step,
 )
 
@@ -106,26 +105,9 @@ def check_random(seeds: int) -> None:
     disconnect()
 
 
-def check_kernels() -> None:
-    """Kernels in Triton's interpreter, and rows that travel in e4m3."""
-    be_strict()
-    few = (0, 7, 1, 3)[dist.get_rank()]
-    layer = partial(run_layer, backend="triton")
-    for size, tokens, way, how in (
-        (SMALL, few, layer, {"backend": "triton"}),
-        (WIDE, UNEVEN[dist.get_rank()], run_narrow, {"precision": "fp8"}),
-    ):
-        flat, near = both(size, 2, **how)
-        for seed, routing in enumerate(ROUTINGS):
-            batch = make_batch(size, tokens, routing, seed, dtype=torch.bfloat16)
-            experts = make_experts(size, dtype=torch.bfloat16)
-            want, got = (run_step(partial(way, x), batch, experts) for x in (flat, near))
-            equal(got, want, (how, routing))
-
-
 def check_everything() -> None:
     check_bits(2)
-    check_kernels()
+    check_kernels(both)
     check_random(20)
 
 

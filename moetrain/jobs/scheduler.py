@@ -71,7 +71,7 @@ class Service(AbstractContextManager["Service"]):
             check_base(self.folder, self.session.base)
             self._lock = threading.Condition()
             self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
-            """Jobs of the last pass, how long that took, and until when the next one waits."""
+            """Jobs of the last pass, how long that took to begin, and until when the next waits."""
             self._begun: list[tuple[LateNumbers, _Answers]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self._writing: list[Future[None]] = []
@@ -318,7 +318,7 @@ class Service(AbstractContextManager["Service"]):
         """Choose who shares the next turn, and the word that their requests have in common.
 
         Updates that follow a pass come first: then jobs a request apart share a pass again. A pass
-        waits for those of the last one, as long as the device is at work, and as that took besides.
+        waits for those of the last one while the device is at work, and as beginning that took.
         """
         words = {job: job.next_word for job in waiting}
         most = self.config.jobs.max_tenants

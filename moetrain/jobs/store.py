@@ -43,6 +43,7 @@ _JOB, _SAVE = "job.json", "save.json"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
 PASSES = ("forward", "forward_backward")
+"""Kinds of requests that go through the model."""
 _SAVES = ("weights", "sampler_weights", "external_weights")
 """Kinds of saves, as paths have them."""
 _NAME = re.compile(r"([0-9]{8,})\.json")
