@@ -14,8 +14,8 @@ that share it, with ``--rows`` each. Every client, in a thread of its own, submi
 forward_backward and the optim_step of step n + 1 before it waits for the answers of step n, with
 one job as with several. A line below each says where the time of the thread that serves goes:
 passes and updates until all is queued for the device, which then computes (for how long says the
-profiler, in further steps); waiting for the device; answers until they are on the disk; all else of
-turns; no turn. Requests until they are on the disk are time of the clients, spent beside that.
+profiler, in further steps); waiting for turns before; all else of turns; no turn. Requests until
+they are on the disk are time of the clients, spent beside that, as answers are.
 ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
 """
 
@@ -37,6 +37,7 @@ from bench_train import device_name
 from moetrain.config import Config, Recipes
 from moetrain.jobs.api import ClientLoss, OptimStep, Pass
 from moetrain.jobs.scheduler import Service
+from moetrain.train.setup import garbage_collector_off
 
 GIB = 2**30
 STEP = {"adam_params": {"learning_rate": 1e-5}}
@@ -110,8 +111,7 @@ class Bench:
 
         timed(self.session, "_pass", "passes")
         timed(self.session.engine, "update", "updates")
-        timed(self.session, "probe", "device")
-        timed(self.service, "_answer", "answers")
+        timed(self.service, "_settle", "waits")
         timed(self.service, "turn", "turns")
 
     def device_ms(self, jobs: list[str], steps: int) -> str:
@@ -126,13 +126,13 @@ class Bench:
     def breakdown(self, jobs: list[str], steps: int, seconds: float) -> str:
         """Where the time of one of the last ``steps`` steps, of ``seconds``, went, in ms."""
         spent = dict(self.spent)
-        named = ("passes", "updates", "device", "answers")
+        named = ("passes", "updates", "waits")
         spent["else"] = spent["turns"] - sum(spent[part] for part in named)
         ms = {part: f"{1e3 * took / steps:.1f}" for part, took in spent.items()}
         return (
             f"  ms a step: {1e3 * seconds:.1f}, device {self.device_ms(jobs, steps)}; "
             f"turns: passes queued {ms['passes']}, updates queued {ms['updates']}, "
-            f"device waited for {ms['device']}, answers {ms['answers']}, else {ms['else']}; "
+            f"turns waited for {ms['waits']}, else {ms['else']}; "
             f"no turn {ms['idle']}; requests of all clients {ms['requests']}"
         )
 
@@ -190,7 +190,7 @@ def main() -> int:
     given = [f"{key}={value}" for key, value in settings.items()]
     config = Config.load({}, [*given, *words], recipes=Recipes.JOBS)
     started = time.perf_counter()
-    with Service(config) as service:
+    with Service(config) as service, garbage_collector_off():  # as in a process of its own
         rows = args.rows * max(1, args.tenants)
         bench, on_gpu = Bench(service, rows), torch.cuda.is_available()
         device = service.session.world.device

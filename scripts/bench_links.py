@@ -51,12 +51,17 @@ AT_A_TIME = 4
 class Links:
     """The ranks of this run, which call every method alike."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        """``seconds``: how long each measurement takes, unless that is less than three times."""
+    def __init__(
+        self, device: torch.device, seconds: float, groups: Sequence[Any] | None = None
+    ) -> None:
+        """``seconds``: how long each measurement takes, unless that is less than three times.
+
+        ``groups``: of all ranks, whose communicators are measured; None: two new ones.
+        """
         self.device, self.seconds = device, seconds
         self.ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
         self.local, self.machines = local, self.ranks // local
-        self.groups = [dist.new_group() for _ in range(2)]
+        self.groups = groups or [dist.new_group() for _ in range(2)]
         side = 8192 if device.type == "cuda" else 256
         self.square = torch.randn(side, side, dtype=torch.bfloat16, device=device)
 

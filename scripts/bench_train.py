@@ -1,7 +1,7 @@
 """Time training steps of any recipe, say where the time goes, and set a peer beside it.
 
     python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
-        [--warm-up 4] [--kernels N] [--peer COMMAND] [--results FILE.jsonl]
+        [--warm-up 4] [--kernels N] [--links ROUNDS] [--peer COMMAND] [--results FILE.jsonl]
 
 Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
 whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
@@ -9,6 +9,10 @@ the time in which communication ran and no computation did. FLOPs are counted as
 ``Architecture.flops_per_token`` says: no recomputation, causal attention halved. The first step is
 said to be done so many seconds after this command began: importing, starting ranks and compiling
 are part of it. ``--kernels N`` prints the N kernels that took most of the profiled step.
+
+Links that go through sockets are as fast as the processors let them be, which differs from run to
+run. ``--links ROUNDS`` measures a run's own communicator between its steps, so many times, and
+prints the medians with the options of scripts/simulate.py that say so.
 
 With several processes (``--launch.nproc``) rank 0 speaks. ``--peer`` runs a shell command
 afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
@@ -23,6 +27,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +49,9 @@ if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it
 
 BEGAN = "BENCH_TRAIN_BEGAN"
 """Environment variable: when the command began, for its ranks."""
+
+LINKS_MIB = 512
+"""Of the messages by which ``--links`` measures."""
 
 # What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
 PARTS = (
@@ -75,6 +83,7 @@ def main() -> int:
     parser.add_argument("--bench-steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those, 1 at least")
     parser.add_argument("--kernels", type=int, default=0, metavar="N")
+    parser.add_argument("--links", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--peer")
     parser.add_argument("--results", type=Path)
     args, settings = parser.parse_known_args()
@@ -83,7 +92,7 @@ def main() -> int:
     nproc = num_processes(config)
     if launched_place() is not None or nproc == 1:
         with garbage_collector_off():  # as in a run
-            row = bench(config, args.bench_steps, args.warm_up, args.kernels)
+            row = bench(config, args.bench_steps, args.warm_up, args.kernels, args.links)
         if row is not None:
             print(report(row), flush=True)
             if args.results is not None:
@@ -108,7 +117,9 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def bench(config: Config, steps: int, warm_up: int, kernels: int = 0) -> dict[str, Any] | None:
+def bench(
+    config: Config, steps: int, warm_up: int, kernels: int = 0, rounds: int = 0
+) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
     from moetrain.train.metrics import peak_memory_gib
     from moetrain.train.trainer import Trainer
@@ -127,6 +138,7 @@ def bench(config: Config, steps: int, warm_up: int, kernels: int = 0) -> dict[st
     seconds = (time.perf_counter() - start) / steps
     each = [seconds_between(*pair) for pair in itertools.pairwise(moments)]
     rate = (trainer.tokens - tokens) / steps / seconds / trainer.world.size
+    links = between_links(trainer, steps, rounds) if rounds else []
     profiled = profile_step(trainer)
     breakdown = attribute(profiled)
     waits = {part: ms for part, ms in breakdown.items() if part == "idle" or "exposed" in part}
@@ -150,10 +162,35 @@ def bench(config: Config, steps: int, warm_up: int, kernels: int = 0) -> dict[st
         "last_loss": losses[-1].item(),
         "step_ms": breakdown,
         "kernels": largest_kernels(profiled)[:kernels],
+        "links": links,
         "waits_ms_by_rank": [json.loads(text) for text in by_rank],
     }
     trainer.world.leave()
     return row if trainer.world.is_main else None
+
+
+def between_links(trainer: Trainer, steps: int, rounds: int) -> list[str]:
+    """Measure the communicator of all ranks, then steps, in turns: a line each, then medians."""
+    from bench_links import NAMES, Links
+
+    links, size = Links(trainer.device, 1.0, [None]), LINKS_MIB * 2**20
+    found, lines = [], []
+    for _ in range(rounds):
+        rates = [links.rate(x, size, statistics.median(links.alone(x, size))) for x in NAMES[:3]]
+        begin = links.begin()
+        for _ in range(steps):
+            trainer.train_step()
+        wait(trainer)
+        found.append((*rates, (time.perf_counter() - begin) / steps))
+        lines.append("  {:.2f}, {:.2f}, {:.2f} GB/s; {:.3f} s a step".format(*found[-1]))
+    *rates, seconds = map(statistics.median, zip(*found, strict=True))
+    options = "--across {:.3g} --across-direct {:.3g} --across-sums {:.3g}".format(*rates)
+    fastest, *_, slowest = sorted(1e3 * step for *_, step in found)
+    return [
+        f"{', '.join(NAMES[:3])} of {LINKS_MIB} MiB, and steps, in turns:",
+        *lines,
+        f"{options}: {1e3 * seconds:.0f} ms a step ({fastest:.0f} to {slowest:.0f})",
+    ]
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
@@ -299,7 +336,7 @@ def report(row: dict[str, Any]) -> str:
     lines += [f"  {ms:8.2f} ms {ms / step:6.1%}  {part}" for part, ms in row["step_ms"].items()]
     for rank, waits in enumerate(row["waits_ms_by_rank"]):
         lines.append(f"  rank {rank} " + ", ".join(f"{k} {ms:.1f}" for k, ms in waits.items()))
-    lines += row["kernels"]
+    lines += [*row["kernels"], *row["links"]]
     return "\n".join(lines)
 
 

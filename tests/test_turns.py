@@ -3,7 +3,6 @@
 import errno
 import threading
 from contextlib import contextmanager, suppress
-from operator import ge
 
 import pytest
 import torch
@@ -24,22 +23,47 @@ STEP = ("optim_step", rate(1e-2))
 
 
 class Slow:
-    """A device that has computed a turn when it is waited for, or ``looks`` were taken at it."""
+    """A device that has computed a turn when the service waits for it, or ``turns`` later."""
 
-    def __init__(self, service, looks=20):
-        self.log, self.looks, session = [], looks, service.session
-        session.mark = lambda: _Mark(self)
-        serve, together = session.serve, session.serve_together
+    def __init__(self, service, turns=20):
+        self.log, self.turns, session = [], turns, service.session
+        marks, settle, turn = [], service._settle, service.turn
 
-        def count(number, *more):
-            self.log.append("begun")
-            return serve(number, *more)
+        def compute(*late):
+            for one in [one for one in late if not one.is_ready]:
+                self.log.append("computed")
+                one.computed.set()
 
-        def count_together(*asked):
-            self.log.append("begun")
-            return together(*asked)
+        def mark():
+            marks.append(_Mark())
+            return marks[-1]
 
-        session.serve, session.serve_together = count, count_together
+        def settle_slowly(most=0):
+            unfinished = service._begun[: max(0, len(service._begun) - most)]
+            compute(*(late for late, _ in unfinished))
+            settle(most)
+
+        def look_and_turn():
+            for late in marks:
+                late.turns += 1
+            compute(*(late for late in marks if late.turns >= self.turns))
+            return turn()
+
+        def begun(serve):
+            def call(*args):
+                self.log.append("begun")
+                return serve(*args)
+
+            return call
+
+        def die():
+            for late in marks:
+                late.is_lost = not late.is_ready
+                late.computed.set()
+
+        self.die = die
+        session.mark, service._settle, service.turn = mark, settle_slowly, look_and_turn
+        session.serve, session.serve_together = map(begun, (session.serve, session.serve_together))
 
     def told(self, future):
         future.add_done_callback(lambda _: self.log.append("told"))
@@ -47,17 +71,21 @@ class Slow:
 
 
 class _Mark:
-    def __init__(self, device):
-        self.device, self.looks = device, device.looks
+    is_lost = False
+
+    def __init__(self):
+        self.computed, self.turns = threading.Event(), 0
 
     @property
     def is_ready(self):
-        self.looks -= 1
-        return self.looks < 0
+        return self.computed.is_set()
 
     def read(self):
-        self.looks = 0
-        self.device.log.append("waited")
+        if threading.current_thread() is threading.main_thread():  # who waits there, does so now
+            self.computed.set()
+        assert self.computed.wait(60)
+        if self.is_lost:
+            raise RuntimeError
 
 
 @contextmanager
@@ -92,11 +120,11 @@ def test_turns_are_begun_before_those_before_them_are_finished(tmp_path):
         for _ in range(4):
             assert service.turn()
         log = [entry for entry in device.log if entry != "told"]
-        assert log == ["begun"] * 3 + ["waited", "begun", "waited"]
+        assert log == ["begun"] * 3 + ["computed", "begun", "computed"]
         serve(service)
-        waited = [device.log[:i].count("waited") for i, x in enumerate(device.log) if x == "told"]
-        assert len(waited) == 4
-        assert all(map(ge, waited, range(1, 5)))
+        told = [device.log[:i] for i, entry in enumerate(device.log) if entry == "told"]
+        assert len(told) == 4
+        assert all(log.count("computed") > i for i, log in enumerate(told))
 
 
 def test_turns_that_jobs_share_are_begun_early_too(tmp_path):
@@ -107,7 +135,7 @@ def test_turns_that_jobs_share_are_begun_early_too(tmp_path):
         submit_all(service, [(name, x) for x in (STEP, LEARN, STEP) for name in names])
         for _ in range(3):
             assert service.turn()
-        assert device.log == ["begun"] * 3 + ["waited"]
+        assert device.log == ["begun"] * 3 + ["computed"]
 
 
 def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_at_work(tmp_path):
@@ -190,9 +218,10 @@ def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatc
         may_write.clear()
         device.log.clear()
         futures = submit_all(service, [(name, x) for x in (LEARN, STEP, LEARN, STEP)])
-        for _ in range(3):
-            assert service.turn()
-        assert device.log == ["begun"] * 3 + ["waited"]
+        assert service.turn()
+        service._begun[0][0].computed.set()
+        assert service.turn()
+        assert device.log == ["begun"] * 2
         assert not futures[0].done()
         may_write.set()
         serve(service)
@@ -206,7 +235,7 @@ def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatc
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
     with Service(config_of(tmp_path, *RESIDENT)) as service:
         name = new(service)
-        Slow(service, looks=6)
+        Slow(service, turns=4)
         answers_of(service, [(name, LEARN)])
         for request in (LEARN, STEP):
             (future,) = submit_all(service, [(name, request)])
@@ -228,7 +257,7 @@ def results_of(folder, *words, lives=None, seeds=range(3)):
     names, more, done = [f"{seed:032x}:train:0" for seed in seeds], {}, False
     while not done:
         service = Service(config_of(folder, *words))
-        Slow(service)
+        device = Slow(service)
         for seed, name in zip(seeds, names, strict=True):
             service.create(name, seed)
             requests = [*program(seed)]
@@ -241,6 +270,7 @@ def results_of(folder, *words, lives=None, seeds=range(3)):
         done = lives is None or turns < lives
         if done:
             service.close()
+        device.die()
         service._stack.close()
     found = [more[name, number].result(0) for number in range(9) for name in names]
     with Service(config_of(folder, *words)) as service:

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 from moetrain.checkpoint import read
 from moetrain.config import CheckpointSection, logger
-from moetrain.config.files import write_atomically
+from moetrain.config.files import write_durably
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.processes import TIMEOUT, machine
 
@@ -184,8 +183,7 @@ class Folders:
                 dist.recv(data, source, group=self._group)
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    put = partial(Path.write_bytes, data=data.numpy().data)
-                    write_atomically(folder / name, put, durable=True)
+                    write_durably(folder / name, data.numpy().data)
                 except OSError as error:
                     problem = error
         for _, work in works:

@@ -12,24 +12,40 @@ from pathlib import Path
 _TEMPORARY = re.compile(r"\.[\w.-]+\.\d+\.tmp")
 
 
-def write_atomically(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it to ``path``.
 
-    Whatever the process dies of, ``path`` holds the old content or the new. ``durable`` forces the
-    content and the name to the disk before this returns.
+    Whatever the process dies of, ``path`` holds the old content or the new.
 
     Raises OSError: the file cannot be written; ``path`` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        if durable:
-            fsync(temporary)
         temporary.replace(path)
-        if durable:
-            fsync(path.parent)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write ``data`` as :func:`write_atomically`, and force it and its name to the disk.
+
+    In few calls of the system: after each, a thread may wait for its turn again.
+    """
+
+    def put(temporary: Path) -> None:
+        left = memoryview(data)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    write_atomically(path, put)
+    fsync(path.parent)
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -4,7 +4,6 @@ Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs 
 and waiting clients are told.
 """
 
-import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from moetrain.jobs.session import JobSession
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
-from moetrain.train.setup import resolve_run, stop_signals
+from moetrain.train.setup import garbage_collector_off, resolve_run, stop_signals
 
 _IDLE_SECONDS = 0.1
 """Between looks at stop signals, while no request waits."""
@@ -50,14 +49,19 @@ class JobRun:
             RunFailed: the disk or the device fails.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
-        gc.enable()  # off while a command starts
         place = launched_place()
         if place is not None and place.rank > 0:  # it runs what the main one runs
             with stop_signals() as stop:  # the main one says when to stop
                 session = JobSession(*resolve_run(self.config))
-                session.follow()
+                with garbage_collector_off():
+                    session.follow()
         else:
-            with Service(self.config) as service, stop_signals() as stop, self.serving(service):
+            with (
+                Service(self.config) as service,
+                stop_signals() as stop,
+                self.serving(service),
+                garbage_collector_off(),
+            ):
                 settings = json.dumps(service.config.to_dict(), indent=2)
                 (service.folder / "config.json").write_text(settings, "utf-8")
                 logger.info("settings:\n%s", service.config.describe())
@@ -67,6 +71,7 @@ class JobRun:
                 while not stop:
                     service.turn()
                     service.wait(_IDLE_SECONDS)
+                    service.session.tidy()
             session = service.session
             session.dismiss()
         session.world.leave()

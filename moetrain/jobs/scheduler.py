@@ -6,8 +6,8 @@
 Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
 or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
 is begun, when all is queued for the device, and finished, when answers are on the disk and clients
-are told. Passes and updates are begun before turns before them are finished, so that the device
-computes meanwhile; all else is served when nothing is unfinished.
+are told, which a thread of its own does, in order. Passes and updates are begun before turns before
+them are finished, so that the device computes meanwhile; all else when nothing is unfinished.
 
 A request is on the disk before its sender is told so, an answer before its client is, and before
 a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
@@ -72,12 +72,12 @@ class Service(AbstractContextManager["Service"]):
             self._lock = threading.Condition()
             self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
             """Jobs of the last pass, how long that took to begin, and until when the next waits."""
-            self._begun: list[tuple[LateNumbers, _Answers]] = []
+            self._begun: list[tuple[LateNumbers, Future[None]]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
-            self._writing: list[Future[None]] = []
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
+            self._finisher = stack.enter_context(ThreadPoolExecutor(1))
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
@@ -277,17 +277,17 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Begin what is next, a request or small ones of several jobs together, and finish turns
-        that the device has computed, or that are too many. False: there is nothing to do.
+        """Begin what is next, a request or small ones of several jobs together, and wait for turns
+        that are too many. False: there is nothing to do.
 
-        RunFailed, OSError: device or disk failed.
+        RunFailed, OSError: device or disk failed, in this turn or one before it.
         """
         self._remove()
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
             has_more = bool(waiting or self._begun)
             kind, jobs = self._next(waiting)
-            if has_more and not jobs and not (self._begun and self._begun[0][0].is_ready):
+            if has_more and not jobs and not (self._begun and self._begun[0][1].done()):
                 self._lock.wait(_POLL_SECONDS)
             if kind in PASSES:
                 self._company, self._until = set(jobs), math.inf
@@ -308,7 +308,8 @@ class Service(AbstractContextManager["Service"]):
         if served:
             for job, answers in served.items():
                 job.begun += len(answers)
-            self._begun.append((session.mark(), served))
+            mark, before = session.mark(), [future for _, future in self._begun[-1:]]
+            self._begun.append((mark, self._finisher.submit(self._finish, before, mark, served)))
         self._settle(_UNFINISHED if is_ahead else 0)
         if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
@@ -401,7 +402,7 @@ class Service(AbstractContextManager["Service"]):
         except (RunFailed, OSError):
             raise
         except Refused as error:
-            answers = [{"error": str(error), "refused": True}]
+            answers = [{"error": _line_of(error), "refused": True}]
             session.pass_over(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = {"error": _line_of(error), "refused": False}
@@ -412,25 +413,22 @@ class Service(AbstractContextManager["Service"]):
         return answers
 
     def _settle(self, most: int = 0) -> None:
-        """Finish turns in order: those that are computed, and others until ``most`` are left.
+        """Wait until ``most`` turns at most are unfinished; raises what one of them failed with.
 
         With none left states have seen nothing without an answer, and may be saved.
         """
-        while self._begun and (len(self._begun) > most or self._begun[0][0].is_ready):
-            (mark, served), *later = self._begun
+        while self._begun and (len(self._begun) > most or self._begun[0][1].done()):
+            (_, finished), *later = self._begun
             self._begun = []  # if this fails: states have seen what has no answer
-            self.session.probe(mark)
-            self._answer(served)
+            finished.result()
             self._begun = later
-        if not (most and self._begun):
-            self._answer({})
 
-    def _answer(self, served: _Answers) -> None:
-        """When the answers before are written, let these be, of all jobs at once, and clients told
-        when theirs is."""
-        writing, self._writing = self._writing, []
-        for one in wait(writing).done:  # whatever fails: whose answer is on the disk, is told
+    def _finish(self, before: list[Future[None]], mark: LateNumbers, served: _Answers) -> None:
+        """Wait for the device, write answers of all jobs at once, and tell clients when theirs is
+        there; raises what the turn ``before`` failed with, of which no answer is left out."""
+        for one in before:
             one.result()
+        self.session.probe(mark)
         served = {
             job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
             for job, answers in served.items()
@@ -447,7 +445,9 @@ class Service(AbstractContextManager["Service"]):
                 with self._lock:
                     job.prune(job.done)
 
-        self._writing = [self._writers.submit(write, job) for job in served]
+        writing = [self._writers.submit(write, job) for job in served]
+        for one in wait(writing).done:  # whatever fails: whose answer is on the disk, is told
+            one.result()
 
     def _save_if_due(self, job: Job) -> None:
         session, minutes = self.session, self.config.checkpoint.minutes
@@ -494,5 +494,5 @@ class Service(AbstractContextManager["Service"]):
 
 def _line_of(error: Exception) -> str:
     """Describe ``error`` in one line for a client, with its class unless the message is ours."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).encode(errors="replace").decode().split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -15,10 +15,12 @@ Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`); a rank 
 middle of a collective, for which the others wait until that gives up, as in any run.
 """
 
+import gc
 import json
 import math
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +56,7 @@ _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
 """Row lengths are multiples of it where nothing is compiled for one: pads are computed too."""
+_GARBAGE_SECONDS = 60.0
 _M = TypeVar("_M", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
@@ -125,7 +128,7 @@ class JobSession:
             "moments": config.optim.state_dtype,
         }
         """What the folder's jobs depend on."""
-        self.now = JobState()
+        self.now, self._tidied = JobState(), time.monotonic()
         adapted = "\n".join(self.engine.stages.trained)
         parts = {"unembed": "head", "mlp": "moe|mlp|expert", "attn": "attn"}
         self.trains = {part: bool(re.search(words, adapted)) for part, words in parts.items()}
@@ -140,6 +143,13 @@ class JobSession:
                 self.run_here(getattr(JobSession, name).__wrapped__, *args)
             except Exception as error:  # noqa: BLE001 - the main rank was told, and decides
                 del error
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Collect Python's garbage if that is due: what is compiled takes a third of a second."""
+        if time.monotonic() > self._tidied + _GARBAGE_SECONDS:
+            gc.collect()
+            self._tidied = time.monotonic()
 
     def dismiss(self) -> None:
         """Let the other ranks return from :meth:`follow`. Called on the main rank, at the end."""
@@ -361,8 +371,8 @@ class JobSession:
 
         def results() -> list[dict[str, Any]]:
             *logprobs_BS, losses = (numbers.read() for numbers in late)
-            found = iter(dealt.by_sample(logprobs_BS, lambda x: [*map(_finite, x[1:].tolist())]))
-            rows = zip(requests, map(_finite, losses.tolist()), strict=True)
+            found = iter(dealt.by_sample(logprobs_BS, lambda x: _all_finite(x[1:].tolist())))
+            rows = zip(requests, _all_finite(losses.tolist()), strict=True)
             return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
 
         return results
@@ -476,14 +486,14 @@ class JobSession:
 def _described(completion: Completion, asked: api.Sampling) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens": completion.tokens,
-        "logprobs": [_finite(x) for x in completion.logprobs],
+        "logprobs": _all_finite(completion.logprobs),
         "stop_reason": completion.finish_reason,
     }
     if asked.topk_sample_logprobs:
         tops = completion.top_logprobs
         row["topk"] = [[[k, _finite(x)] for k, x in top.items()] for top in tops]
     if asked.prompt_logprobs and completion.index == 0:
-        scores = [None, *map(_finite, completion.prompt_logprobs)]
+        scores = [None, *_all_finite(completion.prompt_logprobs)]
         unscored = max(0, len(scores) - (asked.prompt_logprobs_last_n or len(scores)))
         row["prompt_logprobs"] = [None] * unscored + scores[unscored:]
     return row
@@ -491,3 +501,7 @@ def _described(completion: Completion, asked: api.Sampling) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _all_finite(values: list[float]) -> Sequence[float | None]:
+    return values if math.isfinite(sum(values)) else [*map(_finite, values)]

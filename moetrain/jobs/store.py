@@ -29,9 +29,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
 
+from pydantic_core import to_json
+
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
 from moetrain.config import ConfigError
-from moetrain.config.files import fsync, remove_temporaries, write_atomically
+from moetrain.config.files import fsync, remove_temporaries, write_durably
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, Refused
 from moetrain.train.run_folder import RunFolder
@@ -79,10 +81,10 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
 
 def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
     """Write ``value`` (not empty) and the JSON ``body`` to the disk; OSError: nothing changed."""
-    text = json.dumps(value, allow_nan=False)
+    text = to_json(value).decode()  # several times as fast as json, for which others wait
     if body is not None:
         text = f'{text[:-1]}, "body": {body}}}'
-    write_atomically(path, lambda temporary: temporary.write_bytes(sealed(text)), durable=True)
+    write_durably(path, sealed(text))
 
 
 def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
