@@ -220,9 +220,9 @@ class JobSession:
         left, self.now = self.now, JobState()
         if left.id is None:
             self.engine.drop(left)
-            return
-        self.engine.leave(left)
-        self._held[left.id] = left
+        else:
+            self.engine.leave(left)
+            self._held[left.id] = left
         resident = [held for held in self._held.values() if held.place == "device"]
         try:
             for held in resident[: max(0, len(resident) + more - self._max_resident)]:
