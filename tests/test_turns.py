@@ -17,6 +17,7 @@ from test_tenants import WORDS, Passes, body_of, program, run, serve_all
 
 from moetrain.checkpoint.read import list_checkpoints, step_of
 from moetrain.config.files import write_durably
+from moetrain.jobs import run as run_module
 from moetrain.jobs import scheduler
 from moetrain.jobs import session as session_module
 from moetrain.jobs.api import Refused
@@ -727,6 +728,31 @@ def test_the_process_serves_with_the_collector_off_and_tidies_itself(tmp_path, m
         JobRun(config_of(tmp_path)).fit()
     assert stopped.value.code == 143
     assert seen == [False, "tidy"] * 2
+    assert gc.isenabled()
+
+
+def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path, monkeypatch):
+    seen = []
+    commands = iter(['["fine"]', '["bad"]', "null"])
+
+    def serve(method):
+        seen.append((method, gc.isenabled()))
+        if method == "bad":
+            raise ZeroDivisionError
+
+    class Follower:
+        fine, bad = (SimpleNamespace(__wrapped__=name) for name in ("fine", "bad"))
+        world = SimpleNamespace(broadcast=lambda _: next(commands), leave=lambda: None)
+        follow = JobSession.follow
+
+        def __init__(self, *_):
+            self.run_here, self.tidy = serve, lambda: seen.append("tidy")
+
+    monkeypatch.setattr(run_module, "launched_place", lambda: SimpleNamespace(rank=1))
+    for module in (run_module, session_module):
+        monkeypatch.setattr(module, "JobSession", Follower)
+    JobRun(config_of(tmp_path)).fit()
+    assert seen == [("fine", False), "tidy", ("bad", False), "tidy"]
     assert gc.isenabled()
 
 
