@@ -769,6 +769,7 @@ def test_files_are_written_whole_and_forced_to_the_disk(tmp_path, monkeypatch, s
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
     monkeypatch.setattr(os, "fsync", note)
     data, path = os.urandom(size), tmp_path / "one"
+    (tmp_path / f".one.{os.getpid()}.tmp").write_bytes(b"left by a process of this number" * 99)
     mask = os.umask(0o027)
     try:
         write_durably(path, data)
