@@ -769,9 +769,9 @@ def test_files_are_written_whole_and_forced_to_the_disk(tmp_path, monkeypatch, s
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
     monkeypatch.setattr(os, "fsync", note)
     data, path = os.urandom(size), tmp_path / "one"
-    (tmp_path / f".one.{os.getpid()}.tmp").write_bytes(b"left by a process of this number" * 99)
     mask = os.umask(0o027)
     try:
+        (tmp_path / f".one.{os.getpid()}.tmp").write_bytes(b"of a killed process" * 99)
         write_durably(path, data)
     finally:
         os.umask(mask)
