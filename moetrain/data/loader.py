@@ -66,13 +66,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
         kind = "triples" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            "data.tokenizer",
-            f"{data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the model's "
-            f"vocabulary of {vocab_size}; use the model's own tokenizer or raise model.vocab_size",
-        )
+    tokenizer = load_tokenizer(data.tokenizer, vocab_size)
     if config.train.sample_prompt is not None and config.train.sample_tokens:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)

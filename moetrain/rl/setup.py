@@ -62,13 +62,7 @@ class Setup:
         self.total_steps, self.num_groups = _steps_and_groups(config)
         self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
-        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
-        if tokenizer.vocab_size > arch.vocab_size:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the "
-                f"model's vocabulary of {arch.vocab_size}; use the model's own",
-            )
+        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
         least = max(tokenizer.vocab_size, rl.teacher_top_k)
         place = launched_place()
         if rl.is_teacher_served:
