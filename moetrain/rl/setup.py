@@ -28,7 +28,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
-from moetrain.rl.teacher import ServedTeacher
+from moetrain.rl.learn import ServedTeacher
 from moetrain.rollout.pages import Pages
 from moetrain.train.memory import teacher_of
 from moetrain.train.plan import plan_memory
