@@ -159,7 +159,8 @@ def _attention_with_sinks(
 @_attention_with_sinks.register_fake
 def _(q_THd, k_TGd, v_TGv, *_):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    tokens, heads, _ = q_THd.shape
+    width = v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
     return o_THv, q_THd.new_empty(heads, tokens, dtype=wide)
 

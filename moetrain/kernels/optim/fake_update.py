@@ -50,7 +50,8 @@ class FakeUpdate:
         optim = self.config.optim
         size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
-        master_N, cast_N = empty(size, dtype=storage), None
+        master_N = empty(size, dtype=storage)
+        cast_N = None
         if dtype != master_N.dtype:
             cast_N = empty(size, dtype=dtype)
             sum_chunks(master_N[None], out_N=cast_N)
