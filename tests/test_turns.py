@@ -178,6 +178,22 @@ def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
         assert passes.tenants == ([3, 3] if patience else [3, 2, 1])
 
 
+def test_jobs_on_the_device_share_turns_as_they_lie(tmp_path):
+    """Nobody's state is taken up for that, and those that were served last stay there."""
+    with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
+        *names, other, last = [new(service, seed) for seed in range(5)]
+        answers_of(service, [(name, LEARN) for name in names])
+        answers_of(service, [(other, LEARN)])
+        session, sat = service.session, []
+        sit = session.sit
+        session.sit = lambda *who: (sat.append(who[0]), sit(*who))[1]
+        found = answers_of(service, [(x, r) for r in (STEP, LEARN) for x in names])
+        assert all("result" in answer for answer in found)
+        assert not sat
+        answers_of(service, [(last, LEARN)])
+        assert [name for name in [*names, other] if not session.resident(name)] == [other]
+
+
 def test_updates_go_first_so_that_jobs_a_request_apart_share_a_pass_again(tmp_path):
     with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
         names, passes = [new(service, seed) for seed in range(2)], Passes(service)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from moetrain.data.packing import IGNORE_INDEX, best_fit
 from moetrain.kernels.loss.policy import policy_total
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Sample
-from moetrain.rollout.request import JsonBody, SamplingParams
+from moetrain.rollout.request import Completion, JsonBody, SamplingParams
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
@@ -317,6 +317,22 @@ class Sampling(_JobBody):
                 "jobs.max_request_mib holds; ask in parts"
             )
 
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        """Describe one of its samples, the first with what was asked of the prompt."""
+        row: dict[str, Any] = {
+            "tokens": completion.tokens,
+            "logprobs": finite(completion.logprobs),
+            "stop_reason": completion.finish_reason,
+        }
+        if self.topk_sample_logprobs:
+            tops = [zip(x, finite([*x.values()]), strict=True) for x in completion.top_logprobs]
+            row["topk"] = [[*map(list, top)] for top in tops]
+        if self.prompt_logprobs and completion.index == 0:
+            scores = [None, *finite(completion.prompt_logprobs)]
+            unscored = max(0, len(scores) - (self.prompt_logprobs_last_n or len(scores)))
+            row["prompt_logprobs"] = [None] * unscored + scores[unscored:]
+        return row
+
 
 class Save(_JobBody):
     """A request to keep the job's state, or its adapter in PEFT's format, under a name."""
@@ -358,6 +374,13 @@ class _Unserved(_JobBody):
     """A request that was refused, in its place among the job's requests."""
 
     problem: str
+
+
+def finite(values: Sequence[float]) -> Sequence[float | None]:
+    """Put None where JSON has no number."""
+    if math.isfinite(sum(values)):
+        return values
+    return [x if math.isfinite(x) else None for x in values]
 
 
 def source_of(path: str) -> str:

@@ -48,8 +48,6 @@ _POLL_SECONDS = 5e-4
 """Between looks whether the device has computed a turn, while nothing can be begun."""
 _LONGEST_WAIT = 0.5
 """Seconds that a pass waits at most, on a device with nothing to do, for jobs of the last one."""
-_WRITERS = 8
-"""Answers written at once: a disk forces several files out in the time that one takes."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -76,7 +74,7 @@ class Service(AbstractContextManager["Service"]):
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
-            self._writers = stack.enter_context(ThreadPoolExecutor(_WRITERS))
+            self._writers = stack.enter_context(ThreadPoolExecutor())
             self._finisher = stack.enter_context(ThreadPoolExecutor(1))
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -295,12 +293,13 @@ class Service(AbstractContextManager["Service"]):
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
         session = self.session
         asked = {job: job.ahead.pop(job.begun, None) for job in jobs}
-        is_ahead = all(x is not None and session.is_resident(job.id) for job, x in asked.items())
+        is_ahead = all(x is not None and session.resident(job.id) for job, x in asked.items())
         if not is_ahead:
             self._settle()
-        if len(jobs) > 1:
-            engine, updates = session.engine, kind == "optim_step"
-            jobs = [x for x in jobs if self._bring(x) and not (updates and engine.is_between_steps)]
+        if len(jobs) > 1 and not all(map(self._is_here, jobs)):
+            jobs = [job for job in jobs if self._bring(job)]
+        if kind == "optim_step" and len(jobs) > 1:
+            jobs = [job for job in jobs if session.has_gradient(job.id)]
         if len(jobs) > 1:
             served = self._serve_together(kind, {job: asked[job] for job in jobs})
         else:
@@ -449,16 +448,18 @@ class Service(AbstractContextManager["Service"]):
         for one in wait(writing).done:  # whatever fails: whose answer is on the disk, is told
             one.result()
 
+    def _is_here(self, job: Job) -> bool:
+        """Whether the device has the state that the requests begun have left, to be saved later."""
+        if (state := self.session.resident(job.id)) is None or state.seen != job.begun:
+            return False
+        return not job.is_due(state.seen - state.saved, self.config)
+
     def _save_if_due(self, job: Job) -> None:
-        session, minutes = self.session, self.config.checkpoint.minutes
-        new, seconds = session.now.seen - session.now.saved, 60 * minutes
-        by_time = 0 < seconds <= time.monotonic() - job.saved_time
-        # What was loaded need not be there any more when requests are served again.
-        has_loaded = new > 0 and job.known(job.begun - 1)["kind"] == "load_weights"
-        is_due = has_loaded or (new > 0 and (by_time or new >= self.config.jobs.save_interval))
-        if session.now.id == job.id and is_due and session.engine.is_between_steps:
+        now, engine = self.session.now, self.session.engine
+        is_due = now.id == job.id and job.is_due(now.seen - now.saved, self.config)
+        if is_due and engine.is_between_steps:
             self._settle()
-            seen = session.save()
+            seen = self.session.save()
             job.saved_time = time.monotonic()
             with self._lock:
                 job.prune(seen)

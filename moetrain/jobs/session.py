@@ -17,7 +17,6 @@ middle of a collective, for which the others wait until that gives up, as in any
 
 import gc
 import json
-import math
 import re
 import shutil
 import time
@@ -45,7 +44,7 @@ from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.ranks import sharing_heads
-from moetrain.rollout.request import Completion, Request, end_ids
+from moetrain.rollout.request import Request, end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
@@ -175,9 +174,15 @@ class JobSession:
 
     # ---- who sits here -------------------------------------------------------------------------
 
-    def is_resident(self, job: str) -> bool:
-        """Whether the state of ``job`` is on the device."""
-        return self.now.id == job or (job in self._held and self._held[job].place == "device")
+    def resident(self, job: str) -> JobState | None:
+        """Return the state of ``job``, if it is on the device."""
+        state = self.now if self.now.id == job else self._held.get(job)
+        return state if state is not None and state.place == "device" else None
+
+    def has_gradient(self, job: str) -> bool:
+        """Whether ``job``, which is resident, is in the middle of a step."""
+        is_now = self.now.id == job
+        return not self.engine.is_between_steps if is_now else bool(self._held[job].since_step)
 
     @_together
     def sit(self, job: str, seed: int, folder: str, source: str | None = None) -> None:
@@ -215,9 +220,9 @@ class JobSession:
         left, self.now = self.now, JobState()
         if left.id is None:
             self.engine.drop(left)
-            return
-        self.engine.leave(left)
-        self._held[left.id] = left
+        else:
+            self.engine.leave(left)
+            self._held[left.id] = left
         resident = [held for held in self._held.values() if held.place == "device"]
         try:
             for held in resident[: max(0, len(resident) + more - self._max_resident)]:
@@ -330,6 +335,7 @@ class JobSession:
         """Serve a small request each, with its number, of several jobs, which are resident, in one
         pass or by one update each. Returns what waits for each result."""
         self._leave(more=0)
+        self._held |= {job: self._held.pop(job) for job in asked}
         jobs = [self._held[job] for job in asked]
         requests = [request for _, request in asked.values()]
         for job, (number, _) in zip(jobs, asked.values(), strict=True):
@@ -371,8 +377,8 @@ class JobSession:
 
         def results() -> list[dict[str, Any]]:
             *logprobs_BS, losses = (numbers.read() for numbers in late)
-            found = iter(dealt.by_sample(logprobs_BS, lambda x: _all_finite(x[1:].tolist())))
-            rows = zip(requests, _all_finite(losses.tolist()), strict=True)
+            found = iter(dealt.by_sample(logprobs_BS, lambda x: api.finite(x[1:].tolist())))
+            rows = zip(requests, api.finite(losses.tolist()), strict=True)
             return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
 
         return results
@@ -421,7 +427,7 @@ class JobSession:
                 for c in generator.step():
                     if c.finish_reason is not None:
                         i = int(c.request_id)
-                        done[i, c.index] = _described(c, asked[i])
+                        done[i, c.index] = asked[i].answer(c)
                 if self.is_given_up():
                     for one in mine:
                         generator.abort(one.id)
@@ -481,27 +487,3 @@ class JobSession:
             engine.optimizer.begin()
             self.now.steps = 0
         return {"path": request.path, "model_id": self.now.id}
-
-
-def _described(completion: Completion, asked: api.Sampling) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "tokens": completion.tokens,
-        "logprobs": _all_finite(completion.logprobs),
-        "stop_reason": completion.finish_reason,
-    }
-    if asked.topk_sample_logprobs:
-        tops = completion.top_logprobs
-        row["topk"] = [[[k, _finite(x)] for k, x in top.items()] for top in tops]
-    if asked.prompt_logprobs and completion.index == 0:
-        scores = [None, *_all_finite(completion.prompt_logprobs)]
-        unscored = max(0, len(scores) - (asked.prompt_logprobs_last_n or len(scores)))
-        row["prompt_logprobs"] = [None] * unscored + scores[unscored:]
-    return row
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _all_finite(values: list[float]) -> Sequence[float | None]:
-    return values if math.isfinite(sum(values)) else [*map(_finite, values)]

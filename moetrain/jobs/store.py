@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic_core import to_json
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.config.files import fsync, remove_temporaries, write_durably
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, Refused
@@ -389,6 +389,13 @@ class Job:
         if entry["kind"] not in KINDS or not outcome & set(entry):
             raise DamagedJob(name, "it is not what this version of moetrain writes")
         return entry
+
+    def is_due(self, new: int, config: Config) -> bool:
+        """Whether to save it, with so many ``new`` requests that no checkpoint has seen."""
+        by_time = 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time
+        # What was loaded need not be there any more when requests are served again.
+        has_loaded = new > 0 and self.known(self.begun - 1)["kind"] == "load_weights"
+        return has_loaded or (new > 0 and (by_time or new >= config.jobs.save_interval))
 
     def prune(self, seen: int) -> None:
         """Remove files that are not needed once every checkpoint has seen so many requests."""
