@@ -54,7 +54,8 @@ def attention_with_sinks(
         backend = "exact" if mask.backend == "exact" else "cudnn"
         how = {"window": mask.window, "scale": scale, "backend": backend}
         how |= {"cu_seqlens_k": mask.cu_seqlens_k}
-        ends, longest = mask.cu_seqlens, mask.max_seqlen
+        ends = mask.cu_seqlens
+        longest = mask.max_seqlen
         out_THv = attention_packed_with_sinks(q, k, v, sinks_H, ends, longest, **how)
         return out_THv.unflatten(0, q_BSHd.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
