@@ -147,7 +147,7 @@ def answer_to(service, name, kind, body, number=None):
     """The answer to a request, without the job's id, which differs from run to run."""
     job, body = target_of(name, kind, body)
     future = service.answer(job, service.submit(job, kind, body, number))
-    while not future.done():
+    while not future.done() or service._begun:
         service.turn()
     return json.loads(json.dumps(future.result()).replace(name.partition(":")[0], "SESSION"))
 

@@ -250,7 +250,7 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
 
         monkeypatch.setattr(Job, "answer", full)
         with pytest.raises(OSError, match="No space"):
-            [*iter(service.turn, False)]
+            list(iter(service.turn, False))
         monkeypatch.undo()
     told = [future.result(0) for future in futures]
     assert told.pop(1)["error"] == service.STOPPED  # whose answer is not on the disk

@@ -1,18 +1,28 @@
 """Turns are begun before the ones before them are finished, and nothing is lost by that."""
 
 import errno
+import gc
+import os
+import signal
 import threading
-from contextlib import contextmanager, suppress
+import weakref
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_jobs import config_of, file_of, new, rate, text_of, texts
+from test_jobs import config_of, file_of, new, prompting, rate, text_of, texts
 from test_tenants import WORDS, Passes, body_of, program, run, serve_all
 
 from moetrain.checkpoint.read import list_checkpoints, step_of
+from moetrain.config.files import write_durably
 from moetrain.jobs import scheduler
+from moetrain.jobs import session as session_module
+from moetrain.jobs.api import Refused
+from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import Job
 
 TENANTS = [*WORDS, "jobs.max_tenants=3", "jobs.max_resident=4", "data.seq_len=512"]
@@ -250,16 +260,15 @@ def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatc
 
 def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
     with Service(config_of(tmp_path, *RESIDENT)) as service:
-        name = new(service)
-        Slow(service, turns=4)
+        name, device = new(service), Slow(service, turns=4)
         answers_of(service, [(name, LEARN)])
         for request in (LEARN, STEP):
             (future,) = submit_all(service, [(name, request)])
-            turns = 0
+            turns, computed = 0, device.log.count("computed")
             while not future.done():
                 assert service.turn()
                 service.wait(0 if future.done() else 100)  # which does not take so long
-                turns += 1
+                turns += device.log.count("computed") == computed
             assert 2 < turns < 9
             assert "result" in future.result(0)
         assert not service.turn()
@@ -482,3 +491,232 @@ def test_a_service_that_is_closed_keeps_what_it_has_begun(tmp_path):
         assert service.find(name).done == 2
         kept = list_checkpoints(tmp_path / "jobs" / name / "checkpoints")
         assert [step_of(x) for x in kept] == [2]
+
+
+def failing(service, error):
+    """Let the results of passes over :data:`BAD` raise ``error``, when the device is done."""
+    session = service.session
+    queue = session._pass
+
+    def fail(jobs, requests, learns):
+        def results():
+            if any(49 in datum.tokens[:1] for r in requests for datum in r.data):
+                raise error
+            return late()
+
+        late = queue(jobs, requests, learns)
+        return results
+
+    session._pass = fail
+
+
+BAD = ("forward_backward", texts([49, 49, 49]))
+
+
+def test_a_turn_that_cannot_be_finished_ends_the_service_whoever_is_next(tmp_path):
+    """Also if that job is to be saved, which waits for the turns of others."""
+    words = [*RESIDENT, "jobs.save_interval=3"]
+    with suppress(TypeError), slow(tmp_path, *words) as (service, _):
+        names = [new(service, seed) for seed in range(2)]
+        failing(service, TypeError("of the first job"))
+        plans = [LEARN, STEP, LEARN, STEP, BAD, STEP], [LEARN, STEP] * 3
+        futures = submit_all(
+            service,
+            [(x, r) for pair in zip(*plans, strict=True) for x, r in zip(names, pair, strict=True)],
+        )
+        with pytest.raises(TypeError, match="of the first job"):
+            serve(service)
+        assert [service.find(name).status for name in names] == ["open"] * 2
+        assert service.find(names[0]).done == 4
+        assert not futures[8].done()
+    assert all(future.done() for future in futures)
+    assert futures[8].result(0)["error"] == Service.STOPPED
+    with Service(config_of(tmp_path, *words)) as service:
+        assert [service.find(name).status for name in names] == ["open"] * 2
+        serve(service)
+        found = [service.answer(x, i).result(0) for i in range(6) for x in names]
+        assert all("result" in answer for answer in found)
+
+
+def test_a_damaged_request_leaves_answers_to_those_before_it(tmp_path):
+    with slow(tmp_path, *RESIDENT, SELDOM) as (service, _):
+        name = new(service)
+        answers_of(service, [(name, LEARN)])
+        futures = submit_all(service, [(name, STEP), (name, LEARN), (name, STEP)])
+        (service.find(name).folder / "requests/00000003.json").write_bytes(b"{}")
+        serve(service)
+        assert all("result" in future.result(0) for future in futures[:2])
+        assert "damaged" in futures[2].result(0)["error"]
+
+
+def test_a_sampler_that_is_not_answered_yet_gives_no_room(tmp_path, monkeypatch):
+    answer, problems = Job.answer, []
+
+    def slowly(job, number, given):
+        with pytest.raises(Refused, match="at work") as refused:
+            service.create(f"{session}:sample:1")
+        problems.append(refused.value)
+        answer(job, number, given)
+
+    with Service(config_of(tmp_path, *RESIDENT, "jobs.max_saves=1")) as service:
+        session = "0" * 32
+        name = service.create(f"{session}:sample:0").id
+        monkeypatch.setattr(Job, "answer", slowly)
+        asked = prompting(text_of(1))
+        del asked["sampler"]
+        assert "result" in answers_of(service, [(name, ("asample", asked))])[0]
+        assert problems
+        service.create(f"{session}:sample:1")
+        assert name not in service.jobs
+
+
+def test_files_are_removed_while_no_client_looks_whether_they_are_there(tmp_path, monkeypatch):
+    prune, found = Job.prune, []
+
+    def note(job, seen):
+        found.append((job.is_sampler, job.adding.locked()))
+        prune(job, seen)
+
+    monkeypatch.setattr(Job, "prune", note)
+    with Service(config_of(tmp_path, *RESIDENT, "jobs.save_interval=1")) as service:
+        name = service.create(f"{0:032x}:sample:0").id
+        asked = prompting(text_of(1))
+        del asked["sampler"]
+        answers_of(service, [(name, ("asample", asked))])
+        name = new(service)
+        answers_of(service, [(name, LEARN), (name, STEP)])
+    assert {*found} == {(True, True), (False, True)}
+
+
+def test_a_sampler_for_which_the_disk_has_no_room_costs_its_run_nothing(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = [*RESIDENT, SELDOM]
+    with suppress(OSError), Service(config_of(tmp_path, *words)) as service:
+        name = new(service)
+        answers_of(service, [(name, LEARN), (name, STEP)])
+        monkeypatch.setattr(Job, "begin", full)
+        save = ("save_weights_for_sampler", {"sampling_session_seq_id": 0})
+        submit_all(service, [(name, save)])
+        with pytest.raises(OSError, match="No space"):
+            serve(service)
+    monkeypatch.undo()
+    with Service(config_of(tmp_path, *words)) as service:
+        serve(service)
+        assert "result" in service.answer(name, 2).result(0)
+
+
+@pytest.mark.parametrize("words", [TENANTS, RESIDENT], ids=["together", "alone"])
+def test_a_pass_that_fails_leaves_no_memory_to_the_collector(tmp_path, words):
+    """Which would come a minute later: a device that was full would be until then."""
+    made = []
+
+    def fail(batches, loss):
+        tensor = torch.zeros(3)
+        made.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("no room")
+
+    with Service(config_of(tmp_path, *words)) as service:
+        names = [new(service, seed) for seed in range(2)]
+        service.session.engine.forward_backward = fail
+        gc.disable()
+        try:
+            found = answers_of(service, [(name, LEARN) for name in names])
+            left = [one() for one in made]
+        finally:
+            gc.enable()
+    assert all("no room" in answer["error"] for answer in found)
+    assert len(left) == (3 if words is TENANTS else 2)
+    assert not any(one is not None for one in left)
+
+
+def test_an_error_that_is_no_text_is_answered(tmp_path):
+    with Service(config_of(tmp_path, *RESIDENT)) as service:
+        name = new(service)
+
+        def fail(*_):
+            raise ValueError("of \ud800")
+
+        service.session._pass = fail
+        (answer,) = answers_of(service, [(name, LEARN)])
+        assert answer["error"] == "of ?"
+    with Service(config_of(tmp_path, *RESIDENT)) as service:
+        assert service.answer(name, 0).result(0)["error"] == answer["error"]
+
+
+def test_garbage_is_collected_once_a_minute(monkeypatch):
+    now, collected = [1000.0], []
+    monkeypatch.setattr(session_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(now[0]))
+    session = SimpleNamespace(_tidied=now[0])
+    for seconds in range(0, 130, 10):
+        now[0] = 1000.0 + seconds
+        JobSession.tidy(session)
+    assert collected == [1070.0]
+    now[0] = 1131.0
+    JobSession.tidy(session)
+    assert collected == [1070.0, 1131.0]
+
+
+def test_the_process_serves_with_the_collector_off_and_tidies_itself(tmp_path, monkeypatch):
+    seen = []
+
+    def turn(service):
+        seen.append(gc.isenabled())
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr(Service, "turn", turn)
+    monkeypatch.setattr(JobSession, "tidy", lambda _: seen.append("tidy"))
+    monkeypatch.setattr(JobRun, "serving", lambda *_: nullcontext())
+    with pytest.raises(SystemExit) as stopped:
+        JobRun(config_of(tmp_path)).fit()
+    assert stopped.value.code == 143
+    assert seen == [False, "tidy"] * 2
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 1000])
+def test_files_are_written_whole_and_forced_to_the_disk(tmp_path, monkeypatch, size):
+    """A part at a time, if the system takes no more; in the folder only when all of it is there."""
+    write, sync, log = os.write, os.fsync, []
+
+    def note(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        log.append((path, sorted(os.listdir(tmp_path)), os.path.getsize(path)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
+    monkeypatch.setattr(os, "fsync", note)
+    data, path = os.urandom(size), tmp_path / "one"
+    mask = os.umask(0o027)
+    try:
+        write_durably(path, data)
+    finally:
+        os.umask(mask)
+    assert path.read_bytes() == data
+    assert path.stat().st_mode & 0o777 == 0o640
+    (temporary, *first), (folder, *second) = log
+    assert temporary.endswith(".tmp")
+    assert first == [[os.path.basename(temporary)], size]
+    assert folder == str(tmp_path)
+    assert second[0] == ["one"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path, monkeypatch, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, before = tmp_path / "one", len(os.listdir("/proc/self/fd"))
+    write_durably(path, b"old")
+    owner = type(path) if call == "replace" else os
+    monkeypatch.setattr(owner, call, full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["one"]
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -120,6 +120,7 @@ class Service(AbstractContextManager["Service"]):
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
+        self._settle()  # its turns before this one are as good as others'
         self.session.forget(job.id)
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
@@ -169,7 +170,7 @@ class Service(AbstractContextManager["Service"]):
         """Remove the sampler of ``session`` that was idle for longest, if it has many."""
         mine = [x for x in self.jobs.values() if x.session == session and x.is_sampler]
         if len(mine) >= self.config.jobs.max_saves:
-            if not (idle := [job for job in mine if not job.has_work]):
+            if not (idle := [x for x in mine if x.status != "open" or x.done == x.accepted]):
                 raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
             self.delete(idle[0].id)
 
@@ -349,13 +350,13 @@ class Service(AbstractContextManager["Service"]):
                     self.session.serve(number, True)
                 else:
                     self.session.pass_over(number, "error" in answer and not answer["refused"])
-            self._save_if_due(job)  # of a client that always has a further request
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self.session.probe()
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return False
+        self._save_if_due(job)  # of a client that always has a further request
         return True
 
     def _serve_together(self, kind: str, jobs: Mapping[Job, Any]) -> _Answers:
@@ -399,6 +400,7 @@ class Service(AbstractContextManager["Service"]):
             self._set_aside(job, str(error))
             return []
         except (RunFailed, OSError):
+            session.forget(job.id)  # a save must not see what has no answer
             raise
         except Refused as error:
             answers = [{"error": _line_of(error), "refused": True}]
@@ -441,7 +443,7 @@ class Service(AbstractContextManager["Service"]):
                 if future is not None:
                     future.set_result(answer)
             if job.is_sampler:
-                with self._lock:
+                with job.adding, self._lock:
                     job.prune(job.done)
 
         writing = [self._writers.submit(write, job) for job in served]
@@ -459,9 +461,8 @@ class Service(AbstractContextManager["Service"]):
         is_due = now.id == job.id and job.is_due(now.seen - now.saved, self.config)
         if is_due and engine.is_between_steps:
             self._settle()
-            seen = self.session.save()
-            job.saved_time = time.monotonic()
-            with self._lock:
+            seen, job.saved_time = self.session.save(), time.monotonic()
+            with job.adding, self._lock:
                 job.prune(seen)
 
     def _is_given_up(self, job: Job) -> bool:

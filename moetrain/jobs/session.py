@@ -158,16 +158,16 @@ class JobSession:
     def run_here(self, method: Callable[..., _R], *args: Any) -> _R:
         """Run a method that every rank runs now; what fails on one rank fails on all."""
         before, self.is_told = self.is_told, True
-        result = error = None
+        result, failed = None, list[Exception]()
         try:
             result = method(self, *args)
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
-            error = failure
+            failed.append(failure)
         finally:
             self.is_told = before
-        others = self.world.any("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
+        others = self.world.any("".join(f"{type(error).__name__}: {error}" for error in failed))
+        if failed:
+            raise failed.pop()  # with a name here it would hold itself, and what the pass has made
         if others:
             raise RuntimeError(f"on another rank, {others}")
         return result  # pyright: ignore[reportReturnType]
