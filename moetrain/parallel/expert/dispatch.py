@@ -184,8 +184,7 @@ class AllToAll(ExpertParallelDispatcher):
             (rank_AK,) = _exchange_rows([rank_TK], handle[6:], *how)
             place_AK = self._local(rank_AK, over.rank(), places)
             handle += [*self._route(place_AK, places, sizes[3])[0], *hop]
-        # One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24.
-        rows = [x_TD, torch.cat((weights_TK.float(), ids_TK.float()), dim=1)]
+        rows = [x_TD, self._routing(ids_TK, weights_TK)]
         x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
         weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
         local_SK = self._local(ids_SK, self.rank, self.num_local_experts)
@@ -195,6 +194,11 @@ class AllToAll(ExpertParallelDispatcher):
         home = permutation.ExpertIndices(*ctx[:4])
         (y_TD,) = self._exchange([y_SD], ctx, home.slot_row_TK.shape[0], True)
         return y_TD
+
+    @staticmethod
+    def _routing(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24."""
+        return torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
 
     @staticmethod
     def _local(ids_SK: torch.Tensor, part: int, size: int) -> torch.Tensor:
@@ -241,9 +245,12 @@ class AllToAll(ExpertParallelDispatcher):
         return permutation.expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
     def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
+        return _exchange_rows(rows, list(handle), *how, *self._ways)
+
+    @property
+    def _ways(self) -> tuple[str, int, str, str]:
         ways = " ".join((self.group_name, *(hop.group_name for hop in self.hops)))
-        own = ways, self.num_sms, self.precision, self.backend
-        return _exchange_rows(rows, list(handle), *how, *own)
+        return ways, self.num_sms, self.precision, self.backend
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
