@@ -206,10 +206,8 @@ class Rendezvous:
             elif now - since > TIMEOUT.total_seconds():
                 silent.append(rank)
         if silent:
-            raise RunFailed(
-                f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {self.size} gave "
-                f"no sign of life for {TIMEOUT.total_seconds():.0f} s"
-            )
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {self.size}"
+            raise RunFailed(f"{who} gave no sign of life for {TIMEOUT.total_seconds():.0f} s")
 
 
 def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
