@@ -95,9 +95,8 @@ class DeepEP(ExpertParallelDispatcher):
             if num_sms == "auto":
                 self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
             if self.num_sms > available:
-                raise ConfigError(
-                    "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
-                )
+                problem = f"{self.num_sms}, and this GPU has {available}; use auto"
+                raise ConfigError("moe.deepep_num_sms", problem)
         connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":

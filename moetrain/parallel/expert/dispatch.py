@@ -90,10 +90,8 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         super().__init__(num_experts, backend)
         self.num_ranks, self.rank = group.size(), group.rank()
         if num_experts % self.num_ranks:
-            raise ValueError(
-                f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert "
-                "parallel ranks; use a number of ranks that divides them"
-            )
+            problem = f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert"
+            raise ValueError(f"{problem} parallel ranks; use a number of ranks that divides them")
         self.num_local_experts = num_experts // self.num_ranks
         self.replicas = replicas
         if replicas is not None:  # what is dispatched to are experts and places for copies
@@ -186,7 +184,8 @@ class AllToAll(ExpertParallelDispatcher):
             (rank_AK,) = _exchange_rows([rank_TK], handle[6:], *how)
             place_AK = self._local(rank_AK, over.rank(), places)
             handle += [*self._route(place_AK, places, sizes[3])[0], *hop]
-        rows = [x_TD, self._routing(ids_TK, weights_TK)]
+        # One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24.
+        rows = [x_TD, torch.cat((weights_TK.float(), ids_TK.float()), dim=1)]
         x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
         weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
         local_SK = self._local(ids_SK, self.rank, self.num_local_experts)
@@ -196,11 +195,6 @@ class AllToAll(ExpertParallelDispatcher):
         home = permutation.ExpertIndices(*ctx[:4])
         (y_TD,) = self._exchange([y_SD], ctx, home.slot_row_TK.shape[0], True)
         return y_TD
-
-    @staticmethod
-    def _routing(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24."""
-        return torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
 
     @staticmethod
     def _local(ids_SK: torch.Tensor, part: int, size: int) -> torch.Tensor:
@@ -247,12 +241,9 @@ class AllToAll(ExpertParallelDispatcher):
         return permutation.expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
     def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
-        return _exchange_rows(rows, list(handle), *how, *self._ways)
-
-    @property
-    def _ways(self) -> tuple[str, int, str, str]:
         ways = " ".join((self.group_name, *(hop.group_name for hop in self.hops)))
-        return ways, self.num_sms, self.precision, self.backend
+        own = ways, self.num_sms, self.precision, self.backend
+        return _exchange_rows(rows, list(handle), *how, *own)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
