@@ -17,6 +17,7 @@ from test_tenants import WORDS, Passes, body_of, program, run, serve_all
 
 from moetrain.checkpoint.read import list_checkpoints, step_of
 from moetrain.config.files import write_durably
+from moetrain.jobs import run as run_module
 from moetrain.jobs import scheduler
 from moetrain.jobs import session as session_module
 from moetrain.jobs.api import Refused
@@ -271,7 +272,8 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
                 turns += device.log.count("computed") == computed
             assert 2 < turns < 9
             assert "result" in future.result(0)
-        assert not service.turn()
+        serve(service)
+        assert not service._begun
 
 
 def results_of(folder, *words, lives=None, seeds=range(3)):
@@ -538,6 +540,57 @@ def test_a_turn_that_cannot_be_finished_ends_the_service_whoever_is_next(tmp_pat
         assert all("result" in answer for answer in found)
 
 
+def test_turns_behind_one_that_failed_are_not_answered(tmp_path, monkeypatch):
+    """Least of all under its number: also if the disk has room again."""
+    answer, failed = Job.answer, []
+
+    def full_once(job, number, given):
+        if not failed:
+            failed.append(number)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        answer(job, number, given)
+
+    with suppress(OSError), slow(tmp_path, *RESIDENT, SELDOM) as (service, _):
+        name = new(service)
+        answers_of(service, [(name, LEARN)])
+        monkeypatch.setattr(Job, "answer", full_once)
+        futures = submit_all(service, [(name, STEP), (name, LEARN), (name, STEP)])
+        assert service.turn()
+        assert service.turn()
+        for mark, _ in service._begun:
+            mark.computed.set()
+        with pytest.raises(OSError, match="No space"):
+            serve(service)
+    assert failed == [1]
+    assert [x.name for x in (tmp_path / "jobs" / name / "answers").iterdir()] == ["00000000.json"]
+    assert [future.result(0)["error"] for future in futures] == [Service.STOPPED] * 3
+    with Service(config_of(tmp_path, *RESIDENT)) as service:
+        serve(service)
+        found = [service.answer(name, i).result(0)["result"] for i in range(4)]
+    assert [[*result] for result in found] == [["logprobs", "loss"], ["metrics"]] * 2
+
+
+def test_a_turn_that_fails_for_one_job_is_over_when_all_others_are_told(tmp_path, monkeypatch):
+    answer, goes_on = Job.answer, threading.Event()
+
+    def full(job, number, given):
+        if job.id == names[0]:
+            threading.Timer(0.2, goes_on.set).start()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert goes_on.wait(60)
+        answer(job, number, given)
+
+    with slow(tmp_path, *TENANTS, SELDOM) as (service, _):
+        names = [new(service, seed) for seed in range(3)]
+        answers_of(service, [(name, LEARN) for name in names])
+        monkeypatch.setattr(Job, "answer", full)
+        futures = submit_all(service, [(name, STEP) for name in names])
+        with pytest.raises(OSError, match="No space"):
+            serve(service)
+        assert [service.find(name).done for name in names] == [1, 2, 2]
+        assert [future.done() for future in futures] == [False, True, True]
+
+
 def test_a_damaged_request_leaves_answers_to_those_before_it(tmp_path):
     with slow(tmp_path, *RESIDENT, SELDOM) as (service, _):
         name = new(service)
@@ -675,6 +728,31 @@ def test_the_process_serves_with_the_collector_off_and_tidies_itself(tmp_path, m
         JobRun(config_of(tmp_path)).fit()
     assert stopped.value.code == 143
     assert seen == [False, "tidy"] * 2
+    assert gc.isenabled()
+
+
+def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path, monkeypatch):
+    seen = []
+    commands = iter(['["fine"]', '["bad"]', "null"])
+
+    def serve(method):
+        seen.append((method, gc.isenabled()))
+        if method == "bad":
+            raise ZeroDivisionError
+
+    class Follower:
+        fine, bad = (SimpleNamespace(__wrapped__=name) for name in ("fine", "bad"))
+        world = SimpleNamespace(broadcast=lambda _: next(commands), leave=lambda: None)
+        follow = JobSession.follow
+
+        def __init__(self, *_):
+            self.run_here, self.tidy = serve, lambda: seen.append("tidy")
+
+    monkeypatch.setattr(run_module, "launched_place", lambda: SimpleNamespace(rank=1))
+    for module in (run_module, session_module):
+        monkeypatch.setattr(module, "JobSession", Follower)
+    JobRun(config_of(tmp_path)).fit()
+    assert seen == [("fine", False), "tidy", ("bad", False), "tidy"]
     assert gc.isenabled()
 
 
