@@ -22,11 +22,10 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.rl.learn import _Teacher
+from moetrain.rl.learn import ServedTeacher, _Teacher
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import pack
 from moetrain.rl.setup import Setup
-from moetrain.rl.teacher import ServedTeacher
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.engine import Generator
 from moetrain.train.plan import plan_memory

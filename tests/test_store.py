@@ -11,7 +11,7 @@ from distributed import spawn
 from test_checkpoint_runs import losses, names
 
 from moetrain.checkpoint.read import MANIFEST, STATE
-from moetrain.checkpoint.store import Store
+from moetrain.checkpoint.save import Store
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.train.trainer import Trainer

@@ -20,18 +20,18 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
+from fsspec.core import url_to_fs
 
 from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
-from moetrain.checkpoint.store import Store
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
@@ -49,6 +49,52 @@ WRITERS = 4
 _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
 _Groups = Mapping[str, Mapping[str, TensorSlice]]
+
+
+class Store:
+    """The folder of checkpoints at a URL, of an object store or of what else fsspec knows.
+
+    Each rank copies what it has written to the disk, and the manifest follows when all is there. A
+    checkpoint without one is not looked at, and what is removed loses it first. A run that has lost
+    its disk fetches the newest. Left out on purpose: fetching only what a rank reads; runs without
+    a disk.
+
+    Methods raise OSError: the place cannot be reached, or refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError: fsspec does not know such URLs, or needs a package for them."""
+        try:
+            self._files, self._root = url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError("checkpoint.store", f"{url!r}: {error}") from None
+
+    def steps(self, before: int | None = None) -> list[int]:
+        """Return the steps of its complete checkpoints, all or those before one, in order."""
+        self._files.invalidate_cache()
+        found = self._files.glob(f"{self._root}/step-*/{read.MANIFEST}")
+        steps = sorted(read.step_of(Path(path).parent) or 0 for path in found)
+        return [step for step in steps if before is None or step < before]
+
+    def put(self, folder: Path, pattern: str) -> None:
+        """Copy the files of a checkpoint whose names match."""
+        files, target = sorted(folder.glob(pattern)), f"{self._root}/{folder.name}"
+        self._files.makedirs(target, exist_ok=True)
+        self._files.put([str(file) for file in files], [f"{target}/{file.name}" for file in files])
+
+    def get(self, step: int, folder: Path) -> None:
+        """Copy all files of a checkpoint to ``folder``."""
+        there = self._files.ls(f"{self._root}/{read.checkpoint_name(step)}", detail=False)
+        self._files.get(there, [str(folder / PurePosixPath(path).name) for path in there])
+
+    def remove_but(self, kept: Collection[int]) -> None:
+        """Remove all other checkpoints, and what is left of incomplete ones."""
+        self._files.invalidate_cache()
+        for path in self._files.glob(f"{self._root}/step-*"):
+            if read.step_of(Path(path)) not in kept:
+                if self._files.exists(manifest := f"{path}/{read.MANIFEST}"):
+                    self._files.rm_file(manifest)
+                self._files.rm(path, recursive=True)
 
 
 @dataclass(frozen=True)

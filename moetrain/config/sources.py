@@ -341,14 +341,13 @@ def _remedy(message: str) -> str:
     return message.replace("Input should be", "give")
 
 
-# Names that other trainers use.
+# Names that other trainers use, but for those that are near ours.
 _ELSEWHERE = {
     "optim.lr": "learning_rate",
-    "optim.warmup_fraction": "warmup_ratio",
     "optim.schedule": "lr_scheduler_type",
     "train.global_batch_size": "batch_size gradient_accumulation_steps",
     "train.micro_batch_size": "per_device_train_batch_size",
-    "train.epochs": "num_train_epochs num_epochs",
+    "train.epochs": "num_train_epochs",
     "train.steps": "max_steps",
     "train.dtype": "bf16",
     "model.path": "model_name_or_path",
@@ -357,7 +356,6 @@ _ELSEWHERE = {
     "checkpoint.interval": "save_steps",
     "checkpoint.keep": "save_total_limit",
     "log.interval": "logging_steps",
-    "output_dir": "output",
     "launch.nproc": "nproc_per_node gpus num_gpus",
     "lora.rank": "r lora_r",
 }

@@ -26,20 +26,9 @@ import torch
 from moetrain.config import Config, ConfigError, DataSection, logger
 from moetrain.config.environment import user_cache_dir
 from moetrain.config.sections import MixEntry
+from moetrain.data import packing
 from moetrain.data.cache import Blocks, TokenCache
-from moetrain.data.packing import (
-    IGNORE_INDEX,
-    Dataset,
-    Mixture,
-    PairDataset,
-    Row,
-    Samples,
-    Shuffled,
-    StreamDataset,
-    Streamed,
-    SyntheticDataset,
-    WholeDataset,
-)
+from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, Shuffled
 from moetrain.data.sources import HashRange, RecordReader, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
@@ -74,16 +63,10 @@ def build_data(config: Config, vocab_size: int) -> Data:
     data = config.data
     data.check()
     if config.train.objective in ("dpo", "ipo", "kto"):
-        packing = "triples" if config.train.objective == "kto" else "pairs"
+        kind = "triples" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
-        data = data.model_copy(update={"packing": packing, "streaming": "no"})
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            "data.tokenizer",
-            f"{data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the model's "
-            f"vocabulary of {vocab_size}; use the model's own tokenizer or raise model.vocab_size",
-        )
+        data = data.model_copy(update={"packing": kind, "streaming": "no"})
+    tokenizer = load_tokenizer(data.tokenizer, vocab_size)
     if config.train.sample_prompt is not None and config.train.sample_tokens:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)
@@ -92,9 +75,9 @@ def build_data(config: Config, vocab_size: int) -> Data:
     template, sides, seed = None, {}, config.train.seed
     if data.source == "synthetic":
         shape, rows = (data.seq_len, vocab_size, seed), data.num_documents
-        train, held_out = SyntheticDataset(rows, *shape), None
+        train, held_out = packing.SyntheticDataset(rows, *shape), None
         if num_held_out := math.ceil(rows * data.eval_fraction):
-            held_out = SyntheticDataset(num_held_out, *shape, first=rows)
+            held_out = packing.SyntheticDataset(num_held_out, *shape, first=rows)
     elif data.mix is None:
         train, held_out, template = _from_text(data, tokenizer, seed)
     else:
@@ -109,7 +92,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
 
 def _mixed(
     data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int
-) -> tuple[Mixture, dict[str, tuple[Dataset, float]], str | None]:
+) -> tuple[packing.Mixture, dict[str, tuple[Dataset, float]], str | None]:
     """Return the rows of a mixture, :attr:`Data.sources` and the template of conversations.
 
     A pass over the mixture is as long as weights and repeats allow.
@@ -117,7 +100,7 @@ def _mixed(
     parts, held_out, template = {}, {}, None
     for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
         train, rows, found = _from_text(section, tokenizer, seed, entry.limit)
-        parts[name] = train if isinstance(train, Streamed) else Shuffled(train, seed)
+        parts[name] = train if isinstance(train, packing.Streamed) else Shuffled(train, seed)
         template = template or found
         if rows is not None:
             held_out[name] = rows
@@ -127,7 +110,7 @@ def _mixed(
     ]
     size = min(n / weight for n, weight in zip(most, weights, strict=True))
     counts = [max(1, int(size * weight + 1e-6)) for weight in weights]
-    train = Mixture(parts, counts, seed)
+    train = packing.Mixture(parts, counts, seed)
     shares = {name: n / len(train) for name, n in zip(parts, counts, strict=True)}
     of_part = ", ".join(f"{n:,} of {name}" for name, n in zip(parts, counts, strict=True))
     logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
@@ -151,7 +134,7 @@ def _from_text(
     else:
         train, held_out, has_chats = _tokenised(data, source, other, tokenizer, cache_dir)
     for side, dataset in (("", train), ("held out: ", held_out)):
-        if isinstance(dataset, (WholeDataset, PairDataset)):
+        if isinstance(dataset, (packing.WholeDataset, packing.PairDataset)):
             logger.info("%s%s", side, dataset.describe())
     return train, held_out, source.reader.template.source if source.reader and has_chats else None
 
@@ -210,7 +193,7 @@ def _streamed(
     first, _ = blocks.first()
     _all_rows(first, source, data)
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
-    train = Streamed(blocks, partial(_rows, data=fixed), seed)
+    train = packing.Streamed(blocks, partial(_rows, data=fixed), seed)
     size = f"a pass has about {len(train):,} rows (data.streaming no: all at once)"
     logger.info("%s is tokenised while training, %s", source.path, size)
     has_chats = first.masked is not None
@@ -233,8 +216,8 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
     if data.packing in RecordReader.PAIRED:
         has_third = data.packing == "triples"
-        return PairDataset(cache, data.seq_len, has_third, first, stop)
-    packed = WholeDataset if _is_whole(cache, data) else StreamDataset
+        return packing.PairDataset(cache, data.seq_len, has_third, first, stop)
+    packed = packing.WholeDataset if _is_whole(cache, data) else packing.StreamDataset
     return packed(cache, data.seq_len, first, stop)
 
 
@@ -242,7 +225,7 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
         problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
-        remedy = "lower it or add text" if isinstance(rows, StreamDataset) else "raise it"
+        remedy = "lower it or add text" if isinstance(rows, packing.StreamDataset) else "raise it"
         raise ConfigError("data.seq_len", f"{problem} of so many to learn; {remedy}")
     return rows
 

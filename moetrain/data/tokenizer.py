@@ -247,18 +247,25 @@ class _HFTokenizer(Tokenizer):
         return files
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """Load the tokenizer that ``data.tokenizer`` names.
 
     ``name``: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it is
-    in the hub's cache; the library honours ``HF_HUB_OFFLINE``).
+    in the hub's cache; the library honours ``HF_HUB_OFFLINE``). ``vocab_size`` is the model's.
 
-    Raises ConfigError: there is nothing of that name, or it is not a usable tokenizer.
+    Raises ConfigError: there is nothing of that name, it is not a usable tokenizer, or it has more
+    tokens than the model.
     """
-    if name == "byte":
-        return ByteTokenizer()
+    tokenizer = ByteTokenizer() if name == "byte" else _HFTokenizer(_file_of(name))
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        problem = f"{tokenizer.vocab_size} tokens, more than the model's vocabulary of {vocab_size}"
+        raise _wrong(f"{name!r} has {problem}; use the model's own, or raise model.vocab_size")
+    return tokenizer
+
+
+def _file_of(name: str) -> Path:
     if os.path.isfile(name):
-        return _HFTokenizer(Path(name))
+        return Path(name)
     folder = name
     if not os.path.isdir(name):
         try:
@@ -268,7 +275,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             raise _wrong(f"{name!r} is no file or folder, nor a hub id in reach: {said}") from None
     if not os.path.lexists(file := Path(folder, "tokenizer.json")):
         raise _wrong(f"{name!r} holds no tokenizer.json")
-    return _HFTokenizer(file)
+    return file
 
 
 @contextmanager

@@ -226,7 +226,8 @@ def cache_compiled_blocks() -> None:
 
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     inductor_config.unsafe_marked_cacheable_functions |= dict.fromkeys(_IN_GRAPHS, "torch")
-    tag, own = torch.compiler.config.cache_key_tag, f"moetrain {_source_hash()}"
+    tag = torch.compiler.config.cache_key_tag
+    own = f"moetrain {_source_hash()}"
     if own not in tag:
         torch.compiler.config.cache_key_tag = f"{tag} {own}".strip()
 

@@ -144,7 +144,8 @@ class Arena:
             for piece, part in offloaded:
                 part.copy_(piece.memory.view(torch.uint8)[: len(part)], non_blocking=True)
                 copied.append(None if stream is None else stream.record_event())
-        self.is_offloaded, self._offloaded = True, offloaded
+        self.is_offloaded = True
+        self._offloaded = offloaded
         for (piece, _), event in zip(offloaded, copied, strict=True):
             if event is not None:
                 event.synchronize()
@@ -164,5 +165,6 @@ class Arena:
             piece.restore()  # while the one before is copied
             with torch.cuda.stream(stream):
                 piece.memory.view(torch.uint8)[: len(part)].copy_(part, non_blocking=True)
-        self.is_offloaded, self._offloaded = False, []
+        self.is_offloaded = False
+        self._offloaded = []
         self._arrived = None if stream is None else stream.record_event()

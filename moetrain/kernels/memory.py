@@ -265,7 +265,8 @@ class AddressRange:
         """
         if start in self._backed:  # a reload that failed came this far
             return
-        handle, address = c_uint64(), self.base + start
+        handle = c_uint64()
+        address = self.base + start
         try:
             _call_driver("cuMemCreate", byref(handle), size, byref(self._kind), 0)
         except torch.OutOfMemoryError:

@@ -130,16 +130,13 @@ class ParallelDims:
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"
         parts = arch.parts()
         if self.ep > 1 and all("ep" not in part.divided.values() for part in parts):
-            raise ConfigError(
-                "parallel.ep", f"{self.ep} {where}, but {arch.family} has no experts; use 1"
-            )
+            problem = f"{self.ep} {where}, but {arch.family} has no experts; use 1"
+            raise ConfigError("parallel.ep", problem)
         for part, name, axis in ((p, *need) for p in parts for need in p.divided.items()):
             degree, size = getattr(self, axis), getattr(part, name)
             if size % degree:
-                raise ConfigError(
-                    f"parallel.{axis}",
-                    f"{degree} {where} does not divide the model's {name} {size}",
-                )
+                problem = f"{degree} {where} does not divide the model's {name} {size}"
+                raise ConfigError(f"parallel.{axis}", problem)
         if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
             raise ConfigError(
                 "parallel.tp",

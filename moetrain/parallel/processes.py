@@ -206,10 +206,8 @@ class Rendezvous:
             elif now - since > TIMEOUT.total_seconds():
                 silent.append(rank)
         if silent:
-            raise RunFailed(
-                f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {self.size} gave "
-                f"no sign of life for {TIMEOUT.total_seconds():.0f} s"
-            )
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {self.size}"
+            raise RunFailed(f"{who} gave no sign of life for {TIMEOUT.total_seconds():.0f} s")
 
 
 def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
@@ -241,9 +239,8 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
     try:
         socket.getaddrinfo(host, int(port))
     except OSError as error:
-        raise ConfigError(
-            "MASTER_ADDR", f"{host!r}, where the ranks are to meet, is unknown: {error.strerror}"
-        ) from None
+        problem = f"{host!r}, where the ranks are to meet, is unknown: {error.strerror}"
+        raise ConfigError("MASTER_ADDR", problem) from None
     serves = place.rank == 0 and not place.store_is_served
     if not serves:
         _await_server(place, host, int(port), seconds)
@@ -264,10 +261,8 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
         if not again:
             _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:
-        raise RunFailed(
-            f"rank {place.rank} of {place.world_size} could not meet the others at "
-            f"{place.address}: {_first_line(error)}"
-        ) from None
+        problem = f"rank {place.rank} of {place.world_size} could not meet the others"
+        raise RunFailed(f"{problem} at {place.address}: {_first_line(error)}") from None
     return store
 
 

@@ -268,10 +268,8 @@ def claim_device(config: Config, gpu: int) -> torch.device:
     if wanted == "cpu" or gpus == 0:
         return torch.device("cpu")
     if gpu >= gpus:
-        raise ConfigError(
-            "train.device",
-            f"{wanted!r}, but local rank {gpu} needs a GPU of its own and torch sees {gpus}",
-        )
+        problem = f"local rank {gpu} needs a GPU of its own and torch sees {gpus}"
+        raise ConfigError("train.device", f"{wanted!r}, but {problem}")
     torch.cuda.set_device(gpu)
     if not allocator_is_set():
         # Routing changes the size of activations every step, and segments that grow in place

@@ -294,10 +294,8 @@ def pack(
     """
     lengths_N = np.array([len(s.tokens) - 1 for s in samples], dtype=np.int64)
     for i in np.flatnonzero(lengths_N > seq_len):
-        raise ValueError(
-            f"pack: sample {i} has {lengths_N[i] + 1} tokens, and a row of {seq_len} takes "
-            f"{seq_len + 1}"
-        )
+        problem = f"sample {i} has {lengths_N[i] + 1} tokens"
+        raise ValueError(f"pack: {problem}, and a row of {seq_len} takes {seq_len + 1}")
     rows_N = best_fit(lengths_N, seq_len)
     for part in range(parts if parts > 1 else 0):
         mine = [i for i, sample in enumerate(samples) if sample.group == part]

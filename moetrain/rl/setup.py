@@ -28,7 +28,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
-from moetrain.rl.teacher import ServedTeacher
+from moetrain.rl.learn import ServedTeacher
 from moetrain.rollout.pages import Pages
 from moetrain.train.memory import teacher_of
 from moetrain.train.plan import plan_memory
@@ -62,13 +62,7 @@ class Setup:
         self.total_steps, self.num_groups = _steps_and_groups(config)
         self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
-        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
-        if tokenizer.vocab_size > arch.vocab_size:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the "
-                f"model's vocabulary of {arch.vocab_size}; use the model's own",
-            )
+        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
         least = max(tokenizer.vocab_size, rl.teacher_top_k)
         place = launched_place()
         if rl.is_teacher_served:

@@ -212,9 +212,8 @@ class _Served(Answer):
             raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
         (limit, wanted), grammars = asked.limit, asked.grammars(server.tokenizer)
         if len(grammars) > 1:
-            raise ValueError(
-                "response_format, guided_* and tool_choice: a text follows one of them"
-            )
+            problem = "a text follows one of them"
+            raise ValueError(f"response_format, guided_* and tool_choice: {problem}")
         kind, text = grammars[0] if grammars else (None, None)
         params = self.params = SamplingParams(
             max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,

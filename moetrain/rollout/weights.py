@@ -150,10 +150,8 @@ class WeightUpdate:
             layout, shape = pair.member.layout, pair.shape
             is_expert, is_whole = layout.style == "expert", shape == layout.shape
             if not is_whole and not (is_expert and shape == layout.gathered_shape):
-                raise ValueError(
-                    f"WeightUpdate: the generator's {pair.member.name} is {list(shape)}, "
-                    f"and the engine's {list(layout.shape)}"
-                )
+                problem = f"the generator's {pair.member.name} is {list(shape)}"
+                raise ValueError(f"WeightUpdate: {problem}, and the engine's {list(layout.shape)}")
             if shape == layout.local_shape and not layout.is_gathered:
                 self._here.append(pair)
             elif is_expert:  # large, and gathered alone it needs no second copy

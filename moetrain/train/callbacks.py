@@ -360,7 +360,6 @@ def reporters_of(log: LogSection) -> list[Callback]:
     names = dict.fromkeys(["tensorboard"] * log.tensorboard + list(log.reporters))
     for name in names:
         if find_spec(name) is None:
-            raise ConfigError(
-                "log.reporters", f"{name!r} is not installed; pip install {name}, or leave it out"
-            )
+            problem = f"{name!r} is not installed; pip install {name}, or leave it out"
+            raise ConfigError("log.reporters", problem)
     return [_REPORTERS[name]() for name in names]

@@ -92,15 +92,13 @@ class _StepWatch:
         self.asked_to_save = requests % _END >= _SAVE
         self.asked_to_end |= requests >= _END or requests % _SAVE > 0
         if in_row >= self.limit:
-            raise _BadSteps(
-                f"{self.limit} steps in a row had a non-finite loss or gradient norm "
-                "(train.max_bad_steps); lower optim.lr, or look at the data"
-            )
+            problem = f"{self.limit} steps in a row had a non-finite loss or gradient norm"
+            remedy = "lower optim.lr, or look at the data"
+            raise _BadSteps(f"{problem} (train.max_bad_steps); {remedy}")
         if is_over and 0 < self._steps == in_row:
-            raise _BadSteps(
-                f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
-                "trained; look at the weights it started from, and at the data"
-            )
+            problem = f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was"
+            remedy = "look at the weights it started from, and at the data"
+            raise _BadSteps(f"{problem} trained; {remedy}")
 
     def in_row(self) -> int:
         """Return how many steps were skipped since the last good one; waits for the device."""

@@ -27,8 +27,7 @@ from typing import Any
 
 from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
-from moetrain.checkpoint.save import begin, remove_leftovers
-from moetrain.checkpoint.store import Store
+from moetrain.checkpoint.save import Store, begin, remove_leftovers
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed, shortened

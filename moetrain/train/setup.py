@@ -133,10 +133,8 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
         _check_data_lies_apart(config)
         resume = config.checkpoint.resume
         if shared and resume not in ("auto", "never") and not os.path.isdir(resume):
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{resume!r} is not a checkpoint: no such folder; name one, or auto, or never",
-            )
+            problem = f"{resume!r} is not a checkpoint: no such folder"
+            raise ConfigError("checkpoint.resume", f"{problem}; name one, or auto, or never")
     return resolve_run(config)
 
 
@@ -279,9 +277,8 @@ def _check_compilers(config: Config, device: torch.device) -> None:
         uses = "compile.enabled" if config.compile.is_on else "kernels.backend"
         triton = config.compile.is_on or config.kernels.backend != "reference"
         if triton and c_compiler() is None:
-            raise ConfigError(
-                uses, "Triton needs a C compiler on this machine; install gcc, or name one in CC"
-            )
+            problem = "Triton needs a C compiler on this machine; install gcc, or name one in CC"
+            raise ConfigError(uses, problem)
     elif config.compile.is_on:
         from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import
         from torch._inductor.exc import InvalidCxxCompiler

@@ -410,10 +410,8 @@ class Snapshots(Saver):
             if device.type == "cuda" and "cuda" in rng:
                 torch.cuda.set_rng_state(rng["cuda"], device)
         except (KeyError, TypeError, RuntimeError) as error:
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} has no state of random numbers: {error}",
-            ) from None
+            problem = f"{str(found.folder)!r} has no state of random numbers: {error}"
+            raise ConfigError("checkpoint.resume", problem) from None
 
     def _check_same_frozen(self, found: Checkpoint) -> None:
         """Raise ConfigError unless frozen weights, which are not in ``found``, are as they were."""

@@ -164,7 +164,8 @@ def store_in_pages(
 
     Return T * G zeros, int32, for :mod:`moetrain.kernels.attention.split_keys`.
     """
-    (tokens, kv_heads, _), numbers = k_TGd.shape, []
+    tokens, kv_heads, _ = k_TGd.shape
+    numbers = []
     zeros = slots_T.new_empty(tokens * kv_heads)
     for x in (k_TGd, v_TGv):
         assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not

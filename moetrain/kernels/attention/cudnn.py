@@ -120,7 +120,8 @@ def forward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o_THv`` and ``lse_HT`` (fp32); all inputs are contiguous."""
-    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    tokens, heads, _ = q_THd.shape
+    width = v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
     sizes, layout = _prepare(q_THd, v_TGv, ends, max_seqlen, window, scale)

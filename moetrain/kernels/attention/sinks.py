@@ -54,7 +54,8 @@ def attention_with_sinks(
         backend = "exact" if mask.backend == "exact" else "cudnn"
         how = {"window": mask.window, "scale": scale, "backend": backend}
         how |= {"cu_seqlens_k": mask.cu_seqlens_k}
-        ends, longest = mask.cu_seqlens, mask.max_seqlen
+        ends = mask.cu_seqlens
+        longest = mask.max_seqlen
         out_THv = attention_packed_with_sinks(q, k, v, sinks_H, ends, longest, **how)
         return out_THv.unflatten(0, q_BSHd.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
@@ -159,7 +160,8 @@ def _attention_with_sinks(
 @_attention_with_sinks.register_fake
 def _(q_THd, k_TGd, v_TGv, *_):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
+    tokens, heads, _ = q_THd.shape
+    width = v_TGv.shape[2]
     o_THv = q_THd.new_empty(tokens, heads, width)
     return o_THv, q_THd.new_empty(heads, tokens, dtype=wide)
 

@@ -62,7 +62,8 @@ _STAGES = tl.constexpr(14)
 
 def splits_keys(q_THd: torch.Tensor, keys_PZGd: torch.Tensor) -> bool:
     """Return True if so few rows should take :func:`split_attention`; no row can."""
-    (tokens, heads, width), kv_heads = q_THd.shape, keys_PZGd.shape[2]
+    tokens, heads, width = q_THd.shape
+    kv_heads = keys_PZGd.shape[2]
     # Products of fp32 have a layout, and so an order, of their own.
     fits = width <= _WIDEST and (
         INTERPRETED or (q_THd.dtype == torch.bfloat16 and _has_room(q_THd.device))

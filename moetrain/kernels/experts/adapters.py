@@ -88,7 +88,8 @@ def narrow(
     ``m`` is [E, r, N] or [S, E, r, N], of any strides. Rows past the last offset are uninitialised.
     """
     rows, width = x_RN.shape
-    rank, sizes = m.shape[-2], _sizes(m, offsets_G)
+    rank = m.shape[-2]
+    sizes = _sizes(m, offsets_G)
     low_Rr = x_RN.new_empty(rows, rank)
     block = _rank_block(rank)
     grid = (triton.cdiv(rows, _NARROW["BR"]) + sizes[0], triton.cdiv(rank, block))
@@ -108,7 +109,8 @@ def add_wide(
 ) -> None:
     """Add ``scale * low[r] @ m[group of r]`` to ``y`` [R, N]; ``m`` is as in :func:`narrow`."""
     rows, width = y_RN.shape
-    rank, sizes = m.shape[-2], _sizes(m, offsets_G)
+    rank = m.shape[-2]
+    sizes = _sizes(m, offsets_G)
     tiles = triton.cdiv(rows, _WIDE["BR"]) + sizes[0]
     grid = (tiles, triton.cdiv(width, _WIDE["BN"]))
     _wide_kernel[grid](

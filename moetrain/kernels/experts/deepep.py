@@ -221,7 +221,8 @@ def _combine(
     backward. That of dispatch also sends ``d_weights_SK``, 0 in slots of other ranks' experts."""
     *others, send_head_TW = handle
     # The package rewrites send_head in place: autograd still has it.
-    handle, (x_SD, *weights) = (*others, send_head_TW.clone()), sent
+    handle = (*others, send_head_TW.clone())
+    x_SD, *weights = sent
     with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
         how = {"topk_weights": weights[0] if weights else None, "config": found.combine_config}
         return list(found.buffer.combine(x_SD, handle, **how)[: len(sent)])
@@ -289,7 +290,8 @@ def _save_combine(
 
 
 def _differentiate_combine(ctx: Any, gradients: list[torch.Tensor]):
-    (d_y_TD,), handle = gradients, list(ctx.saved_tensors)
+    (d_y_TD,) = gradients
+    handle = list(ctx.saved_tensors)
     d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
     return [d_y_SD], [None] * len(handle), None, None, None
 

@@ -114,7 +114,8 @@ class _Rounded(torch.autograd.Function):
         is_value: bool,
         is_gradient: bool,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.is_gradient = RECIPES[precision], is_gradient
+        ctx.recipe = RECIPES[precision]
+        ctx.is_gradient = is_gradient
         return ctx.recipe.rows(x, "reference").to(x.dtype) if is_value else x.view_as(x)
 
     @staticmethod
@@ -168,7 +169,8 @@ def _expert_mlp_fp8(
     precision: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype, recipe = x_TD.dtype, RECIPES[precision]
+    dtype = x_TD.dtype
+    recipe = RECIPES[precision]
     x = quantise_to_rows(x_TD, weights_TK, slot_row_TK, num_rows, tiled=recipe.tiled)
     gate_up = recipe.weights(w_gate_up_E2FD, "triton")
     a_R2F = scaled_grouped_mm(x.rows, gate_up, offsets_E, dtype)
@@ -254,7 +256,8 @@ def swiglu_quantised(
     tiled: bool = False,
 ) -> Quantised:
     """Return SwiGLU's ``y_RF`` in e4m3, within an op; inputs are contiguous."""
-    rows, width = gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2
+    rows = gate_up_R2F.shape[0]
+    width = gate_up_R2F.shape[1] // 2
     y = Quantised.empty(gate_up_R2F, rows, width, tiled)
     if rows:
         _quantised_forward_kernel[(rows,)](

@@ -57,7 +57,8 @@ def relu2(
 
 @torch.library.custom_op("moetrain::relu2", mutates_args=())
 def _relu2(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
-    (rows, width), y_RF = a_RF.shape, torch.empty_like(a_RF)
+    rows, width = a_RF.shape
+    y_RF = torch.empty_like(a_RF)
     grid = (rows, triton.cdiv(width, _COLS))
     _forward_kernel[grid](a_RF, weights_R, y_RF, width, _COLS, num_warps=_WARPS)
     return y_RF

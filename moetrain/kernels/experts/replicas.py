@@ -200,7 +200,8 @@ def place_ids(
     ``indices`` over all experts are given."""
     if use_fast(backend, ids_TK):
         places_TK = torch.empty_like(ids_TK)
-        slots, (ranks, experts) = ids_TK.numel(), plan.places_WE.shape
+        slots = ids_TK.numel()
+        ranks, experts = plan.places_WE.shape
         _place_kernel[(triton.cdiv(slots, 512),)](
             ids_TK, indices.slot_row_TK, indices.counts_E, indices.offsets_E, plan.places_WE,
             plan.bounds_WE, plan.stay_E, places_TK, rank, slots, experts, ranks, 512,

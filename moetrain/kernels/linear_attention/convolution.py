@@ -77,7 +77,8 @@ def convolved(
 
 def _earlier(given: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
     """Return the inputs 0, 1, ... places before each token: views of one tensor, and masks."""
-    taps, tokens = given.filters_C1J.shape[-1], len(given.x_TC)
+    taps = given.filters_C1J.shape[-1]
+    tokens = len(given.x_TC)
     padded_TC = F.pad(given.x_TC, (0, 0, taps - 1, 0))
     views = [padded_TC[taps - 1 - back :][:tokens] for back in range(taps)]
     earlier = (x.where((place_T >= back)[:, None], 0.0) for back, x in enumerate(views[1:], 1))
@@ -147,7 +148,8 @@ def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[torch.Tensor | None,
     ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))
     filters_JC = filters_C1J[:, 0].t().to(s_TC.dtype)
     taps = filters_C1J.shape[-1]
-    dx_TC, d_filters_JC = torch.zeros_like(ds_TC), []
+    dx_TC = torch.zeros_like(ds_TC)
+    d_filters_JC = []
     for back in range(taps):
         masked_TC = ds_TC.where((place_T >= back)[:, None], 0.0)
         d_filters_JC.append((masked_TC * inputs_TC[back].to(s_TC.dtype)).sum(0))

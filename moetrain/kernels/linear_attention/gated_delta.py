@@ -226,7 +226,8 @@ def chunked(
 
     Without ``beta`` the values are written as they are: U = V.
     """
-    T, heads = len(v_THV), v_THV.shape[1] // k_TQK.shape[1]
+    T = len(v_THV)
+    heads = v_THV.shape[1] // k_TQK.shape[1]
     if T == 0:  # nothing, which still has gradients
         given = (x for x in (q_TQK, k_TQK, g_TH, beta_TH) if x is not None)
         return v_THV * sum(x.sum() for x in given)
@@ -388,7 +389,8 @@ def _states(
     H, K, V = v_THV.shape[1], k_TQK.shape[2], v_THV.shape[2]
     new_THV = torch.empty_like(v_THV)
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
-    columns, states = min(_STATES.columns, V), (None, None, None)
+    columns = min(_STATES.columns, V)
+    states = (None, None, None)
     begins_N, ends_N = bounds_N, bounds_N[1:]
     if carried is not None:
         *states, begins_N, ends_N = carried

@@ -155,7 +155,8 @@ def _launch_forward(
     documents: Documents,
     carried: Carried | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (_, starts_C, sizes_C, _), sizes = documents, sizes_of(k_TQK, u_THV)
+    _, starts_C, sizes_C, _ = documents
+    sizes = sizes_of(k_TQK, u_THV)
     H, C, V = u_THV.shape[1], starts_C.shape[0], u_THV.shape[2]
     sums_TH = torch.empty_like(g_TH)
     out_THV = torch.empty_like(u_THV)
@@ -193,7 +194,8 @@ def _states(
     (_, H, V), K, sizes = u_THV.shape, k_TQK.shape[2], sizes_of(k_TQK, u_THV)
     bounds_N, starts_C, _, firsts_N = documents
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
-    columns, states = min(_STATES.columns, V), (None, None, None)
+    columns = min(_STATES.columns, V)
+    states = (None, None, None)
     begins_N, ends_N = bounds_N, bounds_N[1:]
     if carried is not None:
         *states, begins_N, ends_N = carried

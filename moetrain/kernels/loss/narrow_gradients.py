@@ -80,9 +80,11 @@ def narrow_gradients(
     an op.
     """
     T, V = h_TD.shape[0], w_VD.shape[0]
-    stats, grad_h_TD = ChunkStats.empty(h_TD), torch.empty_like(h_TD)
+    stats = ChunkStats.empty(h_TD)
+    grad_h_TD = torch.empty_like(h_TD)
     grad_w_VD = torch.zeros_like(w_VD) if is_trained and not T else w_VD.new_empty(0)
-    step, missing_T = step_of(weights_T, scale), torch.zeros_like(stats.lse_C)
+    step = step_of(weights_T, scale)
+    missing_T = torch.zeros_like(stats.lse_C)
     w_DS = _by_columns(w_VD)
     S, rows = w_DS.values.shape[1], 0
     codes_CS = codes_SP = h_TD

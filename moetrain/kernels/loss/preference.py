@@ -35,7 +35,8 @@ class Scores(NamedTuple):
         A third segment of each pair has the prompt with another pair's chosen answer, from which
         the divergence is estimated.
         """
-        pairs, segments = len(targets_PS), len(cu_seqlens) - 1
+        pairs = len(targets_PS)
+        segments = len(cu_seqlens) - 1
         index_T = torch.arange(len(ratio_T), device=ratio_T.device)
         segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
         learned_T = (targets_PS.flatten() >= 0).float()

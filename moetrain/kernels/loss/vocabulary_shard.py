@@ -125,7 +125,8 @@ class VocabularyShard:
         gradient (None or [0] where it is not trained)."""
         how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
         if use_fast(self.backend, h_TD):
-            how["columns"], chunk = self.most_rows, self.chunk_elements
+            how["columns"] = self.most_rows
+            chunk = self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
         return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
 

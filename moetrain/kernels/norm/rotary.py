@@ -89,7 +89,8 @@ def _turned(
     """Return [N, S, H, d], a tensor without an alias (see :class:`_FusibleRotary`)."""
     n_THd = x_THd if weight_d is None else rms_norm(x_THd, weight_d, eps, "reference")
     wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
-    T, (S, pairs) = x_THd.shape[0], cos_Sp.shape
+    T = x_THd.shape[0]
+    S, pairs = cos_Sp.shape
     wide = wide.unflatten(0, (T // max(1, S), S))
     turning, staying = wide[..., : 2 * pairs], wide[..., 2 * pairs :]
     x1, x2 = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
@@ -204,7 +205,8 @@ def rotate_into_pages(
     """
     eps = 0.0 if q_norm is None else q_norm.eps
     weights = [None if norm is None else norm.weight for norm in (q_norm, k_norm)]
-    (T, H, d), (G, v_width) = q_THd.shape, v_TGv.shape[1:]
+    T, H, d = q_THd.shape
+    G, v_width = v_TGv.shape[1:]
     for x in (q_THd, k_TGd, v_TGv):
         assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not
     out_THd = q_THd.new_empty(T, H, d)

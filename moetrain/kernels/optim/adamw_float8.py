@@ -247,7 +247,8 @@ def adamw_float8(
     first = _Moment(avg.view(shape), avg_scales_RG)
     second = _Moment(avg_sq.view(shape), avg_sq_scales_RG)
     clip, decay, size, root, skipped, step, _ = rates_S.unbind()
-    p_RC, g_RC = param_RC.float(), grad_RC.float() * clip
+    p_RC = param_RC.float()
+    g_RC = grad_RC.float() * clip
     m_RC = settings.beta1 * first.widen(is_signed=True) + (1 - settings.beta1) * g_RC
     v_RC = settings.beta2 * second.widen(is_signed=False) + (1 - settings.beta2) * g_RC * g_RC
     p_RC = p_RC - decay * decays * p_RC
@@ -280,7 +281,8 @@ def _bits_reference(
     seed: int,
 ) -> torch.Tensor:
     """Return 32 random bits (int64) for each number of R rows of C."""
-    (rows, columns), device = shape, places_2.device
+    rows, columns = shape
+    device = places_2.device
     within_G = torch.arange(0, columns, SCALED, device=device)
     places_RG = places_2[0] + places_2[1] * torch.arange(rows, device=device)[:, None] + within_G
     bits_N = random_bits_reference(places_RG.flatten(), step, seed, SCALED)
@@ -295,7 +297,8 @@ def _check(
     out: torch.Tensor | None,
 ) -> None:
     avg, avg_scales_RG, avg_sq, avg_sq_scales_RG = moments
-    like_param, codes = param.shape, (torch.uint8,)
+    like_param = param.shape
+    codes = (torch.uint8,)
     like_scales = torch.Size((param.shape[0], _groups(math.prod(param.shape[1:]))))
     tensors = {
         "param": (param, like_param, _DTYPES),
@@ -335,7 +338,8 @@ def _adamw_float8(
     seed: int,
 ) -> None:
     """Update in place; an empty ``out`` stands for none."""
-    groups, columns = avg_scales_RG.numel(), param_RC.shape[1]
+    groups = avg_scales_RG.numel()
+    columns = param_RC.shape[1]
     if not groups:
         return
     moments = (avg, avg_scales_RG, avg_sq, avg_sq_scales_RG)

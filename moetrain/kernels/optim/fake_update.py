@@ -37,7 +37,8 @@ class FakeUpdate:
         """Run the gather of parameters that are stored as ``form``, in ``dtype``."""
         size, empty = form.unit * BLOCK, partial(torch.empty, device=self.device)
         bytes_WB = empty(1, form.num_bytes(size), dtype=torch.uint8)
-        table, out_N = form.table(self.device), empty(size, dtype=dtype)
+        table = form.table(self.device)
+        out_N = empty(size, dtype=dtype)
         widen_groups(form, form.split(bytes_WB), table, out_N, 0, size)
 
     def run_update(
@@ -50,7 +51,8 @@ class FakeUpdate:
         optim = self.config.optim
         size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
-        master_N, cast_N = empty(size, dtype=storage), None
+        master_N = empty(size, dtype=storage)
+        cast_N = None
         if dtype != master_N.dtype:
             cast_N = empty(size, dtype=dtype)
             sum_chunks(master_N[None], out_N=cast_N)

@@ -65,7 +65,8 @@ class Dequantised:
         shape: Sequence[int],
     ) -> None:
         self.form, self.parts, self.shape = form, parts, shape
-        self._rows, self._values = slice(0, 0), torch.empty(0)
+        self._rows = slice(0, 0)
+        self._values = torch.empty(0)
 
     def get_shape(self) -> list[int]:
         return list(self.shape)

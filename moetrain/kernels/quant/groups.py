@@ -79,7 +79,8 @@ class Groups(NamedTuple):
 
     def units(self, form: "Form", first: int, stop: int) -> "Groups":
         """Return views of units ``first:stop`` of each rank."""
-        size, sharing = form.unit * form.bits // 8, form.sharing
+        size = form.unit * form.bits // 8
+        sharing = form.sharing
         codes = self.codes[:, first * size : stop * size]
         scales = self.scales[:, first * sharing : stop * sharing]
         shared = None if self.shared is None else self.shared[:, 2 * first : 2 * stop]
@@ -293,7 +294,8 @@ class CodedMatrices(NamedTuple):
 
     def widen(self) -> torch.Tensor:
         """Dequantise all: a new tensor [E, N, D]."""
-        bytes_EB, numel = self.bytes_EB, self.matrix.numel()
+        bytes_EB = self.bytes_EB
+        numel = self.matrix.numel()
         out = torch.empty(self.shape, dtype=self.dtype, device=bytes_EB.device)
         table = self.form.table(bytes_EB.device)
         widen_groups(self.form, self.form.split(bytes_EB), table, out.view(-1), 0, numel)
@@ -321,7 +323,8 @@ def widen_groups(
         if out_N.numel():
             _widen_groups(*given, table, out_N, start, numel, form.bits, form.size, form.sharing)
         return
-    first, stop = start // form.unit, -(-(start + numel) // form.unit)
+    first = start // form.unit
+    stop = -(-(start + numel) // form.unit)
     bytes_WB, scales_WG, shared_WS = given.units(form, first, stop)
     if table is None:
         whole_WN = bytes_WB.view(E4M3).float()
@@ -350,7 +353,8 @@ def _check(
 ) -> None:
     """Raise ValueError if :func:`widen_groups` does not take these."""
     codes, scales, shared = given
-    ranks, numbers = len(codes), codes.shape[1] * 8 // form.bits
+    ranks = len(codes)
+    numbers = codes.shape[1] * 8 // form.bits
     is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
     wanted = [(ranks, numbers // form.size), (ranks, 2 * numbers // form.unit)]
     others = [scales] if shared is None else [scales, shared]

@@ -157,7 +157,8 @@ def _dense(
 ) -> torch.Tensor:
     if isinstance(b_1NM, Quantised):
         return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
-    (rows, width), wide = a_TM.values.shape, b_1NM.values.shape[1]
+    rows, width = a_TM.values.shape
+    wide = b_1NM.values.shape[1]
     is_whole = not (rows % TILE or wide % TILE or width % (4 * TILE))  # torch pads scales by fours
     if a_TM.values.is_cuda and is_whole:
         # The bits of ours, and 1.8 times its rate (LOG.md).

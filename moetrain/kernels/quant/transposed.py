@@ -134,7 +134,8 @@ def transpose_rows(
     groups, width, total = columns.ends_E.shape[0], rows.values.shape[1], columns.row_P.shape[0]
     shape = (*rows.scales.shape[:-1], groups)
     if use_fast(backend, rows.values):
-        scales, tiled = rows.scales.new_empty(shape), rows.is_tiled
+        scales = rows.scales.new_empty(shape)
+        tiled = rows.is_tiled
         _group_scale_kernel[(groups, shape[0] if tiled else 1)](
             rows.scales, token_R, columns.ends_E, scales, len(rows.values), groups,
             LEAST=_LEAST, BLOCK=_SCALES, num_warps=8,

@@ -124,7 +124,8 @@ class GatedDeltaNet(AttentionPart):
         return share.tokens * (values + heads) / share.tp
 
     def exchanged(self, share: Workload) -> dict[str, float]:
-        (k_dim, v_dim), gates = self.widths, 2 * self.linear_num_value_heads
+        k_dim, v_dim = self.widths
+        gates = 2 * self.linear_num_value_heads
         spread = (2 * k_dim + 2 * v_dim + gates) / share.tp
         return share.received(spread, spread / share.cp)  # heads travel in both ways
 

@@ -127,7 +127,8 @@ def _of_key_heads(arch: Architecture) -> tuple[int, int, int]:
 
 def _all_rows(arch: Architecture) -> tuple[int, int, int]:
     """Return the rows of all queries, keys and values."""
-    heads, (keys, values, _) = arch.linear_num_key_heads, _of_key_heads(arch)
+    heads = arch.linear_num_key_heads
+    keys, values, _ = _of_key_heads(arch)
     return heads * keys, heads * keys, heads * values
 
 

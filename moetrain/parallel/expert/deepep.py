@@ -95,9 +95,8 @@ class DeepEP(ExpertParallelDispatcher):
             if num_sms == "auto":
                 self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
             if self.num_sms > available:
-                raise ConfigError(
-                    "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
-                )
+                problem = f"{self.num_sms}, and this GPU has {available}; use auto"
+                raise ConfigError("moe.deepep_num_sms", problem)
         connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
@@ -122,10 +121,8 @@ class DeepEP(ExpertParallelDispatcher):
         """Raises ValueError for more tokens than the static mode was planned for."""
         max_tokens, rows = self.static or (0, 0)
         if self.static is not None and x_TD.shape[0] > max_tokens:
-            raise ValueError(
-                f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
-                f"for {max_tokens} a rank"
-            )
+            problem = f"was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned"
+            raise ValueError(f"deepep: {problem} for {max_tokens} a rank")
         room = None if self.static is None else self.num_ranks * max_tokens
         given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
         how = self.group_name, self.num_sms, self.precision, room, rows, None

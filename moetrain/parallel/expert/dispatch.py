@@ -90,10 +90,8 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         super().__init__(num_experts, backend)
         self.num_ranks, self.rank = group.size(), group.rank()
         if num_experts % self.num_ranks:
-            raise ValueError(
-                f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert "
-                "parallel ranks; use a number of ranks that divides them"
-            )
+            problem = f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert"
+            raise ValueError(f"{problem} parallel ranks; use a number of ranks that divides them")
         self.num_local_experts = num_experts // self.num_ranks
         self.replicas = replicas
         if replicas is not None:  # what is dispatched to are experts and places for copies

@@ -175,10 +175,6 @@ def _find_reward(name: str) -> _Reward:
     return reward
 
 
-def _exact(line: dict[str, Any], answer: str) -> float:
-    return float(answer.strip() == str(line["answer"]).strip())
-
-
 def _math() -> _Reward:
     """Score with math-verify, which understands LaTeX and different ways to write a number."""
     math_verify = _import_extra("math_verify", "rl.reward", "math")
@@ -193,7 +189,7 @@ def _math() -> _Reward:
 
 
 _SHIPPED: dict[str, Callable[[], _Reward]] = {
-    "exact": lambda: _exact,
+    "exact": lambda: lambda line, answer: float(answer.strip() == str(line["answer"]).strip()),
     "math": _math,
     "zero": lambda: lambda line, answer: 0.0,
 }
