@@ -4,6 +4,7 @@ Machines are processes here, told apart by their folders.
 """
 
 import errno
+import os
 import re
 import shutil
 from pathlib import Path
@@ -44,15 +45,15 @@ def run_of_a_machine(words, folder, until=None, ends=False, half=""):
 
     Of a file named ``half`` that is fetched only half is written.
     """
-    write = Path.write_bytes
+    write = os.write
 
-    def write_half(path, data):
-        if half and half in path.name:
-            write(path, data[: len(data) // 2])
+    def write_half(file, data):
+        if half and half in os.readlink(f"/proc/self/fd/{file}"):
+            write(file, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
+        return write(file, data)
 
-    Path.write_bytes = write_half
+    os.write = write_half
     own = Path(folder, f"out{dist.get_rank()}")
     config = Config.load(None, [*words, f"output_dir={own}"], environ={})
     began: object = None
