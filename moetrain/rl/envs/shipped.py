@@ -175,6 +175,10 @@ def _find_reward(name: str) -> _Reward:
     return reward
 
 
+def _exact(line: dict[str, Any], answer: str) -> float:
+    return float(answer.strip() == str(line["answer"]).strip())
+
+
 def _math() -> _Reward:
     """Score with math-verify, which understands LaTeX and different ways to write a number."""
     math_verify = _import_extra("math_verify", "rl.reward", "math")
@@ -189,7 +193,7 @@ def _math() -> _Reward:
 
 
 _SHIPPED: dict[str, Callable[[], _Reward]] = {
-    "exact": lambda: lambda line, answer: float(answer.strip() == str(line["answer"]).strip()),
+    "exact": lambda: _exact,
     "math": _math,
     "zero": lambda: lambda line, answer: 0.0,
 }
