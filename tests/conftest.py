@@ -45,13 +45,24 @@ LONG = {
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where all long tests and no others run, no worker imports files that have none."""
-    if config.option.markexpr != "long" or config.args != config.getini("testpaths"):
+    """Skip files that have none of the long tests, or of the GPU tests, where only those run."""
+    if collection_path.suffix != ".py" or config.args != config.getini("testpaths"):
+        return None
+    if config.option.markexpr.startswith("gpu"):
+        return None if "mark.gpu" in collection_path.read_text() else True
+    if config.option.markexpr != "long":
         return None
     is_named = any(name.startswith(f"{collection_path.name}::") for name in LONG)
-    if collection_path.suffix != ".py" or is_named:
-        return None
-    return True if "mark.long" not in collection_path.read_text() else None
+    return None if is_named or "mark.long" in collection_path.read_text() else True
+
+
+def gpus_needed(item) -> int:
+    """Number of CUDA devices that a test needs; 0 for a test without the mark ``gpu``."""
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
+        return 0
+    count = mark.args[0] if mark.args else 1
+    return item.callspec.params[count] if isinstance(count, str) else count
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -65,11 +76,14 @@ def pytest_collection_modifyitems(config, items):
     unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"tests/long.txt names what is no test: {', '.join(unknown)}")
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    present = torch.cuda.device_count()
+    for item in items:
+        needed = gpus_needed(item)
+        if needed > 1:
+            item.add_marker("several_gpus")
+        if needed > present:
+            devices = "a CUDA device" if needed == 1 else f"{needed} CUDA devices"
+            item.add_marker(pytest.mark.skip(reason=f"needs {devices}"))
 
 
 def pytest_collection_finish():

@@ -437,6 +437,7 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
         assert torch.equal(torch.tensor(completion.logprobs), expected)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     from moetrain.models.families import PRESETS

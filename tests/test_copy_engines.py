@@ -427,21 +427,19 @@ def test_the_benchmark_compares_every_parameter_and_gradient(tiny_words):
         assert different > number // 2
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", RUNS)
 def test_copies_give_the_bits_of_collectives_on_gpus(world):
     check(world, GPU, device_type="cuda", timeout=500)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_nobody_overwrites_what_a_slow_gpu_still_needs():
     assert spawn(2, slow_rank, GPU, device_type="cuda", timeout=240) == [True, True]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_a_run_on_gpus_ends_with_a_killed_rank(tiny_words, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     check_killed_run([*tiny_words, *GPU], tmp_path, 150)
 
 
@@ -466,7 +464,8 @@ def released_bytes(words):
     return found, num_bytes
 
 
-@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.gpu(2)
 def test_shared_memory_of_gpus_is_the_drivers_again():
     words = [*GPU, "model.hidden_size=1024", "model.moe_intermediate_size=1024"]
     for found, num_bytes in spawn(2, released_bytes, words, device_type="cuda", timeout=240):

@@ -136,9 +136,15 @@ def check_memory() -> None:
     disconnect()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize(
-    "check", [check_on_gpus, check_narrow_on_gpus, check_nothing_waits, check_memory]
+    "check",
+    [
+        check_on_gpus,
+        check_narrow_on_gpus,
+        check_nothing_waits,
+        pytest.param(check_memory, marks=pytest.mark.alone),
+    ],
 )
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_gpus(world, check):
@@ -164,7 +170,7 @@ def check_machines_on_gpus() -> None:
     disconnect()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(4)
 def test_machines_on_gpus():
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip(f"needs deep_ep: {_INSTALL}")
@@ -187,7 +193,7 @@ def train_packed(words, ways):
     return answers
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("compiled", ["no", "yes"])
 def test_packed_documents_travel_as_by_the_all_to_all(compiled, tiny_words):
     """From text to an update, in exact and in fixed sizes, where tokens are of uneven documents."""

@@ -16,7 +16,6 @@ from architectures import put_weights
 from distributed import spawn
 from family_cases import architecture_of
 from safetensors.torch import load_file, save_file
-from starlette.testclient import TestClient
 from test_families import save_adapters
 from test_multi_token import with_further
 from test_rollout import draw_request
@@ -34,7 +33,6 @@ from moetrain.models.transformer import Inputs, Transformer
 from moetrain.rollout.engine import Generator, load_model
 from moetrain.rollout.ranks import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.server import CompletionServer
 from moetrain.rollout.serving import Serving
 
 SIZES = {"vocab_size": 264, "max_positions": 256}
@@ -543,10 +541,13 @@ def test_the_command_prints_the_same_text_and_how_much_was_right(folder, capsys)
 
 
 def test_the_server_counts_drafts_and_streams_every_token(folder):
+    client_of = pytest.importorskip("starlette.testclient").TestClient
+    from moetrain.rollout.server import CompletionServer
+
     model, tokenizer = load_model(str(folder), "cpu", "float32", None, 2)
     server = CompletionServer(Generator(model, tokenizer, draft=2, page_size=4), "tiny")
     how = {"prompt": "AB", "max_tokens": 25, "temperature": 0, "n": 2}
-    with TestClient(server.app, base_url="http://127.0.0.1") as client:
+    with client_of(server.app, base_url="http://127.0.0.1") as client:
         reply = client.post("/v1/completions", json=how).json()
         events = client.post("/v1/completions", json={**how, "n": 1, "stream": True}).text
     details = {"accepted_prediction_tokens": 32, "rejected_prediction_tokens": 0}

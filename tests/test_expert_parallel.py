@@ -293,7 +293,7 @@ def test_empty_rank_under_inductor():
     spawn(2, check_empty_rank_under_inductor, timeout=180.0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [2, 4])
 def test_transport_on_gpus(world):
     arguments = ("cuda", "inductor", torch.bfloat16)

@@ -296,7 +296,7 @@ def learn_on_gpus(runs):
     }
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [1, 2])
 def test_adapters_equal_a_dense_reference_on_gpus(world):
     on_gpu = ["train.device=cuda", "train.dtype=float32"]

@@ -117,7 +117,7 @@ def test_micro_batches_in_flight_give_the_sequential_orders_gradients(world, tin
     assert spawn(world, all_orders, runs, timeout=300) == [{}] * world
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_in_flight_on_gpus(world, tiny_words):
     base = [*tiny_words, "model.num_layers=5", "model.num_heads=4", "model.num_kv_heads=2"]

@@ -110,10 +110,9 @@ PADDED = ["data.packing=whole", "data.seq_len=256", "train.global_batch_size=16"
 PADDED += ["train.micro_batch_size=4", "model.hidden_size=128", "model.moe_intermediate_size=64"]
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_run_that_stopped_goes_on_with_its_bits_on_two_gpus(precision, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
     words = [*FASTEST, *PADDED, f"kernels.precision={precision}", "train.steps=6"]
     words += ["train.sample_tokens=0", "log.interval=1", "train.eval_interval=0"]
     words += [f"data.cache_dir={tmp_path / 'cache'}"]
@@ -207,6 +206,7 @@ def test_no_host_waits_in_a_step():
     assert waits_of_steps(WAYS) == dict.fromkeys(WAYS, 0)
 
 
+@pytest.mark.gpu(2)
 def test_hosts_wait_for_the_exchange_of_counts_alone_on_two_gpus():
     dp = {f"dp {name}": [*words, "parallel.dp_shard=2"] for name, words in WAYS.items()}
     tp, pp = {"tp": ["parallel.tp=2"]}, {"pp": ["parallel.pp=2"]}

@@ -151,7 +151,7 @@ def test_what_is_kept_is_the_rounding_of_what_is_summed(world):
     check(world, LAYOUTS[world], timeout=300)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_what_is_kept_on_gpus(world):
     """The kernels that round there."""

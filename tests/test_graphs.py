@@ -339,7 +339,7 @@ RANKS_GPU = RANKS | {
 }
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("case", RANKS_GPU)
 def test_steps_of_ranks_have_the_same_bits_on_gpus(case):
     words, micro = RANKS_GPU[case]

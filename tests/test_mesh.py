@@ -304,7 +304,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(4))])
 def test_meshes_of_four_ranks(device_type):
     seen_by_rank = spawn(4, meshes_of, list(LAYOUTS), device_type, device_type=device_type)
     for number, (dims, expected) in enumerate(LAYOUTS.items()):

@@ -315,7 +315,7 @@ def test_matrices_of_every_family_are_no_stacks_but_of_experts():
             assert rule.stacked == (2 if name.endswith("w_gate_up") else 1), (preset, name)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_gpus_follow_one_another_and_a_cpu():
     """As near as the roundings of matrices in bf16."""
     sizes = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]

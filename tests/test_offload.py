@@ -230,7 +230,7 @@ def test_adapters_on_a_gpu():
     compare([*GPU, *LORA, "train.dtype=bfloat16"], (), steps=3)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("words", [["parallel.dp_shard=2"], ["parallel.ep=2"]])
 def test_offloaded_on_gpus(words):
     words = [*GPU, "train.dtype=bfloat16", *words]
@@ -242,6 +242,7 @@ def free_now():
     return torch.cuda.mem_get_info()[0]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_freed_memory_is_the_drivers_and_fifty_cycles_leave_it_flat():
     wide = ["model.hidden_size=1024", "model.moe_intermediate_size=1024", "model.num_layers=4"]
@@ -269,6 +270,7 @@ def storages_of(tensor):
     return [tensor.untyped_storage()]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
     device = torch.device("cuda", torch.cuda.current_device())
@@ -616,7 +618,7 @@ def on_gpu_meshes(names):
     return True
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_updates_on_the_host_on_gpus():
     names = ["dp", "replicas", "ep", "last", "pp"]
     assert spawn(2, on_gpu_meshes, names, device_type="cuda", timeout=400) == [True, True]

@@ -211,7 +211,7 @@ GPU = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=64"]
 GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", COPIES)
 def test_copies_that_updates_write_on_gpus(world):
     runs = {name: [*words, *GPU] for name, words in COPIES[world].items()}

@@ -326,7 +326,7 @@ def test_held_out_loss_on_every_mesh(tiny_words, tmp_path):
             assert losses == pytest.approx(expected[name.split()[0]], rel=TOLERANCE), name
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_mesh_gives_the_single_gpu_answer(world, tiny_words):
     """The same on NCCL, in fp32, with the fast kernels."""
@@ -339,7 +339,7 @@ def test_every_mesh_gives_the_single_gpu_answer(world, tiny_words):
     check(world, words, runs, TOLERANCE, device_type="cuda")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_mesh_in_bf16(world, tiny_words):
     """To bf16 rounding, with a routing that rounding cannot turn over."""
@@ -374,7 +374,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(tiny_words, tmp_path):
         assert losses[step] == pytest.approx(loss, rel=TOLERANCE)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_a_checkpoint_goes_on_on_other_gpus(tiny_words, tmp_path):
     """Written behind the steps, by NCCL's ranks, from pinned memory."""
     words = words_of(tiny_words, "optim.schedule=constant", "checkpoint.at_end=yes")

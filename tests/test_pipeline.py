@@ -138,7 +138,7 @@ def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
     check_cases(world, cases(world, tiny_words))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_pipeline_gives_the_single_gpu_answer(world, tiny_words):
     """In fp32, with the fast kernels; beside expert parallel ranks where there are four GPUs."""

@@ -113,7 +113,7 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
         assert not torch.equal(weight, last[name]), name
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
     """In bf16, with the generator's graphs and kernels."""
     assert spawn(2, learn_words, tmp_path, ON_GPUS, device_type="cuda", timeout=500) == [0, 0]

@@ -169,7 +169,7 @@ def answers_of_gpus(shares):
     return answers_of(generator, [] if heads and not heads.leads else requests)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_two_gpus_that_share_heads_have_one_gpus_bits():
     (expected,) = spawn(1, answers_of_gpus, False, device_type="cuda", timeout=200)
     first, second = spawn(2, answers_of_gpus, True, device_type="cuda", timeout=200)

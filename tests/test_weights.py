@@ -195,7 +195,7 @@ def follow_on_gpus(layouts, words):
     }
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_generator_follows_a_trainer_on_gpus(world):
     on_two = {name: [f"parallel.{name}=2"] for name in ("dp_shard", "tp", "ep", "pp")}

@@ -1,0 +1,304 @@
+"""Run every test marked ``gpu`` on the GPUs of this machine and write a report.
+
+    python scripts/gpu_suite.py --out outputs/gpu_suite [--minutes 8] [-k EXPRESSION]
+    python scripts/gpu_suite.py --due
+
+Compiling takes most of the time, so many workers share a GPU. There are three phases:
+
+1. Tests that need one GPU, with :data:`WORKERS_PER_GPU` workers a GPU. Each worker sees one GPU.
+2. Tests that need several GPUs, with :data:`WORKERS_OF_RANKS` workers that see all of them.
+3. Tests marked ``alone``, one after another. They measure a device's memory, which a neighbour
+   would change.
+
+``--out`` gets ``report.md`` (failures whole, skips with their reasons, the slowest tests, commit,
+cards), ``report.json`` (the counts), ``results.jsonl`` (a line a test, written as they end) and a
+log of each phase. The exit code is 0 when every test passed or was skipped and no time ran out.
+
+``--due`` compares the last run's commit, in ``tests/gpu_last_run.json``, with the work tree. It
+lists the changed files that GPU tests cover, and exits with 1 if there are any. After a run without
+failures ``--record`` writes that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST_RUN = ROOT / "tests" / "gpu_last_run.json"
+WORKERS_PER_GPU = 12
+"""Measured with 16 cores a GPU: compilers leave few of them idle."""
+WORKERS_OF_RANKS = 6
+"""Each starts two or four ranks, which compile as well."""
+TEST_SECONDS = 300
+"""The longest that one test may take."""
+COVERED = (
+    "moetrain/checkpoint",
+    "moetrain/jobs",
+    "moetrain/kernels",
+    "moetrain/models",
+    "moetrain/optim.py",
+    "moetrain/parallel",
+    "moetrain/rl",
+    "moetrain/rollout",
+    "moetrain/train",
+    "tests/distributed.py",
+    "tests/specs",
+)
+"""What GPU tests execute on a device; test files with the mark ``gpu`` belong to it as well."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tests that run together: their pytest marks, and how many workers run them."""
+
+    name: str
+    marks: str
+    workers: int
+    one_gpu_each: bool = False
+
+
+def phases(num_gpus: int) -> list[Phase]:
+    """The phases on ``num_gpus`` GPUs."""
+    single = Phase(
+        name="one GPU",
+        marks="gpu and not several_gpus and not alone",
+        workers=WORKERS_PER_GPU * num_gpus,
+        one_gpu_each=True,
+    )
+    several = Phase("several GPUs", "gpu and several_gpus and not alone", WORKERS_OF_RANKS)
+    alone = Phase("alone", "gpu and alone", 0)
+    return [single, several, alone] if num_gpus > 1 else [single, alone]
+
+
+# ---- the pytest plugin: this module, loaded with ``-p gpu_suite`` ------------------------------
+
+
+def pytest_load_initial_conftests(early_config: Any) -> None:
+    """Give each xdist worker one GPU, before anything counts devices."""
+    devices = os.environ.get("GPU_SUITE_ONE_EACH", "")
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if devices and worker:
+        each = devices.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = each[int(worker) % len(each)]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Append a finished test to the file that ``GPU_SUITE_RESULTS`` names.
+
+    With xdist the controller gets every worker's reports, and workers write nothing.
+    """
+    path = os.environ.get("GPU_SUITE_RESULTS")
+    if path is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.when != "call" and report.outcome == "passed":
+        return
+    outcome, text = report.outcome, ""
+    if outcome == "failed":
+        text = report.longreprtext
+    elif outcome == "skipped":
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    row = {"test": report.nodeid, "outcome": outcome, "when": report.when, "text": text}
+    row["seconds"] = round(report.duration, 2)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- the run -----------------------------------------------------------------------------------
+
+
+def run_phase(
+    phase: Phase, num_gpus: int, out: Path, keyword: str, deadline: float
+) -> dict[str, Any]:
+    """Run one phase until it ends or ``deadline`` (of ``time.monotonic``) passes.
+
+    Returns:
+        its name, seconds, pytest's exit code (None: time ran out), and rows of its tests.
+    """
+    slug = phase.name.replace(" ", "_")
+    results = out / f"results_{slug}.jsonl"
+    results.unlink(missing_ok=True)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_suite", "-p", "no:cacheprovider"]
+    words += ["-o", "addopts=--strict-markers", "-m", phase.marks, f"--timeout={TEST_SECONDS}"]
+    words += ["-n", str(phase.workers), "--dist", "worksteal"] if phase.workers else []
+    words += ["-k", keyword] if keyword else []
+    environment = {**os.environ, "GPU_SUITE_RESULTS": str(results)}
+    path = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    if phase.one_gpu_each:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+        environment["GPU_SUITE_ONE_EACH"] = visible
+    begin = time.monotonic()
+    with open(out / f"log_{slug}.txt", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(max(1.0, deadline - begin))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    rows = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    seconds = time.monotonic() - begin
+    return {"name": phase.name, "seconds": round(seconds), "exit_code": code, "rows": rows}
+
+
+def is_good(phase: dict[str, Any]) -> bool:
+    """True if the phase ran to its end without a failure. Pytest's code 5: it had no tests."""
+    return phase["exit_code"] in (0, 5)
+
+
+def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Numbers of passed, failed and skipped tests."""
+    found = Counter(row["outcome"] for row in rows)
+    return {outcome: found[outcome] for outcome in ("passed", "failed", "skipped")}
+
+
+def output_of(*words: str) -> str:
+    """The output of a command, without the newline at its end."""
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Commit, cards and versions."""
+    import torch
+    import triton
+
+    commit = os.environ.get("GPU_SUITE_COMMIT") or output_of("git", "rev-parse", "HEAD")
+    return {
+        "commit": commit or "unknown",
+        "cards": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def report_text(machine: dict[str, Any], done: list[dict[str, Any]]) -> str:
+    """The report as Markdown."""
+    rows = [row for phase in done for row in phase["rows"]]
+    lines = ["# GPU tests", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items()]
+    lines += [
+        "",
+        "| phase | passed | failed | skipped | seconds | end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for phase in done:
+        end = "time ran out" if phase["exit_code"] is None else f"exit {phase['exit_code']}"
+        numbers = " | ".join(str(n) for n in counts(phase["rows"]).values())
+        lines.append(f"| {phase['name']} | {numbers} | {phase['seconds']} | {end} |")
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    lines += ["", f"## Failures ({len(failed)})", ""]
+    for row in failed:
+        lines += [f"### {row['test']} ({row['when']})", "", "```", row["text"], "```", ""]
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["outcome"] == "skipped":
+            reasons[row["text"].removeprefix("Skipped: ")].append(row["test"])
+    lines += ["## Skipped", ""]
+    for reason, tests in sorted(reasons.items()):
+        lines += [f"- {reason}: {len(tests)} (first: {tests[0]})"]
+    lines += ["", "## Slowest", ""]
+    slowest = sorted(rows, key=lambda row: -row["seconds"])[:30]
+    lines += [f"- {row['seconds']:.1f} s {row['test']}" for row in slowest]
+    return "\n".join(lines) + "\n"
+
+
+def run(out: Path, minutes: float, keyword: str, only: str, record: bool) -> int:
+    """Run all phases, write the reports, print the counts; 0 if nothing failed."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        print("error: no CUDA device; GPU tests need one", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    begin, done, machine = time.monotonic(), [], describe_machine()
+    for phase in phases(num_gpus):
+        if only and only not in phase.name:
+            continue
+        done.append(run_phase(phase, num_gpus, out, keyword, begin + 60 * minutes))
+        print(f"{phase.name}: {counts(done[-1]['rows'])} in {done[-1]['seconds']} s", flush=True)
+        (out / "report.md").write_text(report_text(machine, done))
+    summary = {
+        **machine,
+        "seconds": round(time.monotonic() - begin),
+        "phases": {
+            p["name"]: {**counts(p["rows"]), "seconds": p["seconds"], "exit_code": p["exit_code"]}
+            for p in done
+        },
+    }
+    (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"all in {summary['seconds']} s; {out / 'report.md'}")
+    if not all(is_good(phase) for phase in done):
+        return 1
+    if record and not keyword and not only:
+        LAST_RUN.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+# ---- what changed since ------------------------------------------------------------------------
+
+
+def is_covered(path: str) -> bool:
+    """True if GPU tests execute this file, or if it holds GPU tests."""
+    if any(path == place or path.startswith(f"{place}/") for place in COVERED):
+        return True
+    file = ROOT / path
+    is_test = path.startswith("tests/test_") and path.endswith(".py")
+    return is_test and file.exists() and "mark.gpu" in file.read_text()
+
+
+def due() -> int:
+    """Print which covered files changed since the last run; 1 if any did."""
+    last = json.loads(LAST_RUN.read_text())
+    commit = last["commit"]
+    passed = sum(phase["passed"] for phase in last["phases"].values())
+    changed = output_of("git", "diff", "--name-only", commit).splitlines()
+    covered = [path for path in changed if is_covered(path)]
+    cards = ", ".join(last["cards"])
+    print(f"GPU tests last ran at {commit[:8]} on {cards}: {passed} passed in {last['seconds']} s")
+    if covered:
+        print(f"{len(covered)} files that they cover changed since; run scripts/gpu_suite.py:")
+        print("\n".join(f"  {path}" for path in covered))
+    return 1 if covered else 0
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_suite")
+    parser.add_argument("--minutes", type=float, default=8.0, help="the longest that all may take")
+    parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
+    parser.add_argument("--phase", default="", help="only phases whose name contains this")
+    parser.add_argument("--record", action="store_true", help="write tests/gpu_last_run.json")
+    parser.add_argument("--due", action="store_true", help="list covered files that changed since")
+    args = parser.parse_args()
+    if args.due:
+        return due()
+    return run(args.out.resolve(), args.minutes, args.keyword, args.phase, args.record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
