@@ -1,5 +1,6 @@
 """On a GPU: attention backends agree, blocks compile whole, and the trainer trains in bf16."""
 
+import statistics
 import subprocess
 import sys
 
@@ -75,15 +76,53 @@ LATENT += ["model.num_heads=4", "model.num_kv_heads=4", "model.intermediate_size
 LATENT += ["model.moe_intermediate_size=128", "model.num_experts=8", "model.vocab_size=264"]
 
 
+def gradients_of(trainer, batches):
+    """The loss of ``batches`` at the present weights, and every gradient as one vector."""
+    totals = trainer.engine.forward_backward(batches, trainer.objective)
+    members = trainer.engine.fsdp.members.values()
+    trainer.engine.fsdp.gradient_norm()  # the sums are complete after it
+    grads = [m.local.grad.float().flatten() for m in members if m.local.grad is not None]
+    return totals.total.item(), torch.cat(grads)
+
+
 @pytest.mark.parametrize("words", [[], LATENT], ids=["", "latent"])
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
-def test_compiled_bf16_training_follows_eager(source, words, tmp_path):
-    words = [*words, f"data.source={source}"]
-    eager = train(tmp_path / "eager", *words, "compile.enabled=no")
-    compiled = train(tmp_path / "compiled", *words, "compile.enabled=yes")
-    assert (eager - compiled).abs().max() < 0.02 * eager.max()
+def test_compiled_bf16_step_is_the_eager_step(source, words, tmp_path):
+    """At each of 20 steps compiled blocks start from the eager run's weights.
+
+    Two whole runs are no test: with the latent model and lr 3e-3 roundings grow until one run has
+    a spike that the other has not (LOG.md, 2026-11-28).
+    """
+    common = ["train.steps=20", "train.eval_interval=0", "train.sample_tokens=0"]
+    common += [f"data.source={source}", f"data.cache_dir={tmp_path / 'cache'}", *words]
+    eager, compiled = (
+        Trainer(
+            Config.load(
+                None,
+                [*common, f"compile.enabled={on}", f"output_dir={tmp_path / on}"],
+                environ={},
+            )
+        )
+        for on in ("no", "yes")
+    )
+    assert eager.model.compute_dtype == torch.bfloat16
+    losses, errors = [], []
+    for step in range(20):
+        with torch.no_grad():
+            state = {n: x.tensor.clone() for n, x in eager.engine.state()["model"].items()}
+        compiled.engine.load_state({"model": state})
+        batches = eager.loader.next_step()
+        loss, gradient = gradients_of(eager, batches)
+        found, mine = gradients_of(compiled, compiled.loader.next_step())
+        assert abs(found - loss) < 1e-3 * loss, f"step {step + 1}: {found} for {loss}"
+        losses.append(loss)
+        errors.append(((mine - gradient).norm() / gradient.norm()).item())
+        eager.engine.step(1e-3 * min(1, (step + 1) / 5))
+        compiled.engine.forget()
+    # At a step where rounding turns over a router's near tie, gradients differ by more (0.11 once).
+    assert statistics.median(errors) < 5e-3, errors
     if source == "stdlib":
-        assert eager[-1] < 0.7 * eager[0]
+        assert losses[-1] < 0.85 * losses[0]
 
 
 @pytest.mark.parametrize("compiled", ["no", "yes"])
