@@ -15,6 +15,7 @@ from preferences import preferences
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.loss.preference import LOSSES, Scores
+from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import Preference, Reference
@@ -65,14 +66,23 @@ def test_a_loss_is_trls_with_its_gradient(kind):
     torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-9, rtol=0)
 
 
-def whole(engine):
-    """The engine's model again, plain and with gradients of its own."""
+def whole(engine, merged=False):
+    """The engine's model again, plain and with gradients of its own; without adapters, or merged
+    with them."""
     model = Transformer(engine.arch)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
-        for name, weight in engine.weights():
-            own[name].copy_(weight)
+        for name, weight in engine.weights(merged=merged):
+            if not name.endswith(ADAPTER):
+                own[name].copy_(weight)
     return model
+
+
+def logp_of(model, prompt, answer):
+    """The log-probability of an answer that goes through a plain model by itself."""
+    ids = torch.tensor([[*prompt, *answer]])
+    logp_T = model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logp_T[len(prompt) - 1 :].sum()
 
 
 def padded(sequences):
@@ -105,14 +115,9 @@ def for_trl(model):
 def by_formula(kind, policy, reference, pairs, beta):
     """The loss of answers that go through the models one at a time, without packing or caches."""
 
-    def logp(model, prompt, answer):
-        ids = torch.tensor([[*prompt, *answer]])
-        logp_T = model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        return logp_T[len(prompt) - 1 :].sum()
-
     def of_all(model, key, shift=0):
         answers = [pairs[(i + shift) % len(pairs)][key] for i in range(len(pairs))]
-        found = [logp(model, pair["prompt"], x) for pair, x in zip(pairs, answers, strict=True)]
+        found = [logp_of(model, pair["prompt"], x) for pair, x in zip(pairs, answers, strict=True)]
         return torch.stack(found)
 
     logps, references = (
@@ -192,6 +197,78 @@ def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_word
         assert (mine - parameter.grad).abs().max() <= 1e-6 * max(1.0, largest), name
 
 
+MESHES = {
+    "alone, one micro-batch": (["train.micro_batch_size=4"], 1),
+    "alone, two micro-batches": (["train.micro_batch_size=2"], 1),
+    "alone, four micro-batches": (["train.micro_batch_size=1"], 1),
+    "dp_shard": (["train.micro_batch_size=2", "parallel.dp_shard=2"], 2),
+    "dp_shard, two micro-batches": (["train.micro_batch_size=1", "parallel.dp_shard=2"], 2),
+    "dp_replicate": (["train.micro_batch_size=2", "parallel.dp_replicate=2"], 2),
+    "ep": (["train.micro_batch_size=1", "parallel.dp_shard=2", "parallel.ep=2"], 2),
+    "tp": (["train.micro_batch_size=2", "parallel.tp=2"], 2),
+    "cp": (["train.micro_batch_size=2", "parallel.cp=2"], 2),
+    "cp by gathering": (
+        ["train.micro_batch_size=4", "parallel.cp=2", "parallel.cp_method=all_gather"],
+        2,
+    ),
+    "pp": (["train.micro_batch_size=1", "parallel.pp=2"], 2),
+}
+"""Settings of 4 rows, and how many processes they take."""
+
+
+def moved(words, folder, kind="kto"):
+    """A trainer of 4 pairs whose weights have moved away from the reference, and its pairs."""
+    config = config_of([*words, f"output_dir={folder}"])
+    given = preferences(config, PAIRS[:4], kind, beta=0.5)
+    trainer = Trainer(config, **given)
+    Reference([given["data"]]).on_start(trainer)
+    reference = whole(trainer.engine)
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        name: weight + 0.2 * torch.randn(weight.shape, generator=generator)
+        for name, weight in trainer.engine.weights()
+    }
+    for name in trainer.engine.fsdp.members:
+        trainer.engine.fsdp.write(name, (), values[name])
+    return trainer, given, reference
+
+
+def kto_on_meshes(words, meshes, folder):
+    """Loss, loss without gradients, and gradient norm of each mesh."""
+    found = {}
+    for name, mesh in meshes.items():
+        trainer, given, _ = moved([*words, *mesh], f"{folder}/{name}")
+        size, world = trainer.config.train.micro_batch_size, trainer.world
+        rows = [given["data"].row(i) for i in range(4)]
+        batches = [Batch.of(rows[i : i + size]) for i in range(0, 4, size)]
+        given_here = batches[world.data_rank :: world.dims.data_ranks], given["objective"]
+        losses = [
+            run(*given_here).terms["preference"].item()
+            for run in (trainer.engine.forward, trainer.engine.forward_backward)
+        ]
+        found[name] = [*losses, trainer.engine.step(0.0).grad_norm.item()]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ktos_divergence_is_of_the_global_batch_on_every_mesh(ranks, own_words, tmp_path):
+    """However the pairs are split, loss and gradient are the formula's in fp64.
+
+    The third answers' log-ratios have both signs, so a mean over half of them is clamped.
+    """
+    words = [*own_words, "moe.aux_loss_coef=0", "model.num_kv_heads=2"]
+    trainer, _, reference = moved(words, tmp_path / "formula")
+    policy = whole(trainer.engine).double()
+    expected = by_formula("kto", policy, reference.double(), PAIRS[:4], 0.5)
+    expected.backward()
+    norm = torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
+    meshes = {name: own for name, (own, size) in MESHES.items() if size == ranks}
+    given = words, meshes, str(tmp_path)
+    (found, *_) = [kto_on_meshes(*given)] if ranks == 1 else spawn(2, kto_on_meshes, *given)
+    wanted = [pytest.approx(x, rel=1e-5) for x in (expected.item(), expected.item(), norm)]
+    assert found == dict.fromkeys(meshes, wanted)
+
+
 def losses_of(config, **given):
     result = Trainer(config, **given).fit()
     return [r for r in read_metrics(result.folder / "metrics.jsonl") if "loss" in r]
@@ -254,6 +331,36 @@ def test_settings_alone_learn_from_a_file_on_every_mesh(pair_words, tmp_path):
             assert alone[0]["margin"] == pytest.approx(0, abs=1e-5)
             assert alone[-1]["margin"] > alone[1]["margin"] > 0
         break  # every rank has the same file
+
+
+def test_the_reference_has_the_adapters_that_were_loaded(own_words, tmp_path):
+    """As trl's, whose reference of a PEFT model is that model before training (DPOTrainer)."""
+    words, pairs = [*own_words, "lora.rank=8"], PAIRS[:4]
+    config = config_of([*words, f"output_dir={tmp_path / 'adapters'}"])
+    engine = Trainer(config, **preferences(config, pairs)).engine
+    generator = torch.Generator().manual_seed(0)
+    for name, member in engine.fsdp.members.items():
+        if name.endswith(ADAPTER):
+            value = 0.3 * torch.randn(member.layout.shape, generator=generator)
+            engine.fsdp.write(name, (), value)
+    engine.save_peft(tmp_path / "adapter")
+    config = config_of([*words, f"lora.path={tmp_path / 'adapter'}"])
+    given = preferences(config, pairs)
+    trainer = Trainer(config, **given)
+    Reference([given["data"]]).on_start(trainer)
+    found = [given["data"].reference_PS[i].sum() for i in range(len(pairs))]
+    merged, base = whole(trainer.engine, merged=True), whole(trainer.engine)
+
+    def by(model):
+        answers = [(p, p[key]) for p in pairs for key in ("chosen", "rejected")]
+        logp = torch.stack([logp_of(model, pair["prompt"], answer) for pair, answer in answers])
+        return logp.view(-1, 2).sum(1).tolist()
+
+    with torch.no_grad():
+        assert found == pytest.approx(by(merged), abs=1e-4)
+        assert max(abs(a - b) for a, b in zip(by(merged), by(base), strict=True)) > 0.1
+    first = losses_of(config, **preferences(config, pairs))[0]
+    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-5)
 
 
 def test_a_resumed_run_has_the_reference_it_began_with(own_words):

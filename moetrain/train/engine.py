@@ -41,7 +41,7 @@ from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.faults import first_not_finite
-from moetrain.train.objectives import MicroBatch, Objective, Outputs
+from moetrain.train.objectives import MicroBatch, Objective, Outputs, batch_sums_of
 from moetrain.train.state import ModelState, StateKind
 
 _B = TypeVar("_B", bound=MicroBatch)
@@ -337,6 +337,8 @@ class _Pass(Generic[_B]):
     """The same, on the host."""
     load_LE: torch.Tensor | None = None
     """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
+    batch_sums: Mapping[str, torch.Tensor] | None = None
+    """``Outputs.batch_sums``; None: the objective needs none, or they are not known yet."""
     further: list[torch.Tensor] = field(default_factory=list)
     """Hidden states of this micro-batch for further tokens, where they are learned."""
 
@@ -344,23 +346,50 @@ class _Pass(Generic[_B]):
         engine, self.num_batches = self.engine, len(batches)
         if not batches:
             raise ValueError("Engine: a call takes one micro-batch at least")
-        # A single micro-batch of all ranks is the whole batch.
-        is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
-        if is_global and self.objective.balances and engine.arch.moe_layer_indices:
-            ahead: list[RoutingStats] = []
-
-            def count(hidden_BSD: torch.Tensor, routing: Any, _: _B) -> torch.Tensor:
-                ahead.append(routing)
-                self.further.clear()
-                return hidden_BSD
-
-            with torch.no_grad(), engine.exact_sizes():
-                engine._drive(batches, count, further=self.further if self.learns else None)
-            if ahead:  # on the last pipeline stage
-                self.load_LE = engine.world.sum(RoutingStats.together(ahead).counts_LE)
+        self._look_ahead(batches)
         learning = {"backward": self.backward, "further": self.further} if self.learns else {}
         engine._drive(batches, self.finish, **learning)
         return self
+
+    def _look_ahead(self, batches: Sequence[_B]) -> None:
+        """Count what losses need of the whole global batch, if they need anything.
+
+        This is one more forward of every micro-batch, without gradients. A single micro-batch a
+        rank needs none: :meth:`finish` sums over ranks what it finds.
+        """
+        engine, objective = self.engine, self.objective
+        is_global = engine.config.moe.aux_loss_scope == "global_batch"
+        counts_load = is_global and objective.balances and bool(engine.arch.moe_layer_indices)
+        sums_of = batch_sums_of(objective)
+        if len(batches) == 1 or not (counts_load or sums_of):
+            return
+        routings: list[RoutingStats] = []
+        sums: list[Mapping[str, torch.Tensor]] = []
+
+        def count(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: _B) -> Any:
+            if counts_load and routing is not None:
+                routings.append(routing)
+            if sums_of is not None:
+                sums.append(sums_of(engine.model, self._outputs(hidden_BSD, routing), batch))
+            self.further.clear()
+            return hidden_BSD
+
+        with torch.no_grad(), engine.exact_sizes():
+            engine._drive(batches, count, further=self.further if self.learns else None)
+        if routings:  # on the last pipeline stage
+            self.load_LE = engine.world.sum(RoutingStats.together(routings).counts_LE)
+        if sums:
+            self.batch_sums = self._summed(sums)
+
+    def _summed(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Add up the sums of micro-batches over these and over ranks, in fp64."""
+        names = list(parts[0])
+        rows = [torch.stack([part[name] for name in names]) for part in parts]
+        total = self.engine.world.sum(torch.stack(rows).double().sum(0))
+        return dict(zip(names, total.unbind(), strict=True))
+
+    def _outputs(self, hidden_BSD: torch.Tensor, routing: RoutingStats | None) -> Outputs:
+        return Outputs(hidden_BSD, routing, None, 1 / self.engine.world.dims.token_ranks)
 
     @annotated("head and loss")
     def finish(
@@ -370,9 +399,15 @@ class _Pass(Generic[_B]):
         engine, load_LE = self.engine, self.load_LE
         if load_LE is None and routing is not None and self.objective.balances:
             load_LE = engine.world.sum(routing.counts_LE)
-        share, further = 1 / engine.world.dims.token_ranks, tuple(self.further)
+        outputs, sums_of = self._outputs(hidden_BSD, routing), batch_sums_of(self.objective)
+        batch_sums = self.batch_sums
+        if batch_sums is None and sums_of is not None:  # this micro-batch is the only one
+            with torch.no_grad():
+                batch_sums = self._summed([sums_of(engine.model, outputs, batch)])
+        outputs = outputs._replace(
+            load_LE=load_LE, further=tuple(self.further), batch_sums=batch_sums or {}
+        )
         self.further.clear()
-        outputs = Outputs(hidden_BSD, routing, load_LE, share, further)
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

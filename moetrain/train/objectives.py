@@ -11,8 +11,9 @@ micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no
 Legend: B rows, S tokens of a row, T = B * S, D model width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -62,6 +63,8 @@ class Outputs(NamedTuple):
     factor already."""
     further: Sequence[torch.Tensor] = ()
     """Hidden states for further tokens, by depth (:mod:`moetrain.models.families.multi_token`)."""
+    batch_sums: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """Sums over all micro-batches of all ranks of what :func:`batch_sums_of` returns, 0-d fp64."""
 
 
 class Term(NamedTuple):
@@ -99,6 +102,22 @@ class Objective(Protocol[_B_contra]):
             sizes: denominators over all ranks, at least 1 (0-d, on the device).
         """
         ...
+
+
+BatchSums = Callable[[Transformer, Outputs, Any], Mapping[str, torch.Tensor]]
+"""Returns, for the outputs of one micro-batch and the batch itself, sums over its tokens: 0-d, by
+name, the same names for all micro-batches."""
+
+
+def batch_sums_of(objective: Objective[Any]) -> BatchSums | None:
+    """Return the objective's method ``batch_sums``, which is optional; None: it has none.
+
+    A loss that is no sum over tokens, such as one that compares each token with a mean over the
+    batch, needs that mean before the first loss. The engine then computes these sums without
+    gradients, adds them up over all micro-batches and ranks, and passes them to ``terms`` as
+    ``outputs.batch_sums``. With several micro-batches a rank that takes one more forward of each.
+    """
+    return getattr(objective, "batch_sums", None)
 
 
 class CrossEntropy:
@@ -152,6 +171,10 @@ class Pretraining:
     @property
     def balances(self) -> bool:
         return self.load_balancing > 0
+
+    @property
+    def batch_sums(self) -> BatchSums | None:
+        return batch_sums_of(self.own)
 
     def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         found = {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}

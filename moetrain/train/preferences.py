@@ -1,10 +1,11 @@
 """Learning from preferences: DPO, IPO and KTO over pairs of answers to one prompt.
 
 A pair is one row (:class:`~moetrain.data.packing.PairDataset`). For KTO a third segment has the
-prompt with another pair's chosen answer, from which the divergence from the reference is estimated.
+prompt with another pair's chosen answer, from which the divergence from the reference is estimated:
+over the whole global batch, all micro-batches of all ranks (``Preference.batch_sums``).
 
-The reference is the model that the run begins from. A resumed run reads its log-probabilities from
-``output_dir/reference.npz``.
+The reference is the model that the run begins from, with the adapters that ``lora.path`` loads, if
+it is set. A resumed run reads its log-probabilities from ``output_dir/reference.npz``.
 
 Left out on purpose: pairs that share a row, and a reference other than the first weights.
 
@@ -12,7 +13,7 @@ Legend: P pairs of a micro-batch, T tokens, S of a row.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.files import write_atomically
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
-from moetrain.kernels.loss.preference import LOSSES, Scores
+from moetrain.kernels.loss.preference import LOSSES, Scores, divergence, divergence_sums
 from moetrain.models.transformer import Transformer
 from moetrain.train import objectives
 from moetrain.train.callbacks import Callback, RunView
@@ -47,12 +48,23 @@ class Preference:
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
         return {"pairs": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
 
+    @property
+    def batch_sums(self) -> Callable[..., dict[str, torch.Tensor]] | None:
+        """KTO's losses need the divergence over the whole global batch; the others need nothing."""
+        return self._divergence_sums if self.kind == "kto" else None
+
+    def _divergence_sums(
+        self, model: Transformer, outputs: objectives.Outputs, batch: Batch
+    ) -> dict[str, torch.Tensor]:
+        given = _log_ratios(model, outputs, batch), batch.targets_BS, batch.cu_seqlens
+        return {name: x * outputs.share for name, x in divergence_sums(*given).items()}
+
     def terms(
         self, model: Transformer, outputs: objectives.Outputs, batch: Batch, sizes: objectives.Sizes
     ) -> dict[str, objectives.Term]:
-        loss_T = objectives.token_losses(model, outputs.hidden_BSD, batch).loss_T
-        ratio_T = -loss_T - batch.extra["reference"].flatten()
-        scores = Scores.of_pairs(ratio_T, batch.targets_BS, batch.cu_seqlens)
+        ratio_T = _log_ratios(model, outputs, batch)
+        kl = divergence(outputs.batch_sums) if outputs.batch_sums else None
+        scores = Scores.of_pairs(ratio_T, batch.targets_BS, batch.cu_seqlens, kl)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
         found = {
@@ -63,6 +75,12 @@ class Preference:
         share = outputs.share / sizes["pairs"]
         sums = {name: torch.where(is_pair_P, x, 0.0).sum() * share for name, x in found.items()}
         return {name: objectives.Term(x, float(name == "preference")) for name, x in sums.items()}
+
+
+def _log_ratios(model: Transformer, outputs: objectives.Outputs, batch: Batch) -> torch.Tensor:
+    """Return log(policy / reference) of every target, [T]."""
+    loss_T = objectives.token_losses(model, outputs.hidden_BSD, batch).loss_T
+    return -loss_T - batch.extra["reference"].flatten()
 
 
 class Reference(Callback):

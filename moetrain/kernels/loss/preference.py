@@ -1,10 +1,11 @@
 """Losses of pairs of answers to one prompt, by what a policy's log-probabilities are from its
 reference's.
 
-Legend: P pairs, a row each, G segments of a pair (2, or 3 for KTO), T tokens, S of a row.
+Legend: P pairs, a row each, G segments of a pair (2, or 3 for KTO), N = P * G, T tokens, S tokens
+of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -29,27 +30,58 @@ class Scores(NamedTuple):
         ratio_T: torch.Tensor,
         targets_PS: torch.Tensor,
         cu_seqlens: torch.Tensor,
+        kl: torch.Tensor | None = None,
     ) -> Self:
         """Add up ``ratio_T``, policy less reference, over the targets (0 or more) of segments.
 
-        A third segment of each pair has the prompt with another pair's chosen answer, from which
-        the divergence is estimated.
+        ``kl``: the divergence of the whole batch, as :func:`divergence` returns it; None: 0.
         """
-        pairs = len(targets_PS)
-        segments = len(cu_seqlens) - 1
-        index_T = torch.arange(len(ratio_T), device=ratio_T.device)
-        segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
-        learned_T = (targets_PS.flatten() >= 0).float()
-        both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
-        sums_P2 = both_T2.new_zeros(segments, 2).index_add(0, segment_T, both_T2)
-        sums_PG2 = sums_P2.view(pairs, segments // pairs, 2)
-        (chosen, rejected), numbers = sums_PG2[:, :2, 0].unbind(1), sums_PG2[:, :, 1]
-        kl = chosen.new_zeros(())
-        if numbers.shape[1] > 2:
-            is_some = numbers[:, 2] > 0
-            kl = sums_PG2[:, 2, 0].detach().sum() / is_some.sum().clamp(min=1)
-        counted = numbers.clamp(min=1)
-        return cls(chosen, rejected, counted[:, 0], counted[:, 1], kl.clamp(min=0))
+        ratios_PG, numbers_PG = _sums_of_segments(ratio_T, targets_PS, cu_seqlens)
+        counted_PG = numbers_PG.clamp(min=1)
+        return cls(
+            chosen=ratios_PG[:, 0],
+            rejected=ratios_PG[:, 1],
+            num_chosen=counted_PG[:, 0],
+            num_rejected=counted_PG[:, 1],
+            kl=ratios_PG.new_zeros(()) if kl is None else kl,
+        )
+
+
+def divergence_sums(
+    ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return two sums over pairs, whose quotient estimates the divergence from the reference.
+
+    The third segment of a pair holds its prompt with another pair's chosen answer. ``ratio`` is
+    the sum of these answers' log-ratios of policy and reference, ``answers`` is their number; both
+    are 0-d and without gradient. :func:`divergence` takes them summed over a whole batch.
+    """
+    ratios_PG, numbers_PG = _sums_of_segments(ratio_T.detach(), targets_PS, cu_seqlens)
+    return {"ratio": ratios_PG[:, 2].sum(), "answers": (numbers_PG[:, 2] > 0).float().sum()}
+
+
+def divergence(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return KTO's estimate of the divergence, max(0, the mean log-ratio of the answers), 0-d.
+
+    ``sums``: those of :func:`divergence_sums` over the whole batch. The paper (arXiv 2402.01306,
+    section 4.1) clamps the mean over the batch; the clamped means of its parts would have a
+    larger mean.
+    """
+    return (sums["ratio"] / sums["answers"].clamp(min=1)).clamp(min=0)
+
+
+def _sums_of_segments(
+    ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, [P, G] each, the sum of ``ratio_T`` over a segment's targets, and their number."""
+    segments = len(cu_seqlens) - 1
+    index_T = torch.arange(len(ratio_T), device=ratio_T.device)
+    segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
+    learned_T = (targets_PS.flatten() >= 0).float()
+    both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
+    sums_N2 = both_T2.new_zeros(segments, 2).index_add(0, segment_T, both_T2)
+    ratios_PG, numbers_PG = sums_N2.view(len(targets_PS), -1, 2).unbind(2)
+    return ratios_PG, numbers_PG
 
 
 def _dpo(scores: Scores, beta: float) -> torch.Tensor:
