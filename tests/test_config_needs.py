@@ -104,6 +104,11 @@ GIVEN = [
         "--moe.force_balanced yes --moe.bias_update_rate 0.1",
         "moe.bias_update_rate: 0.1 contradicts moe.force_balanced True; unset one",
     ),
+    (
+        "--lora.rank 8 --moe.bias_update_rate 0.01",
+        "moe.bias_update_rate: 0.01 contradicts lora.rank 8; adapter files have no place for the "
+        "bias that it moves; set it to 0",
+    ),
     ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
     ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),
     ("--model.preset qwen3-0.6b --moe.z_loss_coef 1", "moe.z_loss_coef: 1.0, but qwen3 has no exp"),

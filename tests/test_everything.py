@@ -97,6 +97,7 @@ def draw(number, world):
         }
     if d.random() < 0.3:
         words |= {"lora.rank": 8, "lora.rs": d.choice(["yes", "no"])}
+        words |= {"moe.bias_update_rate": 0.0} if moe else {}
         whole = "layers.0.*,*.wv"  # also shared experts, whose names this family does not have
         whole = "layers.0.attn.*,*.wv" if sizes.get("shared_intermediate_size") else whole
         words["lora.targets"] = d.choice(["auto", "*.attn.*", "*.wq,*.wo", whole])

@@ -136,7 +136,7 @@ def test_of_a_healthy_step_nothing_is_named(case):
     assert first_not_finite(engine.model, engine.fsdp, engine.world, learn) is None
 
 
-LORA = ["lora.rank=4", "lora.dropout=0.3", "lora.targets=*.attn.*"]
+LORA = ["moe.bias_update_rate=0", "lora.rank=4", "lora.dropout=0.3", "lora.targets=*.attn.*"]
 
 
 @pytest.mark.parametrize("more", [[], LORA, ["optim.offload_fraction=0.5"], "clip"])

@@ -203,6 +203,7 @@ def look_between(engine, step):
         engine.forward(packed(9, 12), CrossEntropy())
 
 
+LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
 CASES = {
     "plain": ([], ROWS),
     "accumulated": (["moe.aux_loss_scope=global_batch"], 2),
@@ -210,10 +211,10 @@ CASES = {
     "moments": (["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"], 4),
     "float8": (["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"], ROWS),
     "recomputed": (["activation.policy=selective"], ROWS),
-    "adapters": (["lora.rank=8"], ROWS),
-    "coded": (["lora.rank=8", "lora.base_dtype=nf4", "activation.policy=full"], ROWS),
-    "coded, one block": (["lora.rank=8", "lora.base_dtype=mxfp4", "model.num_layers=1"], ROWS),
-    "from the host": (["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes"], ROWS),
+    "adapters": (LORA, ROWS),
+    "coded": ([*LORA, "lora.base_dtype=nf4", "activation.policy=full"], ROWS),
+    "coded, one block": ([*LORA, "lora.base_dtype=mxfp4", "model.num_layers=1"], ROWS),
+    "from the host": ([*LORA, "lora.base_dtype=nf4", "lora.offload_experts=yes"], ROWS),
 }
 
 
@@ -565,7 +566,7 @@ def test_what_a_replay_reads_is_up_to_date():
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_capture_holds_the_casts_of_what_takes_turns(layers):
     """A replay's update changes no count that would tell what is not up to date."""
-    base = ["lora.rank=8", "lora.base_dtype=nf4", "train.dtype=bfloat16"]
+    base = [*LORA, "lora.base_dtype=nf4", "train.dtype=bfloat16"]
     engine = make_engine(ON, *base, f"model.num_layers={layers}")
     engine.forward_backward(packed(0, 12), CrossEntropy())
     units = [unit for unit in engine.fsdp.units if unit.takes_turns]

@@ -434,7 +434,6 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
 
     together, alone, words = [], [], [f"jobs.max_loaded={loaded}", "jobs.save_interval=1"]
     words += [f"optim.gradient_dtype={dtype}", f"jobs.max_resident={resident}"]
-    words.append("moe.bias_update_rate=0.1")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
             ask = asker(service, new(service, number))

@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 from distributed import spawn
+from family_cases import FAMILY_CASES, architecture_of
 from safetensors.torch import load_file, save_file
-from test_engine import make_engine, weights_of
+from test_engine import WORDS, make_engine, train, weights_of
 from test_lora import BASE, EVERYTHING, MICRO, adapted, base_of
 
 from moetrain.config import ConfigError
+from moetrain.models.families import PRESETS
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.rules import ADAPTER
@@ -63,6 +65,25 @@ def test_peft_loads_what_is_written(name, words, tmp_path):
     if "lora.layout=fused" in words:
         attach_peft(again, tmp_path / "theirs")
         torch.testing.assert_close(again(TOKENS_BS), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_training_adapters_changes_no_other_parameter_or_buffer(case, monkeypatch):
+    """Else base and adapters, loaded elsewhere, are not the model that was trained."""
+    arch = architecture_of(case)
+    monkeypatch.setitem(PRESETS, case, arch)
+    base = [w for w in WORDS if not w.startswith(("model.", "moe."))]
+    words = [f"model.preset={case}", "lora.rank=8"]
+    if arch.num_experts:
+        words += ["moe.aux_loss_coef=0.1", "moe.z_loss_coef=0.01"]
+    engine = make_engine(*words, base=base)
+    before = weights_of(engine)
+    assert {*before} == {*dict(engine.model.named_parameters())} | {
+        *dict(engine.model.named_buffers())
+    }
+    train(engine, range(2))
+    moved = {name for name, x in weights_of(engine).items() if not torch.equal(x, before[name])}
+    assert moved == {name for name in before if name.endswith(ADAPTER)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -19,6 +19,7 @@ from moetrain.jobs.store import Job
 from moetrain.kernels.experts.mlp import adapted_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.small_m import add_low_rank, low_rank_products
+from moetrain.models.families import PRESETS
 from moetrain.parallel.mesh import Layout
 
 assert compiled  # a fixture
@@ -316,11 +317,13 @@ def test_a_job_that_only_shares_passes_is_saved_too(tmp_path):
     "words",
     [
         ["lora.dropout=0.1", "lora.targets=*.attn.*"],
-        ["moe.bias_update_rate=0.1"],
+        ["model.preset=biased"],
         ["lora.targets=*.router"],
     ],
 )
-def test_what_cannot_share_a_pass_is_refused(tmp_path, words):
+def test_what_cannot_share_a_pass_is_refused(tmp_path, words, monkeypatch):
+    biased = PRESETS["debug"].model_copy(update={"selection_bias": True})
+    monkeypatch.setitem(PRESETS, "biased", biased)
     with pytest.raises(ConfigError, match=r"jobs.max_tenants: 2, but .*; use 1"):
         Service(config_of(tmp_path, "jobs.max_tenants=2", *words))
 

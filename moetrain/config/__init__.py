@@ -104,6 +104,7 @@ _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
+_NO_PLACE_FOR_BIAS = "adapter files have no place for the bias that it moves; set it to 0"
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -183,6 +184,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
+    # PEFT's files have adapters alone: base and adapters would choose other experts than the model.
+    _Need("moe.bias_update_rate", {"lora.rank": {0}}, _SOME, _NO_PLACE_FOR_BIAS),
     # exact promises the bits of generation, which are a kernel's.
     _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
     # Tensor parallel ranks would cut rows and so change their scales; exact promises the bits of

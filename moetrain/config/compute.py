@@ -181,7 +181,8 @@ class MoeSection(Section):
     """Weight of the router z-loss, the mean squared logsumexp of the router's logits."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step by which the selection bias of auxiliary-loss-free balancing (arXiv 2408.15664) moves
-    after each optimizer step; 0: it stays as the model has it, if it has one."""
+    after each optimizer step; 0: it stays as the model has it, if it has one. Adapters
+    (lora.rank) take 0, since their files hold no bias."""
 
 
 class KernelsSection(Section):
