@@ -22,6 +22,12 @@ _NUMBERS = {
         "completions that may run or wait; requests for more are answered with 429",
     ),
     "max_request_mib": (4, "largest body of a request, in MiB"),
+    "max_grammars": (
+        64,
+        "different grammars in use at once; requests for more are answered with 429",
+    ),
+    "grammar_seconds": (5, "seconds that compiling a grammar may take"),
+    "grammar_mib": (512, "memory of one grammar, in MiB"),
 }
 """Options that are 1 or more: default and meaning."""
 
@@ -57,6 +63,7 @@ def main(argv: Sequence[str] | None) -> None:
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
     from moetrain.rollout.engine import Generator, load_model
+    from moetrain.rollout.grammars import GrammarLimits
     from moetrain.rollout.pages import Pages
     from moetrain.rollout.server import CompletionServer
 
@@ -70,6 +77,7 @@ def main(argv: Sequence[str] | None) -> None:
         max_tokens=args.max_step_tokens,
         draft=args.draft,
         draft_by=args.draft_by,
+        grammar_limits=GrammarLimits(args.grammar_seconds, args.grammar_mib, args.max_grammars),
     )
     generator.warm_up()
     name = args.name or args.path

@@ -12,7 +12,7 @@ parallelism.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -26,10 +26,17 @@ from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
+from moetrain.rollout.grammars import (
+    Compiled,
+    GrammarLimits,
+    Grammars,
+    Matcher,
+    TooManyGrammarsError,
+)
 from moetrain.rollout.pages import Chunk, Pages, Running, Scheduler
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel
-from moetrain.rollout.request import Completion, Request, RequestError, end_ids
-from moetrain.rollout.steps import Grammars, Step, Steps
+from moetrain.rollout.request import BusyError, Completion, Request, RequestError, end_ids
+from moetrain.rollout.steps import Step, Steps
 
 _Chosen = tuple[int, float, list[float], dict[int, float]]
 """A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""
@@ -55,6 +62,7 @@ class Generator:
         heads: HeadParallel | None = None,
         draft: int = 0,
         draft_by: DraftBy = "block",
+        grammar_limits: GrammarLimits | None = None,
     ) -> None:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
@@ -70,6 +78,7 @@ class Generator:
                 heads.
             draft_by: what guesses: its block for further tokens, or ngram, where the text's last
                 tokens stood before.
+            grammar_limits: limits on the requests' grammars; None: the defaults.
 
         Raises:
             ConfigError: a layer has no cache here, or nothing can draft.
@@ -97,6 +106,8 @@ class Generator:
         self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, *own)
         shares = not model.carries_state
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
+        ends = () if tokenizer is None else end_ids(model, tokenizer)
+        self.grammars = Grammars(tokenizer, ends, known, grammar_limits or GrammarLimits())
         self.version = 0
         self.is_asleep = False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
@@ -113,29 +124,60 @@ class Generator:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Take up ``requests`` for the next steps, or none and raise RequestError."""
+        """Add ``requests`` to the next steps, or add none and raise RequestError.
+
+        The call waits until their grammars are compiled. A caller that must not wait uses
+        :meth:`compile` first.
+        """
         begun: dict[str, list[Running]] = {}
-        for request in requests:
-            if request.id in self._live or request.id in begun:
-                raise RequestError(request.id, "a request of this id is being served")
-            self._check(request)
-            begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
-            if (grammar := request.params.grammar) is not None:
-                try:
-                    matcher = self._grammars.begin(*grammar)
-                    for sequence in begun[request.id]:
-                        sequence.matcher = matcher.deep_copy()
-                except ValueError as error:
-                    raise RequestError(request.id, str(error)) from None
+        compiled: list[Compiled] = []
+        try:
+            for request in requests:
+                if request.id in self._live or request.id in begun:
+                    raise RequestError(request.id, "a request of this id is being served")
+                self._check(request)
+                begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
+            for request in requests:
+                if request.params.grammar is not None:
+                    compiled.append(self.compile(request))
+                    try:
+                        for sequence in begun[request.id]:
+                            sequence.matcher = self.grammars.begin(compiled[-1])
+                    except ValueError as error:
+                        raise self.refusal(request, error) from None
+        except BaseException:
+            for sequences in begun.values():
+                for sequence in sequences:
+                    if sequence.matcher is not None:
+                        self.grammars.end(sequence.matcher)
+            raise
+        finally:
+            for one in compiled:
+                self.grammars.release(one)
         self._live |= begun
         for sequences in begun.values():
             self.scheduler.waiting += sequences
 
-    @cached_property
-    def _grammars(self) -> Grammars:
-        if self.tokenizer is None:
-            raise ConfigError("grammar", "it takes a generator with a tokenizer")
-        return Grammars(self.tokenizer, end_ids(self.model, self.tokenizer), self.steps.known)
+    def compile(self, request: Request) -> Compiled:
+        """Start to compile the grammar of ``request``, which must have one, on another thread.
+
+        Any thread may call this. The caller must give the result to ``grammars.release`` later.
+
+        Raises:
+            BusyError: too many grammars are in use now.
+            RequestError: grammars cannot be used here.
+        """
+        assert request.params.grammar is not None
+        try:
+            return self.grammars.acquire(*request.params.grammar)
+        except ValueError as error:
+            raise self.refusal(request, error) from None
+
+    @staticmethod
+    def refusal(request: Request, error: ValueError) -> RequestError:
+        """Return the error for a request whose grammar raised ``error``."""
+        kind = BusyError if isinstance(error, TooManyGrammarsError) else RequestError
+        return kind(request.id, str(error))
 
     def abort(self, request_id: str) -> list[Completion]:
         """End a request now and return its completions so far; none if it is not being served."""
@@ -173,6 +215,7 @@ class Generator:
             routes_TLK = torch.stack(step.routes, 1).cpu()
             routes = routes_TLK.split([number for *_, number in chunks])
         chosen, grown, first = self._chosen(chunks, step), [], 0
+        self._tell_grammars([sequence for sequence, _ in planned], chosen)
         for sequence, _ in planned:
             own = slice(first, first + 1 + len(sequence.drafts))
             own_routes = routes[own] if sequence.params.routes else ()
@@ -195,7 +238,11 @@ class Generator:
         if special:
             some = [chunks[i] for i in special]
             bound = any(sequence.matcher is not None for sequence, *_ in some)
-            allowed_NV = self._grammars.allowed(some) if bound else None
+            texts = [
+                (sequence.matcher, sequence.drafts[: max(0, start + number - len(sequence.tokens))])
+                for sequence, start, number in some
+            ]
+            allowed_NV = self.grammars.allowed(texts) if bound else None
             found = self.steps.consider(some, step.hidden_ND[special], allowed_NV)
             for i, (token, logprob, top) in zip(special, found, strict=True):
                 plain, plain_logprob, ahead, _ = chosen[i]
@@ -203,6 +250,20 @@ class Generator:
                     token, logprob = plain, plain_logprob
                 chosen[i] = token, logprob, ahead if token == plain else [], top
         return chosen
+
+    def _tell_grammars(self, sequences: Sequence[Running], chosen: Sequence[_Chosen]) -> None:
+        """Append the chosen tokens, with right drafts, to the texts that follow grammars."""
+        added: dict[Matcher, list[int]] = {}
+        first = 0
+        for sequence in sequences:
+            if sequence.matcher is not None and sequence.num_unread == 0:
+                tokens = [token for token, *_ in chosen[first : first + 1 + len(sequence.drafts)]]
+                pairs = zip(tokens, sequence.drafts, strict=False)
+                right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                added[sequence.matcher] = tokens[: right + 1]
+            first += 1 + len(sequence.drafts)
+        if added:
+            self.grammars.take(added)
 
     def _extend(
         self, sequence: Running, chosen: Sequence[_Chosen], routes: Sequence[torch.Tensor]
@@ -222,10 +283,8 @@ class Generator:
             completion.top_logprobs += [top] if params.logprobs else []
             completion.versions.append(self.version)
             completion.finish_reason = params.reason(completion.tokens, self.tokenizer)
-            if (matcher := sequence.matcher) is not None:
-                matcher.consume_token(token)
-                if matcher.is_stopped():
-                    completion.finish_reason = "abort" if matcher.is_error() else "stop"
+            if sequence.matcher is not None and sequence.matcher.end == i + 1:
+                completion.finish_reason = "abort" if sequence.matcher.has_failed else "stop"
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
         if self.steps.draft and not self.steps.has_block:
             sequence.drafts = sequence.lookup.ahead(sequence.tokens, self.steps.draft)
@@ -343,6 +402,8 @@ class Generator:
         for logprob, top in sequence.scores:
             completion.prompt_logprobs.append(logprob)
             completion.prompt_top_logprobs.append(top)
+        if sequence.matcher is not None:
+            self.grammars.end(sequence.matcher)
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):

@@ -31,6 +31,7 @@ from moetrain.kernels.norm.rotary import rotate_into_pages
 from moetrain.models.families.drafting import Lookup
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
+from moetrain.rollout.grammars import Matcher
 from moetrain.rollout.request import Completion, Request
 
 _CPU_TOKENS = 16_384
@@ -208,8 +209,8 @@ class Running:
         self.drafts: list[int] = []
         """What its next tokens may be, if it was read to its end."""
         self.lookup = Lookup()
-        self.matcher: Any = None
-        """How far its grammar has come (:mod:`moetrain.rollout.steps`); None: it has none."""
+        self.matcher: Matcher | None = None
+        """How far its grammar has come (:mod:`moetrain.rollout.grammars`); None: it has none."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
         self.scores: list[tuple[float, dict[int, float]]] = []

@@ -33,6 +33,10 @@ class RequestError(ValueError):
         self.request_id, self.problem = request_id, problem
 
 
+class BusyError(RequestError):
+    """A request cannot be served now, but may succeed later."""
+
+
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class SamplingParams:
     """How one request's tokens are sampled.
@@ -61,7 +65,7 @@ class SamplingParams:
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, with the token that completes one."""
     grammar: tuple[Literal["json_schema", "regex", "choice", "grammar"], str] | None = None
-    """What the text must be, as :class:`moetrain.rollout.steps.Grammars` says. It acts before the
+    """What the text must be, as :mod:`moetrain.rollout.grammars` says. It acts before the
     filters; where it allows nothing more, the completion ends."""
     logprobs: Annotated[int, Field(ge=0)] = 0
     """How many of the likeliest tokens to report beside each chosen one."""

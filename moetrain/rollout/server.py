@@ -29,7 +29,14 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import JsonServer
 from moetrain.rollout.protocol import Chat, Completions, Responses
-from moetrain.rollout.request import Request, RequestError, SamplingParams, TextStream, end_ids
+from moetrain.rollout.request import (
+    BusyError,
+    Request,
+    RequestError,
+    SamplingParams,
+    TextStream,
+    end_ids,
+)
 from moetrain.rollout.serving import Serving, Update
 
 _MOST_LOGPROBS = 1 << 20
@@ -268,7 +275,8 @@ class _Served(Answer):
                     yield number, update
         except RequestError as error:
             problem = error.problem.replace("max_tokens", self.asked.limit[0])
-            raise HTTPException(400, problem) from None
+            status = 429 if isinstance(error, BusyError) else 400
+            raise HTTPException(status, problem) from None
         except HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - a failed step fails all that it served

@@ -1,11 +1,13 @@
 """A generator for one event loop: its steps run on a thread, and tokens arrive as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.grammars import Compiled
 from moetrain.rollout.request import Completion, Request
 
 _T = TypeVar("_T")
@@ -50,16 +52,19 @@ class Serving:
         """Yield the tokens of all completions of ``requests`` as they come.
 
         Raises:
+            BusyError: too many grammars are in use now.
             RequestError: one can never be served, or another of its id is being served.
             RuntimeError: :meth:`close` came first.
         """
         left = sum(request.params.n for request in requests)
-        submitted = self._thread.submit(self.generator.submit, *requests)
+        submitted: Future[None] | None = None
         listener = _Listener()
         listener.num_open = left
         self._streams.append(listener)
         try:
-            await asyncio.wrap_future(submitted)
+            async with self._compiled(requests):
+                submitted = self._thread.submit(self.generator.submit, *requests)
+                await asyncio.wrap_future(submitted)
             self._listeners |= {request.id: listener for request in requests}
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
@@ -74,9 +79,31 @@ class Serving:
             for request in requests:
                 if self._listeners.get(request.id) is listener:
                     del self._listeners[request.id]
-            if left and not self._is_closed:
+            if left and submitted is not None and not self._is_closed:
                 # Not awaited: a task that is being cancelled must not await.
                 self._thread.submit(self._abort, requests, submitted)
+
+    @asynccontextmanager
+    async def _compiled(self, requests: Sequence[Request]) -> AsyncIterator[None]:
+        """Compile the grammars of ``requests`` and hold them inside. Raises RequestError."""
+        firsts = {r.params.grammar: r for r in reversed(requests) if r.params.grammar is not None}
+        held: list[Compiled] = []
+        try:
+            for request in firsts.values():
+                held.append(self.generator.compile(request))
+                ready = asyncio.wrap_future(held[-1].ready)
+                ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+                # Other requests may wait for the same grammar, so cancelling this one must not
+                # cancel it.
+                await asyncio.wait((ready,))
+                try:
+                    ready.result()
+                except ValueError as error:
+                    raise self.generator.refusal(request, error) from None
+            yield
+        finally:
+            for compiled in held:
+                self.generator.grammars.release(compiled)
 
     async def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call ``function(*args)`` on the generator's thread, between two steps."""

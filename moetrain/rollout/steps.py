@@ -16,7 +16,6 @@ lane, D model width, K experts a token, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +27,6 @@ import numpy as np
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.loss.gumbel import filtered_argmax, noise_keys, stream_of
@@ -49,8 +47,6 @@ _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAG
 behind it or -1, and how many tokens its sequence has pages for."""
 
 _ROWS = 128
-_LARGEST_FACTOR = 10_000
-_FACTORS = re.compile(r'"multipleOf"\s*:\s*(\d[\d.eE+-]*)')
 
 
 class Step(NamedTuple):
@@ -394,56 +390,6 @@ class Steps:
             for p, *pair in zip(params, ids, values, strict=True)
         ]
         return list(zip(tokens, logprobs, likeliest, strict=True))
-
-
-class Grammars:
-    """The grammars that one generator's completions follow, by llguidance.
-
-    A grammar is a kind and a text: ``json_schema``, ``regex``, ``choice`` (a JSON list of texts) or
-    ``grammar`` (Lark in llguidance's dialect, or GBNF).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], known: int) -> None:
-        """``ends``: tokens that end a text; ``known``: V. ConfigError: there is no llguidance."""
-        try:
-            import llguidance
-        except ImportError:
-            remedy = "install it: pip install 'moetrain[grammar]'"
-            raise ConfigError("grammar", f"it takes llguidance; {remedy}") from None
-        file = tokenizer.export().files["tokenizer.json"]
-        content = file if isinstance(file, str) else file.read_text()
-        self._library: Any = llguidance
-        self.ends, self.known = [token for token in ends if token < known], known
-        self._tokens = llguidance.LLTokenizer(content, eos_token=self.ends)
-
-    def begin(self, kind: str, text: str) -> Any:
-        """Return a matcher at the start of a text; ValueError: it is no such grammar."""
-        if any(float(x) > _LARGEST_FACTOR for x in _FACTORS.findall(text)):
-            raise ValueError(f"grammar: a multipleOf of more than {_LARGEST_FACTOR} takes too long")
-        grammar = self._library.grammar_from(kind, text)
-        matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
-        matcher.compute_bitmask()  # before, it is not known whether any text follows it
-        if matcher.is_error():
-            problem = " ".join(matcher.get_error().split())[:300]
-            raise ValueError(f"grammar: {problem}, in this {kind}")
-        return matcher
-
-    def allowed(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """Return the tokens that may follow each chunk, bool [N, V]; drafts count as chosen."""
-        allowed_NV = np.ones((len(chunks), self.known), bool)
-        for allowed_V, (sequence, start, number) in zip(allowed_NV, chunks, strict=True):
-            if (matcher := sequence.matcher) is None:
-                continue
-            drafts = sequence.drafts[: max(0, start + number - len(sequence.tokens))]
-            if drafts:
-                matcher = matcher.deep_copy()
-            # Behind a draft that may not follow, nothing is chosen.
-            if matcher.try_consume_tokens(drafts) == len(drafts):
-                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-                allowed_V[:] = np.unpackbits(bits, bitorder="little")[: self.known]
-                # Whose text a tokenizer may have as that of any other token.
-                allowed_V[self.ends] &= matcher.is_accepting()
-        return allowed_NV
 
 
 def _choose_filtered(
