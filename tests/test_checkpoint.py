@@ -3,6 +3,7 @@
 Most cases save tiny groups of tensors directly; what a user sees is asked of real (tiny) runs.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -20,9 +21,8 @@ from command_lines import settled
 from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, locks
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.trainer import Trainer
@@ -370,12 +370,12 @@ def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_pat
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
     def refuse(descriptor, how):
-        raise OSError(run_folder.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     save(tmp_path / "checkpoints", 1)
     half = tmp_path / "checkpoints" / ".step-00000002.1"
     half.mkdir()
-    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     assert newest(tmp_path) == (1, 0.0)
     assert "nothing keeps a second run out" in caplog.text
     assert half.exists()  # it may be a live process's

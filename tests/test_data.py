@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
 
-from moetrain.config import Config, ConfigError, DataSection
+from moetrain.config import Config, ConfigError, DataSection, locks
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
@@ -332,7 +332,7 @@ def test_builders_on_a_file_system_without_locks_share_what_the_first_one_made(
     def refuse(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     folder = write_files(tmp_path / "text", a="one", b="two")
     barrier, results = threading.Barrier(4), []
 

@@ -16,7 +16,6 @@ sources only to see whether they changed (a file's path, size and time of change
 content).
 """
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -30,7 +29,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from rich.progress import Progress
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
+from moetrain.config.locks import file_lock
 from moetrain.data.sources import Document, HashRange, Source
 from moetrain.data.tokenizer import Tokenizer
 
@@ -285,12 +285,11 @@ def _build(
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with (
-            folder.with_suffix(".lock").open("w") as lock,
+            # Without locks all build the same, and the first one wins.
+            file_lock(folder.with_suffix(".lock"), waits=True),
             TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
             Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
         ):
-            with suppress(OSError):  # without locks all build the same, and the first one wins
-                fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.is_dir():
                 return
             task = progress.add_task("Tokenising", total=total and total())

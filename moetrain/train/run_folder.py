@@ -9,8 +9,6 @@ checkpoint, or all of it, lies in each, and only the main rank's has metrics and
 of each machine does there what the main rank does in a folder that all share.
 """
 
-import errno
-import fcntl
 import json
 import math
 import os
@@ -20,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.checkpoint.save import Store, begin, remove_leftovers
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
 from moetrain.config.environment import launched_place
+from moetrain.config.locks import LockHeldError, file_lock
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
@@ -40,8 +39,6 @@ writes to show that its machine has the folder."""
 _VISIBLE_SECONDS = 60.0
 """Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
-_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
-"""Errors of ``flock`` on file systems without it."""
 _EXPORT_BYTES = 4
 """Bytes of a parameter in fp32."""
 _FILES = ("metrics.jsonl", "config.json", "sample.txt")
@@ -141,8 +138,8 @@ class RunFolder:
         """Keep every other run out while inside; the folder is made if it is missing.
 
         Leftovers of killed saves are removed first. The claim is a lock of the rank that looks
-        after the folder, which the kernel releases however the process ends. A folder made for a
-        run whose settings or data turn out to be wrong is removed again.
+        after the folder, and ends with its process (:mod:`moetrain.config.locks`). A folder made
+        for a run whose settings or data turn out to be wrong is removed again.
 
         Raises ConfigError: another run writes to it, or it cannot be written to.
         """
@@ -151,14 +148,24 @@ class RunFolder:
             return
         folder = self.path
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except (OSError, ValueError) as error:  # a name with a NUL is the latter
-            raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
-        try:
-            if _lock(descriptor, folder):
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                is_locked = stack.enter_context(file_lock(folder / _LOCK))
+            except LockHeldError as error:
+                raise ConfigError(
+                    "output_dir",
+                    f"{str(folder)!r} is being written by another run ({error}); "
+                    "wait for it, stop it, or choose another folder",
+                ) from None
+            except (OSError, ValueError) as error:  # a name with a NUL is the latter
+                problem = f"{str(folder)!r} cannot be written: {error}"
+                raise ConfigError("output_dir", problem) from None
+            if is_locked:
                 remove_leftovers(self.checkpoints)
+            else:
+                problem = "is on a file system without locks: nothing keeps a second run out of it"
+                logger.warning("%s %s", folder, problem)
             try:
                 yield
             except ConfigError:
@@ -168,8 +175,6 @@ class RunFolder:
                     for path in made:
                         path.rmdir()
                 raise
-        finally:
-            os.close(descriptor)
 
     def check_shared(self, world: World, remedy: str = "") -> None:
         """Check that every rank can write to this very folder, which one rank has made.
@@ -414,31 +419,6 @@ def _check_free(
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
-
-
-def _lock(descriptor: int, folder: Path) -> bool:
-    """Lock the file and write into it who did; returns False if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-        raise ConfigError(
-            "output_dir",
-            f"{str(folder)!r} is being written by another run ({holder or 'just started'}); "
-            "wait for it, stop it, or choose another folder",
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        logger.warning(
-            "%s is on a file system without locks (%s): nothing keeps a second run out of it",
-            folder,
-            error.strerror,
-        )
-        return False
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return True
 
 
 def _failure_to_write(file: Path, text: str) -> str:
