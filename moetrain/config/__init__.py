@@ -41,10 +41,20 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
+from moetrain.config.sources import ConfigError, Reader, Recipes, leaves, redacted
 
 logger = logging.getLogger("moetrain")
-"""The logger of the whole package."""
+"""The logger of the whole package. Passwords and keys in URLs do not appear in its lines."""
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if (text := redacted(message)) != message:
+        record.msg, record.args = text, ()
+    return True
+
+
+logger.addFilter(_redact)
 
 
 class Fact(StrEnum):
@@ -334,8 +344,11 @@ class Config(Section):
         return dict(self._origins)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain nested values that JSON can hold."""
-        return self.model_dump(mode="json")
+        """Return plain nested values that JSON can hold, for people and records to read.
+
+        Passwords and keys in URLs are ``***``: give them again to start a run from these values.
+        """
+        return _without_secrets(self.model_dump(mode="json"))
 
     def describe(self) -> str:
         """Name the recipe and why, then each non-default setting with its value and source."""
@@ -394,3 +407,11 @@ def _shown(value: Any) -> str:
     if value is None:
         return "none"
     return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(inner) for inner in value]
+    return redacted(value) if isinstance(value, str) else value

@@ -24,13 +24,16 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        self.field = field
-        self.problem = problem
-        super().__init__(f"{field}: {problem}")
+        self.field = redacted(field)
+        self.problem = redacted(problem)
+        super().__init__(f"{self.field}: {self.problem}")
 
 
 class RunFailed(RuntimeError):
     """A run cannot continue for reasons outside its settings; the user sees the message."""
+
+    def __init__(self, problem: object = "") -> None:
+        super().__init__(redacted(str(problem)))
 
 
 class Recipes(Enum):
@@ -46,6 +49,18 @@ class Recipes(Enum):
         self.of_path = of_path
         self.of_chats = of_chats
 
+
+_USER = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
+_PARAMETER = re.compile(
+    r"""(?<=[?&])
+    ((?:[a-z0-9.]+[-_.])*
+    (?:api_?key|key|token|secret|passw(?:or)?d|pwd|sig|signature|credentials?|auth
+    |awsaccesskeyid|googleaccessid|policy)=)
+    [^&#\s'"]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A parameter of a URL that gives access: of a signed URL (S3, Google, Azure, CloudFront), or a key
+by its usual names."""
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -363,6 +378,11 @@ _SEPARATORS = str.maketrans("", "", "._")
 _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
 
 
+def redacted(text: str) -> str:
+    """Return ``text`` with ``***`` for user and password, and for keys and signatures, in URLs."""
+    return _PARAMETER.sub(r"\1***", _USER.sub("***", text)) if "://" in text else text
+
+
 def shortened(value: Any) -> str:
     """Return ``repr(value)``, short enough for a line that a person reads."""
     try:
@@ -375,6 +395,7 @@ def shortened(value: Any) -> str:
 
 
 def _cut(text: str, longest: int = 200) -> str:
+    text = redacted(text)  # before half a URL is left, which nothing would recognise
     return text if len(text) <= longest else f"{text[: longest - 40]}...{text[-20:]}"
 
 

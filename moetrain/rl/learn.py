@@ -364,8 +364,11 @@ class ServedTeacher:
         """Return the answer; ConfigError: there is none, for ``patience`` seconds if it is busy."""
         url = str(self.settings.teacher).rstrip("/").removesuffix("/v1")
         headers, file = {"Content-Type": "application/json"}, user_cache_dir() / "serve.token"
-        if file.exists():
-            headers["Authorization"] = f"Bearer {file.read_text('utf-8').strip()}"
+        try:
+            if file.exists():
+                headers["Authorization"] = f"Bearer {file.read_text('ascii').strip()}"
+        except (OSError, ValueError) as error:
+            raise self._error(f"needs the token in {file}, which cannot be read: {error}") from None
         data, began = None if body is None else json.dumps(body).encode(), time.monotonic()
         while True:
             try:

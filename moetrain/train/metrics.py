@@ -18,9 +18,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moetrain.config import LogSection
+from moetrain.config import LogSection, logger
 from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
+from moetrain.config.sources import redacted
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import DeviceBytes
 from moetrain.parallel.waits import elapsed, noted, now, share_waited
@@ -150,7 +151,7 @@ class MetricsLog:
 
     def say(self, text: str) -> None:
         """Print a line of prose, above the progress bar if there is one."""
-        self.console.print(text, markup=False)
+        self.console.print(redacted(text), markup=False)
 
     def end_progress(self) -> None:
         """Leave the bar where it is; later lines are printed below it."""
@@ -272,8 +273,28 @@ class RoutingWatch:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl, without a last line that a crash cut short."""
+    """Read the lines of a metrics.jsonl, without a last line that a crash cut short.
+
+    Lines that are damaged are left out, with a warning that names the first.
+    """
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line.decode()) if line else None
+        except (ValueError, RecursionError):
+            row = ()
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        elif row is not None:
+            damaged.append(number)
+    if damaged:
+        logger.warning(
+            "%s: line %d is not what a run writes, and is left out%s",
+            path,
+            damaged[0],
+            f" with {len(damaged) - 1} others" if damaged[1:] else "",
+        )
+    return rows

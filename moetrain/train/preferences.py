@@ -13,17 +13,20 @@ Legend: P pairs of a micro-batch, T tokens, S of a row.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.files import write_atomically
+from moetrain.config.sources import shortened
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.kernels.loss.preference import LOSSES, Scores, divergence, divergence_sums
@@ -108,6 +111,11 @@ class Reference(Callback):
                     raise ConfigError("checkpoint.resume", problem)
                 for i, dataset in enumerate(self._datasets):
                     dataset.reference_PS[:] = kept[f"arr_{i}"]
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+            problem = f"{file} is damaged ({shortened(str(error))}); {_AGAIN}"
+            raise ConfigError("checkpoint.resume", problem) from None
         except OSError as error:
             raise ConfigError("checkpoint.resume", f"{file}: {error.strerror}; {_AGAIN}") from None
 

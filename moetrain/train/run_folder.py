@@ -12,6 +12,7 @@ of each machine does there what the main rank does in a folder that all share.
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -36,6 +37,8 @@ from moetrain.parallel.world import World
 _RUN, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
 """Files of a folder: which names the run that has begun there; whose lock a run holds; which a rank
 writes to show that its machine has the folder."""
+_RUN_NAME = re.compile(rb"[0-9a-f]*\n?")
+"""What the file that names the run holds; empty if a run was killed while it wrote that."""
 _VISIBLE_SECONDS = 60.0
 """Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
@@ -222,9 +225,29 @@ class RunFolder:
             self.memory.open(world.any(self._run()), since)
 
     def _run(self) -> str:
-        """Return the name of the run that has begun here, if this rank looks after the folder."""
+        """Return the name of the run that has begun here, if this rank looks after the folder.
+
+        Raises ConfigError: the file that holds it is damaged.
+        """
+        name, problem = self._read_run()
+        if problem:
+            raise ConfigError("output_dir", problem)
+        return name
+
+    def _read_run(self) -> tuple[str, str]:
+        """Return the name of :meth:`_run`, and what is wrong with its file, if anything."""
         mark = self.path / _RUN
-        return mark.read_text() if self.disk.keeps and mark.exists() else ""
+        if not self.disk.keeps or not mark.exists():
+            return "", ""
+        try:
+            data = mark.read_bytes()
+        except OSError as error:
+            return "", f"{str(mark)!r} cannot be read: {error.strerror}"
+        if not _RUN_NAME.fullmatch(data):
+            remedy = "remove it, and the run goes on from the newest checkpoint on the disk"
+            problem = f"{str(mark)!r} holds {shortened(data)}, which is no run's name"
+            return "", f"{problem}: it is damaged; {remedy}"
+        return data.decode().strip(), ""
 
     def is_in_memory(self, checkpoint: Path) -> bool:
         return self.memory is not None and checkpoint.parent == self.memory.root
@@ -333,15 +356,17 @@ class RunFolder:
         if place and not restarts and resume != "auto" and self.disk.keeps:
             (self.path / _RUN).unlink(missing_ok=True)
         saved = any(read.list_checkpoints(x.root) for x in (self.disk, self.memory) if x)
-        found = world.gather((self._run(), saved, socket.gethostname()))
-        runs = {run: host for run, _, host in found if run}
+        found = world.gather((*self._read_run(), saved, socket.gethostname()))
+        if problems := [problem for _, problem, *_ in found if problem]:
+            raise ConfigError("output_dir", problems[0])
+        runs = {run: host for run, _, _, host in found if run}
         if len(runs) > 1 and resume == "auto":
             raise ConfigError(
                 "output_dir",
                 f"{str(self.path)!r} is of one run on {' and of another on '.join(runs.values())}; "
                 "move that which is not to go on, or choose another",
             )
-        return "auto" if place and runs and any(saved for _, saved, _ in found) else resume
+        return "auto" if place and runs and any(saved for _, _, saved, _ in found) else resume
 
     def set_aside(self, resumed: Path | None, step: int, world: World) -> None:
         """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
