@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
+from deaths import dying
 from pydantic import ValidationError
 from test_jobs import (
     answer_to,
@@ -342,6 +344,67 @@ def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
         gone = service.delete(name)
         gone.cancel()  # as who waits for it does, when it goes
     assert not list((tmp_path / "jobs").iterdir())
+
+
+def test_finish_leaves_nothing_wherever_the_service_is_killed(tmp_path, monkeypatch):
+    """As kill -9 would before its first, second, ... write or removal, until all are done."""
+    with Service(config_of(tmp_path / "before")) as service:
+        name, other = new(service), new(service)
+        ask = asker(service, name)
+        for path in ("kept", "gone"):
+            ask("save_weights", {"path": path})
+        ask("save_weights_for_sampler", {"sampling_session_seq_id": 0})
+
+    def finish(service):
+        if "weights/gone" in service.find(name).saves:
+            service.remove_save(name, "weights/gone")
+        for session in (other[:32], name[:32]):
+            service.finish(session)
+
+    length, is_over, deaths = 0, False, []
+    while not is_over:
+        folder, is_told = tmp_path / str(length), False
+        shutil.copytree(tmp_path / "before", folder)
+        service = Service(config_of(folder))
+        with dying(monkeypatch, length):
+            finish(service)
+            is_told = True
+            service.turn()
+            is_over = True
+        service._stack.close()
+        deaths.append(is_told)
+        with Service(config_of(folder)) as service:
+            if not is_told:  # then its client asks again
+                finish(service)
+                service.turn()
+            assert [*service.jobs] == [name]
+            assert [*service.jobs[name].saves] == ["weights/kept"]
+        root = folder / "jobs"
+        assert [path.name for path in root.iterdir()] == [name]
+        assert not list((root / name / "samplers").iterdir())
+        assert not (root / name / "weights" / "gone").exists()
+        length += 1
+    assert deaths.count(False) > 2
+    assert deaths.count(True) > 5
+
+
+@pytest.mark.parametrize("length", range(6))
+def test_a_finished_run_goes_with_its_last_save_wherever_the_service_is_killed(
+    length, tmp_path, monkeypatch
+):
+    with Service(config_of(tmp_path)) as service:
+        name = new(service)
+        asker(service, name)("save_weights", {"path": "last"})
+        service.finish(name[:32])
+        with dying(monkeypatch, length):
+            service.remove_save(name, "weights/last")
+            service.turn()
+        service._removals.clear()  # nothing is done of it at the end
+    with Service(config_of(tmp_path)) as service:
+        if name in service.jobs:
+            assert [*service.jobs[name].saves] == ["weights/last"]
+        else:
+            assert not list((tmp_path / "jobs").iterdir())
 
 
 def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch):

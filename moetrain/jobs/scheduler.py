@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from os.path import dirname
 from pathlib import Path
@@ -79,6 +79,7 @@ class Service(AbstractContextManager["Service"]):
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated: whether the service is to stop."""
+        self._is_stopped = False
         self._removals: list[tuple[Job, Future[None]]] = []
         self._remains: list[SaveFolder] = []
         """Folders of saves that were removed."""
@@ -99,7 +100,9 @@ class Service(AbstractContextManager["Service"]):
             self._stack.close()
 
     def tell_stopped(self) -> None:
+        """Tell all clients that wait, and from now on those that ask, that the service stops."""
         with self._lock:
+            self._is_stopped = True
             for job in self.jobs.values():
                 job.tell_waiting(self.STOPPED)
 
@@ -110,8 +113,14 @@ class Service(AbstractContextManager["Service"]):
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
+            elif Job(folder).is_removed:  # a service was killed before it was gone
+                job = Job(folder)
+                with suppress(DamagedJob):
+                    job.look()
+                self._clear_away(job)
             elif JOB_ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
                 found.append(Job(folder))
+                found[-1].clear_removed_saves()
                 try:
                     found[-1].look()
                 except DamagedJob as error:
@@ -174,11 +183,17 @@ class Service(AbstractContextManager["Service"]):
                 raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
             self.delete(idle[0].id)
 
-    def finish(self, session: str) -> None:
-        """End the jobs of a session; runs that have saves keep them."""
+    def finish(self, session: str) -> list[Future[None]]:
+        """End the jobs of a session; runs that have saves keep them.
+
+        Returns futures that are done when the others are gone (:meth:`delete`).
+        """
         with self._lock:
-            for job in [job for job in self.jobs.values() if job.session == session]:
-                (self.end if job.saves else self.delete)(job.id)  # samplers have none
+            mine = [job for job in self.jobs.values() if job.session == session]
+            for job in mine:
+                if job.saves:
+                    self.end(job.id)
+            return [self.delete(job.id) for job in mine if not job.saves]  # samplers have none
 
     def end(self, name: str) -> None:
         """Drop a job's waiting requests, and take up no more. OSError: it goes on."""
@@ -197,12 +212,13 @@ class Service(AbstractContextManager["Service"]):
     def remove_save(self, name: str, save: str) -> None:
         """Remove a save, and with the last one a run that is finished; Refused: there is none."""
         with self._lock:
-            folder = SaveFolder(self.folder_of(name, save))
-            folder.forget()  # and the rest goes between turns: one may write another there
-            self._remains.append(folder)
-            self._lock.notify()
-        if self.find(name).status == "finished" and not self.find(name).saves:
-            self.delete(name)
+            folder, job = SaveFolder(self.folder_of(name, save)), self.find(name)
+            if job.status == "finished" and set(job.saves) == {save}:
+                self.delete(name)  # first: without it a kill would leave a run of no use
+            else:
+                folder.forget()  # and the rest goes between turns: one may write another there
+                self._remains.append(folder)
+                self._lock.notify()
 
     def find(self, name: str) -> Job:
         """Return a job. This and all below raise Refused where there is none."""
@@ -245,6 +261,8 @@ class Service(AbstractContextManager["Service"]):
                 job.check_open()
                 raise Refused(f"there was no request {number}; the next is {job.accepted}")
             if number >= job.done and job.status == "open":
+                if self._is_stopped:
+                    raise Refused(self.STOPPED, 503)
                 return job.waiting.setdefault(number, Future())
             answer = {"error": job.error or job.status}
             if number < job.done:
@@ -258,10 +276,14 @@ class Service(AbstractContextManager["Service"]):
             return future
 
     def delete(self, name: str) -> Future[None]:
-        """Remove a job and its files; the future is done when they are gone."""
+        """Remove a job and its files; the future is done when they are gone.
+
+        What the disk knows when this returns is enough for the next service to remove them.
+        """
         with self._lock:
             job = self.find(name)
             try:
+                job.mark_removed()
                 self.end(name)
             except OSError:  # a full disk must not keep anybody from making room
                 job.status = "finished"
@@ -482,16 +504,20 @@ class Service(AbstractContextManager["Service"]):
             self._settle()
             job, future = self._removals[0]
             self.session.forget(job.id)
-            gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
-            with job.adding:
-                job.folder.rename(gone)
-            shutil.rmtree(gone)
-            source = job.source or ""
-            if job.is_sampler and f"/{JobSession.SAMPLERS}/" in source:  # which is its alone
-                shutil.rmtree((gone.parent / source).parent, ignore_errors=True)
+            self._clear_away(job)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)
+
+    def _clear_away(self, job: Job) -> None:
+        """Remove the files of a job that is marked; the mark goes with the last ones."""
+        root, source = job.folder.parent, job.source or ""
+        if job.is_sampler and f"/{JobSession.SAMPLERS}/" in source:  # which is its alone
+            shutil.rmtree((root / source).parent, ignore_errors=True)
+        gone = root / f"{_REMOVED}-{job.id}"
+        with job.adding:
+            job.folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 def _line_of(error: Exception) -> str:

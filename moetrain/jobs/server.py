@@ -56,7 +56,7 @@ class JobRoutes(JsonServer):
     """The HTTP application of a service.
 
     Most routes are functions that run in another thread. Those of POST take the body; all take the
-    names in the path, and return the answer's JSON, nothing, or a future that ends with nothing.
+    names in the path, and return the answer's JSON, nothing, or futures that end with nothing.
     """
 
     @staticmethod
@@ -116,7 +116,10 @@ class JobRoutes(JsonServer):
         else:
             answer = await asyncio.to_thread(work, **names)
         if isinstance(answer, Future):  # of a removal, which a long turn may hold up
-            answer = await asyncio.wrap_future(answer)
+            answer = [answer]
+        if isinstance(answer, list):
+            await asyncio.gather(*map(asyncio.wrap_future, answer))
+            answer = None
         return answer if isinstance(answer, Response) else self.reply(answer or {})
 
     # ---- jobs of a session ---------------------------------------------------------------------

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -41,7 +42,7 @@ from moetrain.train.run_folder import RunFolder
 _KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
 _Status = Literal["open", "finished", "failed"]
-_JOB, _SAVE = "job.json", "save.json"
+_JOB, _SAVE, _MARK = "job.json", "save.json", ".to-be-removed"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
 PASSES = ("forward", "forward_backward")
@@ -253,6 +254,22 @@ class Job:
     def request_in(folder: Path, number: int) -> dict[str, Any]:
         """Return ``kind`` and ``body`` of a request of the job in ``folder``; or DamagedJob."""
         return _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
+
+    def mark_removed(self) -> None:
+        """Let the disk know that the job is to be removed. Raises OSError."""
+        (self.folder / _MARK).touch()
+        fsync(self.folder)
+
+    @property
+    def is_removed(self) -> bool:
+        return os.path.exists(self.folder / _MARK)  # not if it may not be looked at
+
+    def clear_removed_saves(self) -> None:
+        """Remove what a killed service has left of saves that are none any more."""
+        for kind in _SAVES:
+            for path in (self.folder / kind).glob("[!.]*"):
+                with suppress(DamagedJob, OSError):  # whom it concerns is told
+                    SaveFolder(path).clear()
 
     def begin(self) -> None:
         self._count(0)
