@@ -1,8 +1,9 @@
 """``python -m moetrain.serve PATH``: serve a checkpoint over HTTP in OpenAI's protocol.
 
 PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. SIGTERM and Ctrl-C
-stop the server once it has answered the requests that it has begun. Exit codes: 0, or 2 and one
-line that says what is wrong.
+stop the server. Requests that it has begun have two seconds to be answered; those that are not get
+status 503, and streams end with an error event. Exit codes: 0, or 2 and one line that says what is
+wrong.
 """
 
 import argparse

@@ -214,8 +214,8 @@ class JobsSection(Section):
 
     host: str = "127.0.0.1"
     """Address that the HTTP server listens on; by default only this machine reaches it."""
-    port: int = Field(default=8100, ge=1, le=65535)
-    """Port of the HTTP server."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    """Port of the HTTP server; 0: any free one, which is printed."""
     auth: Literal["auto", "token", "none"] = "auto"
     """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
     who can connect; auto: none if jobs.host is a loopback address, else token."""

@@ -89,7 +89,8 @@ class JobRun:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
-            print(f"serving jobs at http://{access.host}:{access.port}", flush=True)
+            port = listener.getsockname()[1]
+            print(f"serving jobs at http://{access.host}:{port}", flush=True)
             yield
         finally:
             service.tell_stopped()

@@ -4,14 +4,19 @@ A client that keeps the server waiting, for a request or while it reads an answe
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
 file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
 itself, and close no slow client. :mod:`moetrain.rollout.access` says who is served at all.
+
+A server that stops gives the requests that it has begun some seconds. Those that are not answered
+by then, and those that come meanwhile, get status 503; a stream ends with an error event.
 """
 
 import asyncio
 import json
+import math
 import resource
+import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
@@ -23,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moetrain.config.sources import shortened
@@ -38,7 +43,16 @@ _SLOWEST = 16 << 10
 _RESUMED = 48 << 10
 """Bytes that were read when asyncio lets a writer go on: above 64 KiB it waits for a quarter."""
 
+_GRACE_SECONDS = 2.0
+"""Time that a server that stops gives the requests that it has begun."""
+_LAST_WORDS_SECONDS = 0.5
+"""Time after that for clients to read that the server stops."""
+_RETRY_AFTER = {429: "1", 503: "5"}
+"""Seconds after which a client is told to ask again, by status. A start takes some seconds."""
+
 _JSON = "application/json"
+_CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
+"""Names of encodings that are UTF-8 or a part of it."""
 
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=JsonBody)
@@ -52,6 +66,7 @@ class JsonServer:
     """
 
     FAILED = "the server failed at this; its log says why"
+    STOPPED = "the server stops; ask again when it runs"
     connections = 1024
     """Connections at once at most; fewer where half of the process's file limit is less."""
 
@@ -72,7 +87,11 @@ class JsonServer:
         self.most_mib, self.setting = most_mib, setting
         self.arriving = 0
         """Bytes of bodies that are being received or parsed."""
+        self.is_stopping = False
+        """Whether the server stops: it takes up nothing new."""
         self._turn = asyncio.Lock()
+        self._open = set[asyncio.Task[Any]]()
+        """Tasks of requests that are not answered yet."""
         meanings: dict[type[Exception], Callable[[Any], tuple[int, str]]] = {
             HTTPException: lambda error: (error.status_code, error.detail),
             ValidationError: lambda error: (400, JsonBody.complaint(error)),
@@ -90,6 +109,10 @@ class JsonServer:
         """Return the JSON of an error."""
         raise NotImplementedError
 
+    def stream_error(self, status: int, problem: str) -> str:
+        """Return the server-sent event of an error, which ends a stream."""
+        return f"data: {json.dumps(self.error_body(status, problem))}\n\n"
+
     @staticmethod
     def reply(
         value: object, status: int = 200, headers: Mapping[str, str] | None = None
@@ -100,8 +123,13 @@ class JsonServer:
 
     async def _refuse(self, meaning: Any, request: Request, error: Exception) -> Response:
         status, problem = meaning(error)
-        headers = getattr(error, "headers", None)
-        return self.reply(self.error_body(status, problem), status, headers)
+        return self._error(status, problem, getattr(error, "headers", None))
+
+    def _error(
+        self, status: int, problem: str, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        later = {"retry-after": _RETRY_AFTER[status]} if status in _RETRY_AFTER else {}
+        return self.reply(self.error_body(status, problem), status, {**later, **(headers or {})})
 
     async def _health(self, request: Request) -> Response:
         return self.reply({"status": "ok"})
@@ -110,13 +138,20 @@ class JsonServer:
         """Parse the body of ``request``, of type ``wanted``, with ``parse``, in another thread.
 
         Raises:
-            HTTPException: the body has another type, is too large or no JSON.
+            HTTPException: the body has another type or encoding, is too large or no JSON.
             ClientDisconnect: the client hung up.
         """
         # Browsers let any page post other types to a local server without a preflight request.
-        kind = request.headers.get("content-type", "").partition(";")[0]
-        if kind.strip().lower() != wanted:
+        kind, *parameters = request.headers.get("content-type", "").lower().split(";")
+        if kind.strip() != wanted:
             raise HTTPException(415, f"the body is not {wanted}")
+        for name, _, value in (one.partition("=") for one in parameters):
+            if name.strip() == "charset" and (charset := value.strip(' \t"')) not in _CHARSETS:
+                raise HTTPException(415, f"charset {shortened(charset)} is not read; send UTF-8")
+        coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+        if coding not in ("", "identity"):
+            problem = f"content-encoding {shortened(coding)} is not read; send the body as it is"
+            raise HTTPException(415, problem, {"accept-encoding": "identity"})
         data, most = bytearray(), self.most_mib << 20
         try:
             async for chunk in request.stream():
@@ -177,8 +212,11 @@ class JsonServer:
             app: ASGIApp = self.app
             is_http = scope["type"] == "http"
             if is_http and (refusal := access.refusal(dict(scope["headers"]), token)):
-                status, problem = refusal
-                app = self.reply(self.error_body(status, problem), status)
+                app = self._error(*refusal)
+            elif is_http and self.is_stopping:
+                app = self._error(503, self.STOPPED)
+            elif is_http:
+                app = self._unless_stopped
             await app(scope, receive, send)
 
         config = uvicorn.Config(
@@ -187,9 +225,85 @@ class JsonServer:
             ws="none",
             http=_bounded(self.error_body, most),
             backlog=most // 4,  # asyncio accepts as many before anything else happens
-            timeout_graceful_shutdown=2,  # seconds; then requests are cut off
+            # By then all have been told, and what is left is cancelled.
+            timeout_graceful_shutdown=math.ceil(_GRACE_SECONDS + _LAST_WORDS_SECONDS) + 1,
         )
-        return uvicorn.Server(config), access.listen()
+        return _StoppingServer(config, self), access.listen()
+
+    async def _unless_stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; if the server stops before its answer is whole, end that with an error.
+
+        Nothing but :meth:`cut_off` and uvicorn, which stops too, cancels the task of a request.
+        """
+        sent = list[Message]()
+        """The start of the answer, and the last part of its body."""
+
+        async def noted(message: Message) -> None:
+            sent[1:] = [message]
+            await send(message)
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            task.uncancel()
+            with suppress(asyncio.CancelledError):  # a client that does not read: its end has come
+                if not sent:
+                    await self._error(503, self.STOPPED)(scope, receive, send)
+                elif len(sent) > 1 and not sent[1].get("more_body", False):
+                    pass  # it is whole
+                elif _is_events(sent[0]):
+                    data = self.stream_error(503, self.STOPPED).encode()
+                    await send({"type": "http.response.body", "body": data, "more_body": False})
+                else:  # half a file: the end of the connection says so
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+        finally:
+            self._open.discard(task)
+
+    def cut_off(self) -> None:
+        """End the requests that are not answered yet."""
+        for task in self._open:
+            task.cancel()
+
+
+class _StoppingServer(uvicorn.Server):
+    """A server that tells its clients when it stops."""
+
+    def __init__(self, config: uvicorn.Config, served: JsonServer) -> None:
+        super().__init__(config)
+        self._served = served
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._served.is_stopping = True
+        loop = asyncio.get_running_loop()
+        later = [
+            loop.call_later(_GRACE_SECONDS, self._served.cut_off),
+            loop.call_later(_GRACE_SECONDS + _LAST_WORDS_SECONDS, self._hang_up),
+        ]
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for one in later:
+                one.cancel()
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _is_events(start: Message) -> bool:
+    kinds = (value for name, value in start["headers"] if name.lower() == b"content-type")
+    return any(kind.startswith(b"text/event-stream") for kind in kinds)
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Say whether the peer has refused what it was sent; asyncio looks no more after an EOF."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
 
 
 def _parsed(data: bytes) -> Any:
@@ -212,6 +326,8 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
         """Seconds that the client has kept the server waiting, less those that it earned."""
         moved = left = 0
         """Bytes that were sent or read since the last look, and that were still to be read then."""
+        is_half_closed = False
+        """Whether the client sends nothing more, and waits for an answer or has gone."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
@@ -237,10 +353,26 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
         def on_response_complete(self) -> None:
             self.waited = 0.0
             super().on_response_complete()
+            if self.is_half_closed and self._is_between():
+                self._end()
 
-        def eof_received(self) -> None:
+        def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+            """Say whether the connection stays open, for what is still to be answered."""
+            self.is_half_closed = True
+            if self._is_between() or self._is_in_request():
+                self._end()
+                return False
+            # A client that has closed its socket looks the same until it is sent something. This
+            # is what may be sent before an answer; clients that wait for one pass over it.
+            if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return True
+
+        def _end(self) -> None:
             if self._is_in_request():
                 self._refuse(400, "the request has no end")
+            else:
+                self.transport.close()
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(400, "the request is no HTTP/1.1")
@@ -249,6 +381,9 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
         def _look(self) -> None:
+            if self.is_half_closed and _is_reset(self.transport):
+                self.transport.abort()
+                return
             cycle, left = self.cycle, self.transport.get_write_buffer_size()
             moved = self.moved + max(0, self.left - left)
             self.moved, self.left = 0, left

@@ -37,7 +37,7 @@ from moetrain.rollout.request import (
     TextStream,
     end_ids,
 )
-from moetrain.rollout.serving import Serving, Update
+from moetrain.rollout.serving import Serving, ServingClosedError, Update
 
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
@@ -182,7 +182,7 @@ class Answer(ABC):
                 yield write(self._reply([self._choice(number, text, [update])], ends))
                 item = await anext(updates, None)
         except HTTPException as error:
-            yield f"data: {json.dumps(self.http.error_body(500, error.detail))}\n\n"
+            yield self.http.stream_error(error.status_code, error.detail)
 
     def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
         """Return a reply, or a part of one, after the last updates of the choices that ended."""
@@ -277,6 +277,8 @@ class _Served(Answer):
             problem = error.problem.replace("max_tokens", self.asked.limit[0])
             status = 429 if isinstance(error, BusyError) else 400
             raise HTTPException(status, problem) from None
+        except ServingClosedError:
+            raise HTTPException(503, self.server.STOPPED) from None
         except HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - a failed step fails all that it served

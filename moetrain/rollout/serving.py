@@ -26,6 +26,10 @@ class Update(NamedTuple):
     """None: more tokens will come."""
 
 
+class ServingClosedError(RuntimeError):
+    """The server stops, so that nothing is generated any more."""
+
+
 class _Listener(asyncio.Queue[Update | Exception]):
     num_open = 0
     """Completions that are not finished."""
@@ -54,8 +58,10 @@ class Serving:
         Raises:
             BusyError: too many grammars are in use now.
             RequestError: one can never be served, or another of its id is being served.
-            RuntimeError: :meth:`close` came first.
+            ServingClosedError: :meth:`close` came first.
         """
+        if self._is_closed:
+            raise ServingClosedError("generation was closed")
         left = sum(request.params.n for request in requests)
         submitted: Future[None] | None = None
         listener = _Listener()
@@ -116,7 +122,7 @@ class Serving:
             self._driver.cancel()
         for name, listener in list(self._listeners.items()):
             await self.call(self.generator.abort, name)
-            listener.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+            listener.put_nowait(ServingClosedError(f"request {name!r}: generation was closed"))
         self._thread.shutdown()
 
     def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
