@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -306,3 +307,22 @@ def all_of_length(connection):
     while b"}" not in got and (part := connection.recv(1000)):
         got += part
     return got
+
+
+def test_a_port_is_free_when_its_server_ends_before_a_child_that_it_forked(tmp_path):
+    listener = access_to(tmp_path).listen()
+    port = listener.getsockname()[1]
+    (is_there, there), (is_over, over) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(over)
+        os.write(there, b"1")
+        os.read(is_over, 1)
+        os._exit(0)
+    try:
+        assert os.read(is_there, 1) == b"1"
+        listener.close()
+        access_to(tmp_path, port=port).listen().close()
+    finally:
+        for one in (is_there, there, is_over, over):
+            os.close(one)
+        os.waitpid(child, 0)

@@ -9,8 +9,10 @@ Left out on purpose: TLS, which belongs to a proxy before the server.
 
 import hmac
 import ipaddress
+import os
 import secrets
 import socket
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +23,17 @@ from urllib.parse import urlsplit
 from moetrain.config import ConfigError
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import shortened
+
+_listeners = weakref.WeakSet[socket.socket]()
+
+
+def _close_listeners() -> None:
+    for listener in _listeners:
+        listener.close()
+
+
+# A forked child that outlives a killed server would keep the port from the next one.
+os.register_at_fork(after_in_child=_close_listeners)
 
 
 @dataclass(frozen=True)
@@ -105,10 +118,12 @@ class Access:
         except (OSError, UnicodeError) as error:
             raise self._error("host", f"{self.host!r} is no address: {error}") from None
         try:
-            return socket.create_server((self.host, self.port), family=family, backlog=1024)
+            listener = socket.create_server((self.host, self.port), family=family, backlog=1024)
         except OSError as error:
             problem = f"at {self.host} cannot be listened at: {error.strerror}; choose another"
             raise self._error("port", f"{self.port} {problem}") from None
+        _listeners.add(listener)
+        return listener
 
     def _error(self, name: str, problem: str) -> ConfigError:
         return ConfigError(f"{self.section}{name}", problem)
