@@ -1,13 +1,11 @@
 """Conversations: which tokens of a rendered chat carry loss."""
 
 import json
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moetrain.config import Config, ConfigError
@@ -337,19 +335,3 @@ def test_a_few_conversations_hold_out_the_last_ones(
         ConfigError, match=r"data\.eval_fraction: 1e-09: of the 1 documents .* none can"
     ):
         build_data(one, 257)
-
-
-def test_a_template_is_compiled_once_and_each_reader_has_its_own_time(monkeypatch):
-    made = []
-    compiled = ImmutableSandboxedEnvironment.from_string
-
-    def count(self, source, *args, **kwargs):
-        made.append(source)
-        return compiled(self, source, *args, **kwargs)
-
-    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", count)
-    source = "{{ messages[0]['content'] }} in {{ strftime_now('%Y') }}, said once"
-    for year in (1999, 2031):
-        template = ChatTemplate(source, {}, now=datetime(year, 1, 1))
-        assert template.prompt([{"role": "user", "content": "x"}]) == f"x in {year}, said once"
-    assert made == [source]

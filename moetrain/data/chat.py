@@ -14,22 +14,17 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import jinja2
-from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
+from moetrain.data.template_worker import View
+from moetrain.data.templates import TemplateError, TemplateSyntaxError, render
 from moetrain.data.tokenizer import Tokenizer
 
 _CHATML = """\
@@ -55,10 +50,6 @@ _READS_PARTS = re.compile(
 )
 """How a template looks that takes ``content`` as a list of parts."""
 
-# What templates raise: programs, if small ones.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
-_TEMPLATE_ERRORS += (RuntimeError, TypeError, ValueError)  # and with these RecursionError
-
 
 class BadLineError(Exception):
     """A line's content is wrong; the caller, who knows file and line number, reports both."""
@@ -69,24 +60,12 @@ class BadLineError(Exception):
         self.field = field
 
 
-class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}`` renders its content, with marks on request."""
-
-    tags = {"generation"}  # noqa: RUF012  as the base class has it
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    @jinja2.pass_context
-    def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}" if context.get(_MARK) else caller()
-
-
 @dataclass
 class ChatTemplate:
-    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints.
+    """A Jinja chat template.
+
+    It comes with strangers' checkpoints, so it runs in Jinja's sandbox and in a process with limits
+    of time and memory (:mod:`moetrain.data.templates`).
 
     What is wrong with it is found at the first conversation: a corpus without any needs no valid
     template.
@@ -99,19 +78,22 @@ class ChatTemplate:
     """The template for conversations that have tools; None: the same one."""
     now: datetime = field(default_factory=datetime.now)
     """One time for all texts, by ``strftime_now``."""
+    file: str | None = None
+    """The file that holds it, for messages."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
         """Read ``file_name``, else take the tokenizer's, else ChatML; ConfigError: a bad file."""
         special = tokenizer.special_tokens
         if file_name is not None:
-            template = cls(_read(file_name), special)
-            _compiled(template.source)  # whoever names a file hears of its mistakes
+            template = cls(_read(file_name), special, file=file_name)
+            list(template._rendered([], {}, []))  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
-            with_tools = None if tools is None else cls(tools, special)
-            return cls(tokenizer.chat_template, special, with_tools)
+            files = tokenizer.template_files
+            with_tools = None if tools is None else cls(tools, special, file=files[1])
+            return cls(tokenizer.chat_template, special, with_tools, file=files[0])
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
         return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special)
@@ -160,9 +142,10 @@ class ChatTemplate:
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return [self._marked_document(turns, variables, learned[0])]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
+        views = [view for i in learned for view in (View(i, True), View(i + 1, False))]
+        texts = self._rendered(turns, variables, views)
         for i in learned:
-            prompt = self._render(turns[:i], variables, add_generation_prompt=True)
-            text = self._render(turns[: i + 1], variables, add_generation_prompt=False)
+            prompt, text = next(texts), next(texts)
             if not text.startswith(prompt):
                 said = f"generation prompt does not begin its rendering of messages[{i}]"
                 problem = f"the chat template's {said}; give another template in data.chat_template"
@@ -187,19 +170,20 @@ class ChatTemplate:
         Returns:
             The text, and the marked spans behind those of the turns before turn ``first``.
         """
-        text, spans = self._marks(turns, variables)
         is_later = any(turn["role"] == "assistant" for turn in turns[:first])
-        spans = spans[len(self._marks(turns[:first], variables)[1]) if is_later else 0 :]
+        ends = [len(turns), first] if is_later else [len(turns)]
+        views = [View(end, False, (_OPEN, _CLOSE)) for end in ends]
+        (text, spans), *before = map(self._marks, self._rendered(turns, variables, views))
+        spans = spans[sum(len(earlier) for _, earlier in before) :]
         if not spans:
             problem = "the chat template marks no text with {% generation %}, though there is an "
             problem += "assistant's turn; give another one"
             raise BadLineError(problem, "data.chat_template")
         return text[: spans[-1][1]], spans
 
-    def _marks(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
+    @staticmethod
+    def _marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text without marks, and the spans between them."""
         text, spans, starts = "", [], []
         for piece in re.split(f"({_OPEN}|{_CLOSE})", marked):
             if piece == _OPEN:
@@ -216,7 +200,8 @@ class ChatTemplate:
         """Render what the assistant's next turn continues; raises as :meth:`documents`."""
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(messages, variables)
-        return self._render(self._checked(messages), variables, add_generation_prompt=True)
+        turns = self._checked(messages)
+        return next(self._rendered(turns, variables, [View(len(turns), True)]))
 
     @staticmethod
     def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,38 +268,21 @@ class ChatTemplate:
             turns.append(turn)
         return turns
 
-    def _render(
+    def _rendered(
         self,
-        messages: list[dict[str, Any]],
+        turns: list[dict[str, Any]],
         variables: Mapping[str, Any],
-        add_generation_prompt: bool,
-    ) -> str:
-        template = _compiled(self.source)  # its own error is no line's
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        # As `transformers` has them where none are given.
-        given = {"strftime_now": self.now.strftime, "tools": None, "documents": None}
+        views: Sequence[View],
+    ) -> Iterator[str]:
+        given = {**self.special_tokens, **variables}
         try:
-            return template.render({**self.special_tokens, **given, **variables, **own})
-        except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
-            raise BadLineError(f"the chat template fails: {_say(error)}") from None
-
-
-@lru_cache(maxsize=16)  # it takes milliseconds, and every request to a server renders
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        problem = f"line {error.lineno} of the template: {error.message}"
-    except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
-        problem = f"the template cannot be compiled: {_say(error)}"
-    raise ConfigError("data.chat_template", problem)
+            yield from render(self.source, turns, given, self.now, views)
+        except TemplateSyntaxError as error:  # which is no line's
+            where = f"{self.file}: " if self.file else ""
+            raise ConfigError("data.chat_template", f"{where}{error}") from None
+        except TemplateError as error:
+            name = f"chat template {self.file}" if self.file else "chat template"
+            raise BadLineError(f"the {name} fails: {error}") from None
 
 
 def _read(file_name: str) -> str:
@@ -325,18 +293,3 @@ def _read(file_name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read as text: {error}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
-
-
-def _say(error: Exception) -> str:
-    """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
-    is_jinjas = isinstance(error, jinja2.TemplateError)
-    return str(error) if is_jinjas else f"{type(error).__name__}: {error}"
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON as ``transformers`` does; Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

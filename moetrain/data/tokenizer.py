@@ -56,6 +56,8 @@ class Tokenizer(Protocol):
     """Its own Jinja template for conversations, if it has one."""
     tool_template: str | None = None
     """The template for conversations with tools, if that is another one."""
+    template_files: tuple[str | None, str | None] = (None, None)
+    """The files that hold ``chat_template`` and ``tool_template``, for messages."""
     special_tokens: dict[str, str]
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
     special_ids: dict[str, int | None]
@@ -186,9 +188,12 @@ class _HFTokenizer(Tokenizer):
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             self.bos_ids = (self._id_of("bos_token"),)
-        self.chat_template = _chat_template(folder, "chat_template.jinja", config, "default")
-        tools = "additional_chat_templates/tool_use.jinja"
-        self.tool_template = _chat_template(folder, tools, config, "tool_use")
+        both = (
+            _chat_template(folder, "chat_template.jinja", config, "default"),
+            _chat_template(folder, "additional_chat_templates/tool_use.jinja", config, "tool_use"),
+        )
+        (self.chat_template, chat_file), (self.tool_template, tool_file) = both
+        self.template_files = (str(chat_file), str(tool_file))
         special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
@@ -333,12 +338,18 @@ def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: str) -> str | None:
-    """Read the template ``name`` from its own file, else from ``tokenizer_config.json``."""
+def _chat_template(
+    folder: Path, file_name: str, config: dict[str, Any], name: str
+) -> tuple[str | None, Path]:
+    """Read the template ``name`` from its own file, else from ``tokenizer_config.json``.
+
+    Returns:
+        The template, None if there is none, and its file.
+    """
     file = folder / file_name
     if os.path.lexists(file):
         try:
-            return _read(file, folder).decode()
+            return _read(file, folder).decode(), file
         except UnicodeDecodeError as error:
             raise _wrong(f"{file} is not UTF-8: {error.reason}") from None
     template = config.get("chat_template")
@@ -346,8 +357,8 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
         named = {e.get("name"): e.get("template", 0) for e in template if isinstance(e, dict)}
         template = named.get(name, 0 if name == "default" else None)
     elif name != "default":
-        return None
+        return None, file
     if template is not None and not isinstance(template, str):
         wanted = 'a list of {"name": ..., "template": ...} with one named default'
         raise _wrong(f"{folder}/{_CONFIG}: chat_template is neither a text nor {wanted}")
-    return template
+    return template, folder / _CONFIG

@@ -1,0 +1,237 @@
+"""Renders chat templates in processes with limits (:mod:`moetrain.data.template_worker`).
+
+A template that computes without end, or fills the memory, ends its own process and no other. All
+texts of a conversation cost one round trip through a pipe. A process starts in about 100 ms and is
+used again; threads that render at once have one each.
+"""
+
+import atexit
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from moetrain.data import template_worker
+from moetrain.data.template_worker import (
+    FAILED,
+    LARGE,
+    LENGTH,
+    LIMITS,
+    TEXT,
+    WRONG,
+    Answer,
+    View,
+)
+
+_SECONDS, _SECONDS_A_TURN, _SECONDS_A_BYTE = 1.0, 2e-3, 5e-7
+"""CPU time for a request, and that which each text of it has besides.
+
+A template may look at all turns at each turn: a thousand of them take one second.
+"""
+_MEMORY, _MEMORY_A_BYTE = 1 << 30, 32
+_CHARACTERS, _CHARACTERS_A_BYTE = 16 << 20, 8
+_AT_ONCE = 32
+"""Texts that are made by one request: not all, since they may be long and have most in common."""
+_MOST_PROCESSES = 8
+
+
+class TemplateError(Exception):
+    """A template fails; the message is one line of readable length."""
+
+
+class TemplateSyntaxError(TemplateError):
+    """A template cannot be compiled."""
+
+
+class _EndedError(Exception):
+    """The process that renders has ended."""
+
+    def __init__(self, code: int) -> None:
+        """``code`` is its exit status; a negative one is the number of a signal."""
+        super().__init__()
+        self.code = code
+
+
+class _Process:
+    """A running :mod:`moetrain.data.template_worker`."""
+
+    def __init__(self) -> None:
+        paths = json.dumps([path for path in sys.path if os.path.isabs(path)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", template_worker.__file__, paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        _pool.all.add(self)
+
+    def ask(self, request: bytes, num_texts: int) -> list[Answer]:
+        """Return the answers to a request; _EndedError: the process ended before the last one."""
+        writer, reader = self._process.stdin, self._process.stdout
+        assert writer is not None
+        assert reader is not None
+        answers: list[Answer] = []
+        with suppress(BrokenPipeError, ConnectionResetError):
+            writer.write(request)
+            writer.flush()
+            while len(answers) < num_texts and len(head := reader.read(LENGTH.size)) == LENGTH.size:
+                data = reader.read(size := LENGTH.unpack(head)[0])
+                if len(data) < size:
+                    break
+                answers.append((data[:1], data[1:].decode("utf-8", "surrogatepass")))
+                if answers[-1][0] != TEXT:
+                    return answers
+        if len(answers) < num_texts:
+            raise _EndedError(self.close())
+        return answers
+
+    def close(self) -> int:
+        """End the process, unless it has ended; return its exit status."""
+        if not self._wait(0.5):  # the end of the output may be seen before that of the process
+            self._process.kill()
+        self.forget()
+        return self._process.wait()
+
+    def _wait(self, seconds: float) -> bool:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # at which it ends
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    def forget(self) -> None:
+        """Close the pipes."""
+        _pool.all.discard(self)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):  # by what was not yet written
+                pipe.close()
+
+    def leave(self) -> None:
+        """Forget the process, which is a child of the process that this one was forked from."""
+        self.forget()
+        self._process.returncode = 0
+
+
+class _Pool:
+    """The processes that render."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Process] = []
+        self.all: set[_Process] = set()
+        self.slots = threading.BoundedSemaphore(_MOST_PROCESSES)
+
+    def take(self) -> _Process:
+        """Return a process that is idle, else a new one."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            return _Process()
+
+    def end(self) -> None:
+        """End the processes that are idle."""
+        while self.idle:
+            self.idle.pop().close()
+
+    def begin_in_child(self) -> None:
+        """Leave the processes to the process that this one was forked from."""
+        for process in [*self.all]:
+            process.leave()
+        self.idle.clear()
+        self.slots = threading.BoundedSemaphore(_MOST_PROCESSES)
+
+
+_pool = _Pool()
+atexit.register(_pool.end)
+os.register_at_fork(after_in_child=_pool.begin_in_child)
+
+
+def render(
+    source: str,
+    turns: Sequence[Any],
+    variables: Mapping[str, Any],
+    now: datetime,
+    views: Sequence[View],
+) -> Iterator[str]:
+    """Render views of a conversation by the template ``source``.
+
+    The rendering has 1 s of CPU time and 1 GiB of memory, and a text may have 16 Mi characters.
+    Each limit grows in proportion to the size of the conversation. :data:`_AT_ONCE` views are made
+    ahead.
+
+    Raises:
+        TemplateSyntaxError: the template cannot be compiled.
+        TemplateError: it fails, takes more than it may, or the conversation cannot be sent to it.
+    """
+    for start in range(0, max(1, len(views)), _AT_ONCE):
+        some = [*views[start : start + _AT_ONCE]]
+        try:
+            work = pickle.dumps((source, [*turns], {**variables}, now, [tuple(v) for v in some]))
+        except (AttributeError, RecursionError, TypeError, pickle.PicklingError) as error:
+            said = f"the conversation holds what no JSON holds, or is nested too deeply: {error}"
+            raise TemplateError(_line(said)) from None
+        size = len(work)
+        more = _SECONDS_A_BYTE * size + _SECONDS_A_TURN * len(turns)
+        seconds = _SECONDS + more * len(some)
+        memory = _MEMORY + _MEMORY_A_BYTE * size * len(some)
+        most = _CHARACTERS + _CHARACTERS_A_BYTE * size
+        request = LIMITS.pack(seconds, memory, most, size) + work
+        try:
+            answers = _answers(request, 1 + len(some))
+        except _EndedError as ended:
+            if ended.code == -signal.SIGPROF:
+                said = f"it takes more than {seconds:.1f} s of CPU time"
+                raise TemplateError(said) from None
+            said = f"its process ended (exit status {ended.code})"
+            raise TemplateError(said) from None
+        for i, (kind, text) in enumerate(answers):
+            if kind == TEXT and i == 0:
+                continue  # it is compiled
+            if kind == TEXT:
+                yield text
+            elif kind == WRONG:
+                raise TemplateSyntaxError(_line(text))
+            elif kind == FAILED:
+                raise TemplateError(_line(text))
+            else:
+                said = f"the limits are {most:,} characters of text and {memory >> 20:,} MiB"
+                raise TemplateError(f"it {_line(text)}; {said}")
+
+
+def _answers(request: bytes, num_texts: int) -> list[Answer]:
+    """Ask a process; where anything but its limit of time ended it, ask another one, once.
+
+    A machine that lacks memory ends processes of others.
+    """
+    with _pool.slots:
+        try:
+            return _asked(_pool.take(), request, num_texts)
+        except _EndedError as ended:
+            if ended.code == -signal.SIGPROF:
+                raise
+        return _asked(_Process(), request, num_texts)
+
+
+def _asked(process: _Process, request: bytes, num_texts: int) -> list[Answer]:
+    try:
+        answers = process.ask(request, num_texts)
+    except BaseException:  # an interrupt leaves answers to come
+        process.close()
+        raise
+    if answers[-1][0] == LARGE:  # its memory is in pieces
+        process.close()
+    else:
+        _pool.idle.append(process)
+    return answers
+
+
+def _line(text: str, most: int = 500) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
