@@ -141,7 +141,7 @@ def test_damage_in_memory_is_passed_over_in_one_line(tiny, memory, caplog):
     (three / "model-00000-00.safetensors").unlink()
     assert Trainer(words).step == 0
     (line,) = (text for text in said(caplog) if "a checkpoint in memory is passed over" in text)
-    assert line.endswith("step-00000003/model-00000-00.safetensors': it is no file")
+    assert line.endswith("step-00000003/model-00000-00.safetensors': No such file or directory")
 
 
 def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):

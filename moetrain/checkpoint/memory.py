@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from moetrain.checkpoint import read
 from moetrain.config import CheckpointSection, logger
-from moetrain.config.files import write_durably
+from moetrain.config.files import read_regular, write_durably
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.processes import TIMEOUT, machine
 
@@ -124,7 +124,7 @@ class Folders:
             files = read.open_checkpoint(path, is_whole=is_whole).contents.files
         except read.DamagedCheckpoint as error:
             return _Held(problem=error.problem)
-        data = (path / read.MANIFEST).read_bytes()
+        data = read_regular(path / read.MANIFEST, read.MAX_BYTES)
         sizes = {name: known.size for name, known in files.items()} | {read.MANIFEST: len(data)}
         return _Held(read.crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
 

@@ -39,6 +39,7 @@ from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapte
 from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError
+from moetrain.config.files import open_regular, read_regular
 from moetrain.config.sources import shortened
 
 FORMAT = 2
@@ -48,6 +49,8 @@ STATE = "state.json"
 CHUNK = 4 << 20
 """Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
 _CRC_DIGITS = 8
+MAX_BYTES = 1 << 30
+"""How many a manifest or ``state.json`` may have: the manifest of 200 TiB has as many."""
 _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
@@ -60,7 +63,8 @@ class DamagedCheckpoint(ConfigError):
     """A checkpoint's files are not what was written; an earlier checkpoint may be intact."""
 
     def __init__(self, path: Path, why: object) -> None:
-        super().__init__("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
+        said = why.strerror if isinstance(why, OSError) and why.strerror else why
+        super().__init__("checkpoint.resume", f"cannot read {str(path)!r}: {said}")
 
 
 def sealed(text: str) -> bytes:
@@ -273,7 +277,7 @@ class StoredTensor:
         path, size = self.folder / piece.file, self.dtype.itemsize * piece.numel
         buffer = out.view(-1).view(torch.uint8).numpy()
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_regular(path)
         except OSError as error:
             raise DamagedCheckpoint(path, error) from None
 
@@ -384,7 +388,7 @@ def _without_manifest(folder: Path) -> ConfigError:
         )
     if has_weights and STATE in names:
         try:
-            state = json.loads(_read_file(folder / STATE))
+            state = json.loads(read_regular(folder / STATE, MAX_BYTES))
         except (OSError, ValueError, RecursionError):
             state = None  # damaged, whatever wrote it
         if isinstance(state, dict):  # format 1 names none
@@ -399,20 +403,11 @@ def _without_manifest(folder: Path) -> ConfigError:
     )
 
 
-def _read_file(path: Path, most: int = -1) -> bytes:
-    """Read ``most`` bytes (-1: all); OSError: ``path`` is no file (a pipe would block)."""
-    if not path.is_file():
-        what = "a folder, a pipe, or a link to nothing" if os.path.lexists(path) else "no file"
-        raise OSError(f"it is {what}")
-    with path.open("rb") as file:
-        return file.read(most)
-
-
 def _read_manifest(folder: Path, is_whole: bool) -> tuple[Contents, dict[str, Any]]:
     """Read the manifest and the state of ``folder``, and check the size and header of each file."""
     path = folder / MANIFEST
     try:
-        data = _read_file(path)
+        data = read_regular(path, MAX_BYTES)
         if not holds_seal(data):
             raise DamagedCheckpoint(path, "it is not what was written (its checksum differs)")
         value = json.loads(data)
@@ -422,7 +417,7 @@ def _read_manifest(folder: Path, is_whole: bool) -> tuple[Contents, dict[str, An
             path = folder / name
             if not is_whole and not os.path.lexists(path):
                 continue
-            head, size = _read_file(path, known.head), path.stat().st_size
+            head, size = read_regular(path, MAX_BYTES, known.head), path.stat().st_size
             if size != known.size:
                 problem = f"it has {size} bytes, not {known.size}: cut short, or changed"
                 raise DamagedCheckpoint(path, problem)
@@ -430,7 +425,7 @@ def _read_manifest(folder: Path, is_whole: bool) -> tuple[Contents, dict[str, An
                 problem = "its beginning is not what was written (a checksum differs)"
                 raise DamagedCheckpoint(path, problem)
         path = folder / STATE
-        return contents, json.loads(_read_file(path))
+        return contents, json.loads(read_regular(path, MAX_BYTES))
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

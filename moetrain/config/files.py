@@ -1,11 +1,13 @@
-"""Files that appear whole or not at all.
+"""Files that appear whole or not at all, and files of strangers that are read without waiting.
 
-It lies in the lowest package, because models, checkpoints, metrics and jobs all write such files,
+It lies in the lowest package, because models, checkpoints, metrics and jobs all have such files,
 and none of these packages may import another's helpers.
 """
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +48,47 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
 
     write_atomically(path, put)
     fsync(path.parent)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises OSError: it cannot be opened, or is a pipe (opening one waits for its writer), a device,
+    a socket, a folder or a link to nothing.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next(name for is_kind, name in _KINDS if is_kind(mode))
+            raise OSError(errno.EINVAL, f"it is {kind} and not a file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (lambda mode: True, "something else"),
+)
+
+
+def read_regular(path: Path, most: int, first: int | None = None) -> bytes:
+    """Return the content of a regular file, or its ``first`` bytes.
+
+    Raises OSError: as :func:`open_regular`, or the file has more than ``most`` bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        wanted = size if first is None else min(max(first, 0), size)
+        if wanted > most:
+            said = f"it has {size:,} bytes, and at most {most:,} are read"
+            raise OSError(errno.EFBIG, said, str(path))
+        return file.read(wanted)
 
 
 def remove_temporaries(folder: Path) -> None:

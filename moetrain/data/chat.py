@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from moetrain.config import ConfigError
+from moetrain.config.files import read_regular
 from moetrain.config.sources import shortened
 from moetrain.data.template_worker import View
 from moetrain.data.templates import TemplateError, TemplateSyntaxError, render
@@ -35,6 +36,8 @@ _CHATML = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
+_MAX_BYTES = 1 << 20
+"""How many a file with a template may have; published ones have 30 KB at most."""
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 # Other arguments of ``apply_chat_template``, which there are no variables of the template.
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
@@ -287,9 +290,11 @@ class ChatTemplate:
 
 def _read(file_name: str) -> str:
     try:
-        if os.path.isfile(file_name):
-            return Path(file_name).read_text(encoding="utf-8")
-        problem = "is not a file" if os.path.lexists(file_name) else "does not exist"
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read as text: {error}"
+        return read_regular(Path(file_name), _MAX_BYTES).decode()
+    except (FileNotFoundError, NotADirectoryError):
+        links = os.path.lexists(file_name)
+        problem = "is a link to nothing" if links else "does not exist"
+    except (OSError, ValueError) as error:  # of a name with a null byte, of text that is not UTF-8
+        said = error.strerror if isinstance(error, OSError) else error
+        problem = f"cannot be read as text: {said}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 
 from moetrain.config import ConfigError, logger
-from moetrain.models.hf.files import TokenizerFiles, follow, read_json, small_files
+from moetrain.models.hf.files import TokenizerFiles, read_json, read_small, small_files
 
 _wrong = partial(ConfigError, "data.tokenizer")
 
@@ -165,7 +165,7 @@ class _HFTokenizer(Tokenizer):
         config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # an older checkpoint: so `transformers` reads it
             config |= _read_json(folder / "special_tokens_map.json")
-        content = _read(file)
+        content = read_small(file, folder, "data.tokenizer")
         with _library_errors(f"{file} is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             padding = self._tokenizer.padding
@@ -232,13 +232,14 @@ class _HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text on all cores; ids are uint32."""
-        with _library_errors("the tokenizer cannot encode a text"):
+        with _library_errors(f"the tokenizer cannot encode a text: {self._file}"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         own = [i for i in ids if i != self.eos_id]  # which not all files call special
-        return self._tokenizer.decode(own, skip_special_tokens=True)
+        with _library_errors(f"the tokenizer cannot decode tokens: {self._file}"):
+            return self._tokenizer.decode(own, skip_special_tokens=True)
 
     def _files(self) -> dict[str, Path | str]:
         """List the files beside tokenizer.json; the config must name the token that ends a text."""
@@ -292,7 +293,8 @@ def _library_errors(doing: str) -> Iterator[None]:
         # A failed assertion in its Rust is no Exception, and its class has no importable name.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise _wrong(f"{doing}: {error}") from None
+        said = " ".join(str(error).split())
+        raise _wrong(f"{doing}: {said:.500}") from None
 
 
 def _offsets(encoding: tokenizers.Encoding) -> np.ndarray:
@@ -307,22 +309,9 @@ def _byte_offsets(text: str) -> np.ndarray:
     return np.stack([start, start + 1], axis=1)
 
 
-def _read(path: Path, folder: Path | None = None) -> bytes:
-    """Read ``path``, which must not link to outside of ``folder`` (None: its own folder)."""
-    try:
-        return follow(path, folder or path.parent, "data.tokenizer").read_bytes()
-    except OSError as error:
-        raise _wrong(f"{path} cannot be read: {error.strerror}") from None
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in ``path``; empty if there is no such file."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        return read_json(path)
-    except ConfigError as error:
-        raise _wrong(error.problem) from None
+    return read_json(path, "data.tokenizer") if os.path.lexists(path) else {}
 
 
 def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -349,7 +338,7 @@ def _chat_template(
     file = folder / file_name
     if os.path.lexists(file):
         try:
-            return _read(file, folder).decode(), file
+            return read_small(file, folder, "data.tokenizer").decode(), file
         except UnicodeDecodeError as error:
             raise _wrong(f"{file} is not UTF-8: {error.reason}") from None
     template = config.get("chat_template")

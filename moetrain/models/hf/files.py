@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError, logger
-from moetrain.config.files import write_atomically
+from moetrain.config.files import open_regular, read_regular, write_atomically
 from moetrain.kernels.quant.formats import Dequantised, Format, format_of
 from moetrain.models.family import Piece, WeightMap
 
@@ -81,7 +81,7 @@ class HFSource:
         with _readable(folder):
             config, stored = read_json(folder / CONFIG), _stored_tensors(folder)
             path = folder / GENERATION
-            generation = read_json(path) if path.is_file() else None
+            generation = read_json(path) if os.path.lexists(path) else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
             form = format_of(config)
             if form is not None:
@@ -133,7 +133,12 @@ _WEIGHTS = re.compile(
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
 )
 _MAX_COPY_BYTES = 256 * 2**20
-_MAX_JSON_BYTES = 256 * 2**20
+_MAX_BYTES = {"tokenizer.json": 256 << 20, INDEX: 64 << 20, ".jinja": 1 << 20, "": 16 << 20}
+"""How many bytes a file of a checkpoint may have that is read whole, by the end of its name.
+
+The largest that are published have 35 MB (a tokenizer), some 20 MB (the index of 200,000 tensors),
+30 KB (a template) and 2 MB (the settings of a tokenizer with 10,000 added tokens).
+"""
 
 
 @dataclass(frozen=True)
@@ -210,9 +215,9 @@ def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
     return path
 
 
-def error(what: str | os.PathLike[str], problem: str) -> ConfigError:
+def error(what: str | os.PathLike[str], problem: str, field: str = "model.path") -> ConfigError:
     """Make the error for a fault of the checkpoint at ``what``, as one line of readable length."""
-    return ConfigError("model.path", f"{_short(os.fspath(what))}: {_short(problem)}")
+    return ConfigError(field, f"{_short(os.fspath(what))}: {_short(problem)}")
 
 
 def _short(text: str, most: int = 500) -> str:
@@ -305,27 +310,37 @@ def _readable(folder: Path) -> Iterator[None]:
         raise error(where, f"cannot be read ({failure.strerror or failure})") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_small(path: Path, folder: Path, field: str = "model.path") -> bytes:
+    """Read a file of the checkpoint in ``folder`` that is not its weights.
+
+    Raises ConfigError on ``field``: the file is not there, links to outside of the folder, is no
+    regular file (opening a pipe would wait for ever), is too large, or cannot be read.
+    """
+    most = next(most for end, most in _MAX_BYTES.items() if path.name.endswith(end))
+    try:
+        if not os.path.lexists(path):
+            raise error(path.parent, f"no {path.name} in it", field)
+        return read_regular(follow(path, folder, field), most)
+    except FileNotFoundError:
+        raise error(path, "a link to nothing", field) from None
+    except OSError as failure:
+        said = f"cannot be read ({failure.strerror or failure})"
+        raise error(path, said, field) from None
+
+
+def read_json(path: Path, field: str = "model.path") -> dict[str, Any]:
     """Read the JSON object in a file of a checkpoint.
 
-    Raises ConfigError: there is no file, or it is not JSON, or holds something other than an
-    object.
+    Raises ConfigError on ``field``: as :func:`read_small`, or the file is not JSON in UTF-8, or
+    holds something other than an object.
     """
-    with _readable(path):
-        if not path.is_file():
-            if os.path.lexists(path):
-                raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
-            raise error(path.parent, f"no {path.name} in it")
-        num_bytes = follow(path, path.parent).stat().st_size
-        if num_bytes > _MAX_JSON_BYTES:
-            raise error(path, f"{num_bytes:,} bytes are no {path.name}")
-        content = path.read_bytes()
+    content = read_small(path, path.parent, field)
     try:
         value = json.loads(content.decode())
     except (ValueError, RecursionError) as failure:
-        raise error(path, f"not JSON ({failure})") from None
+        raise error(path, f"not JSON ({failure})", field) from None
     if not isinstance(value, dict):
-        raise error(path, f"holds a {type(value).__name__}, not an object")
+        raise error(path, f"holds a {type(value).__name__}, not an object", field)
     return value
 
 
@@ -359,7 +374,8 @@ def find_in(files: Mapping[Path, safe_open], name: str, tensor: _FileTensor) -> 
 def open_shard(shard: Path) -> safe_open:
     """Open a safetensors file and check its header; ConfigError if it is damaged."""
     with _readable(shard):
-        shard.open("rb").close()  # safetensors says of every refusal that there is no such file
+        # The library would wait for a pipe, and says of all refusals that there is no such file.
+        os.close(open_regular(shard))
         try:
             return safe_open(shard, framework="pt")
         except SafetensorError as failure:
