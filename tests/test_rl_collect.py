@@ -1,6 +1,7 @@
 """Trajectories: many at once over one generator, with environments that may fail in any way."""
 
 import asyncio
+import copy
 import math
 import sys
 import time
@@ -292,3 +293,45 @@ def test_what_is_under_way_goes_on_from_a_checkpoint_with_the_same_bits(kind):
             assert t.versions == theirs[member].versions
             if kind is CountingEpisode:  # else what is read beside what is left to the clock
                 assert t.logprobs == theirs[member].logprobs
+
+
+def test_a_stop_text_that_an_interrupted_turn_began_ends_the_resumed_one():
+    class Once(CountingEpisode):
+        def reset(self):
+            return Turn((3, 4, self.task), stop=self.environment.stop)
+
+        def step(self, action):
+            return Turn(reward=1.0, done=True)
+
+    class Environment(Counting):
+        stop = ()
+
+        def episode(self, task):
+            return Once(self, task)
+
+    def play(stop, **values):
+        environment = Environment(1)
+        environment.stop = stop
+        return collector_of(environment, max_tokens=40, **values)
+
+    for seed in range(20):
+        collector = play(())
+        collector.start(0, 0, 1, seed=seed)
+        ((whole,),) = collector.finish([0])
+        text = bytes(t if t < 128 else 0 for t in whole.tokens[3:])
+        pairs = [text[i : i + 2] for i in range(2, len(text) - 3) if 0 not in text[i : i + 2]]
+        if pairs:
+            break
+    end = 3 + text.index(pairs[0]) + 2
+    collector = play((pairs[0].decode(),))
+    collector.start(0, 0, 1, seed=seed)
+    ((straight,),) = collector.finish([0])
+    assert straight.tokens == whole.tokens[:end]
+    for known in range(4, end):
+        collector, part = play((pairs[0].decode(),)), copy.deepcopy(straight)
+        part.tokens, part.is_action = part.tokens[:known], part.is_action[:known]
+        part.logprobs, part.versions = part.logprobs[:known], part.versions[:known]
+        part.actions, part.answers, part.is_over, part.reward = [], 1, False, 0.0
+        collector.resume(part)
+        ((found,),) = collector.finish([0])
+        assert found.tokens == straight.tokens, known

@@ -441,8 +441,9 @@ class Collector:
     def _speak(self, name: str, part: _Active) -> None:
         trajectory, most = part.trajectory, part.turn.max_tokens
         room = self._room(trajectory, trajectory.start)
-        if most is not None:  # less what a turn that was interrupted has
-            room = min(room, most - (len(trajectory.tokens) - trajectory.turn_start))
+        num_written = len(trajectory.tokens) - trajectory.turn_start  # by an interrupted turn
+        if most is not None:
+            room = min(room, most - num_written)
         params = SamplingParams(
             max_tokens=room,
             stop=part.turn.stop,
@@ -452,7 +453,8 @@ class Collector:
             routes=self.settings.routing_replay,
             tempered=True,
         )
-        self.generator.submit(Request(name, tuple(trajectory.tokens[trajectory.start :]), params))
+        tokens = tuple(trajectory.tokens[trajectory.start :])
+        self.generator.submit(Request(name, tokens, params, num_written))
         part.is_speaking = True
 
     def _follow(self, completion: Completion) -> None:

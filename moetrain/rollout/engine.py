@@ -35,7 +35,14 @@ from moetrain.rollout.grammars import (
 )
 from moetrain.rollout.pages import Chunk, Pages, Running, Scheduler
 from moetrain.rollout.ranks import ExpertParallel, HeadParallel
-from moetrain.rollout.request import BusyError, Completion, Request, RequestError, end_ids
+from moetrain.rollout.request import (
+    BusyError,
+    Completion,
+    Request,
+    RequestError,
+    TextStream,
+    end_ids,
+)
 from moetrain.rollout.steps import Step, Steps
 
 _Chosen = tuple[int, float, list[float], dict[int, float]]
@@ -137,6 +144,12 @@ class Generator:
                     raise RequestError(request.id, "a request of this id is being served")
                 self._check(request)
                 begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
+                if request.params.stop:
+                    assert self.tokenizer is not None  # self._check saw to it
+                    written = request.tokens[len(request.tokens) - request.num_written :]
+                    for sequence in begun[request.id]:
+                        sequence.text_so_far = TextStream(self.tokenizer, request.params.stop)
+                        sequence.text_so_far.push(*written)
             for request in requests:
                 if request.params.grammar is not None:
                     compiled.append(self.compile(request))
@@ -282,7 +295,10 @@ class Generator:
             completion.logprobs.append(logprob)
             completion.top_logprobs += [top] if params.logprobs else []
             completion.versions.append(self.version)
-            completion.finish_reason = params.reason(completion.tokens, self.tokenizer)
+            if (text := sequence.text_so_far) is not None:
+                text.push(token)
+            has_stop_text = text is not None and text.is_stopped
+            completion.finish_reason = params.reason(completion.tokens, has_stop_text=has_stop_text)
             if sequence.matcher is not None and sequence.matcher.end == i + 1:
                 completion.finish_reason = "abort" if sequence.matcher.has_failed else "stop"
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]

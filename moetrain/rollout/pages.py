@@ -32,7 +32,7 @@ from moetrain.models.families.drafting import Lookup
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.grammars import Matcher
-from moetrain.rollout.request import Completion, Request
+from moetrain.rollout.request import Completion, Request, TextStream
 
 _CPU_TOKENS = 16_384
 _MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
@@ -211,6 +211,8 @@ class Running:
         self.lookup = Lookup()
         self.matcher: Matcher | None = None
         """How far its grammar has come (:mod:`moetrain.rollout.grammars`); None: it has none."""
+        self.text_so_far: TextStream | None = None
+        """Finds stop texts as the completion grows; None: the request has none."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
         self.scores: list[tuple[float, dict[int, float]]] = []

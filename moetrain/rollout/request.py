@@ -97,17 +97,14 @@ class SamplingParams:
         """Factor of the logits in reported log-probabilities."""
         return (self.tempered and self.inverse) or 1.0
 
-    def reason(self, tokens: Sequence[int], tokenizer: Tokenizer | None) -> _FinishReason | None:
-        """Return why a completion of ``tokens`` has ended; None: it goes on."""
-        if tokens[-1] in self.stop_ids:
+    def reason(self, tokens: Sequence[int], *, has_stop_text: bool) -> _FinishReason | None:
+        """Return why a completion of ``tokens`` has ended; None: it goes on.
+
+        ``has_stop_text``: whether the text of ``tokens`` contains one of ``stop``
+        (:attr:`TextStream.is_stopped`).
+        """
+        if tokens[-1] in self.stop_ids or has_stop_text:
             return "stop"
-        if self.stop:
-            assert tokenizer is not None  # the generator has checked
-            # A character takes four tokens at most, and the first may have begun before.
-            longest = 4 * max(map(len, self.stop)) + 4
-            text = tokenizer.decode(tokens[-longest:])
-            if any(stop in text for stop in self.stop):
-                return "stop"
         return "length" if len(tokens) == self.max_tokens else None
 
 
@@ -118,6 +115,9 @@ class Request:
     id: str
     tokens: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    num_written: int = 0
+    """How many of the last ``tokens`` an interrupted completion has written, which this one goes on
+    with. A stop text may begin in them."""
 
 
 @dataclass
@@ -234,6 +234,8 @@ class TextStream:
         self._given = 0
         self._false = 0
         """Characters at the window's start that differ from the whole text."""
+        self.is_stopped = False
+        """Whether the text contains a stop text."""
 
     def push(self, *tokens: int, is_last: bool = False) -> str:
         """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
@@ -242,7 +244,7 @@ class TextStream:
         starts = [text.find(stop, self._false) for stop in self._stop]
         found = [start for start in starts if start >= 0]
         if found:
-            text = text[: min(found)]
+            text, self.is_stopped = text[: min(found)], True
         elif not is_last:
             text = text.rstrip("\ufffd")
             text = text[: max(0, len(text) - self._held_back)]
