@@ -488,6 +488,20 @@ def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
         assert third < 132
 
 
+def test_likeliest_tokens_are_those_that_the_tokenizer_has():
+    model = make_model()
+    with torch.no_grad():
+        model.head_weight[257:] *= 20.0  # rows that only fill up the vocabulary
+    generator = Generator(model, ByteTokenizer())
+    params = SamplingParams(max_tokens=3, logprobs=6)
+    ((found,),) = generator.generate([Request("a", (1, 2, 3), params)])
+    params = SamplingParams(max_tokens=1, prompt_logprobs=6)
+    ((scored,),) = generator.generate([Request("b", (1, 2, 3, *found.tokens), params)])
+    for mine, theirs in zip(found.top_logprobs, scored.prompt_top_logprobs[2:], strict=True):
+        assert max(mine) < ByteTokenizer.vocab_size
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
 def kept(scores, params):
     columns = zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
     return _kept_tokens(scores, *(torch.tensor(x, device=scores.device) for x in columns))

@@ -382,7 +382,8 @@ class Steps:
         # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
         scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
         scaled_NV = logits_NV * scales_N[:, None]
-        top = scaled_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        logprobs_NV = scaled_NV.log_softmax(-1)[:, :known]
+        top = logprobs_NV.sort(dim=-1, descending=True, stable=True)
         ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
         tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
         likeliest = [
