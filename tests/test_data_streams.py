@@ -97,6 +97,18 @@ def test_going_back_a_step_gives_the_same_samples(tmp_path: Path):
     assert len(data.train) == pytest.approx(2000, rel=0.4)
 
 
+def test_a_resumed_stream_that_was_not_read_is_still_where_it_was(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", *records())
+    stream = streamed(tmp_path, path).train
+    stream.sample(1500)
+    state = stream.state(1500)
+    assert state[0] > 1000
+    again = streamed(tmp_path, path).train
+    again.resume(state)
+    assert again.state(1500) == state
+    assert again.state(7) == [0, 0, 0, 0]
+
+
 def test_processes_make_the_same_blocks_ahead(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", *records())
     want = texts(streamed(tmp_path, path), 0, 2000)

@@ -188,10 +188,14 @@ class Streamed(Samples):
 
     def state(self, number: int) -> Any:
         found = [span for span in self._recent if span.first <= number]
-        return [found[-1].first, *found[-1].place] if found else [0, 0, 0, 0]
+        if found:
+            return [found[-1].first, *found[-1].place]
+        # A source that was not read since it was resumed is still where it was.
+        return self._resumed if self._resumed[0] <= number else [0, 0, 0, 0]
 
     def resume(self, state: Any) -> None:
-        self._next, turn, group, chunk = state or [0, 0, 0, 0]
+        self._resumed = state or [0, 0, 0, 0]
+        self._next, turn, group, chunk = self._resumed
         self._recent.clear()
         self._walk = self._blocks.walk(self._seed, (turn, group, chunk))
 
