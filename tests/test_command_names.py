@@ -1,5 +1,8 @@
 """``moetrain COMMAND``: one name for every command."""
 
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -24,3 +27,17 @@ def test_an_unknown_name_is_one_line(capsys):
     assert main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: command: 'trian' is none; use train, ")
+
+
+def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
+    program = """if True:
+        import atexit, time
+        from moetrain.cli.main import leave
+        atexit.register(lambda: (print("leaving", flush=True), time.sleep(60)))
+        leave(0)"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe) as process:
+        assert process.stdout.readline() == b"leaving\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"")

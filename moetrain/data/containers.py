@@ -4,6 +4,9 @@ They are read in pieces, each by itself and in any order. ``pyarrow`` reads tabl
 ``datasets`` opens what it saved and what a hub has. Both are of the extra ``data``; without it
 lines of JSON can be read, and those in ``.gz``.
 
+No record has more than :data:`_MOST_BYTES`, however small the file is that it comes from: nothing
+larger is held in memory.
+
 Left out on purpose: remote files other than a hub's data sets, which a program gives to a Trainer
 as an iterable (docs/library.md).
 """
@@ -19,16 +22,18 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError
+from moetrain.data.parquet_pages import group_size
 
 _TABLES = {".arrow", ".parquet"}
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -41,6 +46,10 @@ _SAVED = ("dataset_dict.json", "dataset_info.json")
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
 _RATIO = 4
 """About how many bytes of text there are in one that is compressed."""
+_MOST_BYTES = 64 << 20
+"""The largest record: a line of JSON, or a table's row."""
+_ROWS_AT_ONCE = 256
+"""Rows of a table that are objects at once, at most."""
 _ROWS = 4096
 """Rows of a table of ``datasets`` in one piece."""
 
@@ -136,11 +145,14 @@ class Files:
                 # As Arrow, a picture beside the text is not decoded.
                 table = self.table.with_format("arrow")
                 rows = table.select(range(piece.start, min(piece.stop, len(table))))
-                yield from _rows(piece, rows.iter(batch_size=256))
+                yield from _rows(piece, rows.iter(batch_size=_ROWS_AT_ONCE))
             elif suffix == ".parquet":
                 file = _pyarrow("parquet").ParquetFile(piece.file)
-                groups = range(piece.start, piece.stop)
-                yield from _rows(piece, file.iter_batches(batch_size=256, row_groups=groups))
+                for group in range(piece.start, min(piece.stop, file.num_row_groups)):
+                    page_bytes = group_size(piece.file, file.metadata, group).page_bytes
+                    most = max(1, min(_ROWS_AT_ONCE, _MOST_BYTES // max(1, page_bytes)))
+                    batches = file.iter_batches(batch_size=most, row_groups=[group])
+                    yield from _rows(piece._replace(start=group), batches)
             elif suffix == ".arrow":
                 yield from _rows(piece, _arrow(piece.file))
             else:
@@ -151,6 +163,8 @@ class Files:
         """Turn what can go wrong in reading ``file`` into ConfigError."""
         try:
             yield
+        except BadLineError as error:  # which names the file and the record
+            raise ConfigError(self.field, str(error)) from None
         except ImportError as error:
             raise ConfigError(self.field, _needs(str(file), error)) from None
         except OSError as error:
@@ -170,16 +184,52 @@ def _pyarrow(module: str) -> Any:
     return import_module(f"pyarrow.{module}")
 
 
-def _rows(piece: FilePart, batches: Iterator[Any]) -> Iterator[Raw]:
+def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
     place, number = str(piece.file), piece.start
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
     for batch in batches:
-        for row in map(_without_nulls, batch.to_pylist()):
-            key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
-            encoded = key.encode(errors="replace")
-            yield Raw(f"{place}, row {number}", encoded, row, len(encoded))
-            number += 1
+        for few in _bounded(batch, place, number):
+            for row in map(_without_nulls, few.to_pylist()):
+                key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
+                encoded = key.encode(errors="replace")
+                where = f"{place}, row {number}"
+                if len(encoded) > _MOST_BYTES:
+                    raise _too_large(where)
+                yield Raw(where, encoded, row, len(encoded))
+                number += 1
+
+
+def _bounded(batch: Any, place: str, number: int) -> Iterator[Any]:
+    """Yield slices of ``batch``, of which each may become objects at once.
+
+    Raises BadLineError: a row is too large. ``number`` is the first row's. Rows that may share their bytes, and those of a large batch, are
+    yielded one by one.
+    """
+    shares = any(map(_shares_bytes, batch.schema.types))
+    for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+        few = batch.slice(start, _ROWS_AT_ONCE)
+        if not shares and few.nbytes <= _MOST_BYTES:
+            yield few
+            continue
+        for i in range(few.num_rows):
+            row = few.slice(i, 1)
+            if not shares and row.nbytes > _MOST_BYTES:
+                raise _too_large(f"{place}, row {number + start + i}")
+            yield row
+
+
+def _shares_bytes(kind: Any) -> bool:
+    """Return whether several values of an Arrow type can be the same bytes in memory."""
+    types = _pyarrow("types")
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
+        return True
+    return any(_shares_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _too_large(where: str) -> BadLineError:
+    problem = f"{where}: the record has more than {_MOST_BYTES >> 20} MiB"
+    return BadLineError(f"{problem}; make several records of it, or leave it out")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -214,13 +264,15 @@ def _lines(piece: FilePart) -> Iterator[Raw]:
         at = piece.start
         if piece.start:
             file.seek(piece.start - 1)
-            at += len(file.readline()) - 1
-        for number, line in enumerate(file, start=1):
-            if at >= piece.stop:
+            at += len(file.readline(piece.stop - at + 2)) - 1  # a later line is not of this piece
+        for number in count(1):
+            if at >= piece.stop or not (line := file.readline(_MOST_BYTES + 1)):
                 return
+            where = f"{piece.file}:byte {at}" if piece.start else f"{piece.file}:{number}"
+            if len(line) > _MOST_BYTES:
+                raise _too_large(where)
             if line.strip():
-                where = f"byte {at}" if piece.start else f"{number}"
-                yield Raw(f"{piece.file}:{where}", line.strip(), line, len(line))
+                yield Raw(where, line.strip(), line, len(line))
             at += len(line)
 
 
