@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # for each set of them, for two seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+import forked_python
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+forked_python.install()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are imported and collected, of which nothing is garbage
 

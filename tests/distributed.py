@@ -41,6 +41,7 @@ PRELOAD = [
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
     PRELOAD += ["torch._inductor.compile_fx", "compiled_once", "quick_interpreter"]
+    PRELOAD += ["forked_python", "moetrain.cli.launch", "torch.distributed.run"]
     # Of files of tests, which every rank imports for its function: transformers' models, and a
     # client. They begin to use a GPU that they find.
     PRELOAD += ["test_families", "openai"]

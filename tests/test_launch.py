@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_python
 import pytest
 from command_lines import settled
 from distributed import fork_server
@@ -188,7 +189,8 @@ class Launcher:
 def _launch(command, nproc, texts):
     for fd, path in enumerate(texts, start=1):  # several processes write at its end
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forked_python.install(is_forked=True)
     launch._GRACE_SECONDS = 2.0
     sys.exit(launch.start_ranks(command, nproc))
 

@@ -50,7 +50,8 @@ def free_port() -> int:
 
 
 def by_moetrain(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    return [(["-m", *run, "--launch.nproc=2"], {})]
+    """Of fresh interpreters, also where others are forked (tests/forked_python.py)."""
+    return [(["-m", *run, "--launch.nproc=2"], {"PYTHONHASHSEED": "0"})]
 
 
 def by_slurm(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
