@@ -55,6 +55,13 @@ class WholeText:
 
     def push(self, token, is_last=False):
         self.tokens.append(token)
+        return self.told(is_last)
+
+    def finish(self):
+        """What is held back, once there is nothing more."""
+        return self.told(is_last=True)
+
+    def told(self, is_last):
         text = self.tokenizer.decode(self.tokens)
         found = [text.index(stop) for stop in self.stop if stop in text]
         if found:
