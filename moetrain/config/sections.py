@@ -120,10 +120,12 @@ class ModelSection(Section):
     moe_intermediate_size: int | None = _SIZE
     """Width of one expert; unset: the preset's."""
     max_positions: PositiveInt | None = None
-    """Longest row; unset: the model's own. More than the model is made for needs model.rope."""
+    """Longest row; unset: the model's own. More than the model is made for needs model.rope, unless
+    it has no rotary embeddings (Nemotron-3)."""
     rope: Literal["yarn", "linear"] | None = None
     """How rotary embeddings reach model.max_positions: yarn (arXiv 2309.00071) or linear (arXiv
-    2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them."""
+    2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them. A
+    model whose layers have none, or different ones (Gemma-4), takes neither."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 

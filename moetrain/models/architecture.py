@@ -386,6 +386,11 @@ class Architecture(BaseModel):
         return max((mixer.widest_head for mixer in kept), default=0)
 
     @property
+    def has_rotary(self) -> bool:
+        """Return whether the heads of some layer rotate with the position."""
+        return any(mixer.rotary_dim > 0 for mixer in self.attentions())
+
+    @property
     def sent_size(self) -> int:
         """How many numbers of a token are sent to its experts."""
         return self.hidden_size

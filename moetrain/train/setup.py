@@ -192,11 +192,11 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     longest = config.model.max_positions or arch.reach
     if config.data.seq_len > longest:
         name = "preset" if config.model.path is None else "path"
+        remedy = "model.max_positions" + " with model.rope yarn" * arch.has_rotary
         raise ConfigError(
             "data.seq_len",
             f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
-            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise "
-            "model.max_positions with model.rope yarn",
+            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise {remedy}",
         )
     return config, arch
 

@@ -32,6 +32,8 @@ from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_FRAME = {"vocab_size", "hidden_size", "num_layers"}
+"""Fields of an architecture that decide more than the parts of layers."""
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
 _Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, Any]]]
@@ -259,8 +261,11 @@ def resolve_architecture(
     if wanted is None:
         return arch
     original = rope.original_max_positions or int(arch.max_positions / rope.factor)
+    if section.rope is not None and not arch.has_rotary:
+        problem = f"{section.rope!r}, but this {arch.family} has no rotary embeddings to stretch"
+        raise ConfigError("model.rope", f"{problem}; unset it: model.max_positions needs none here")
     if section.rope is None:
-        if wanted > arch.reach:
+        if wanted > arch.reach and arch.has_rotary:
             problem = f"{wanted} is more than the {arch.reach} positions that the model is made for"
             raise ConfigError("model.max_positions", f"{problem}; lower it, or set model.rope yarn")
         return arch.model_copy(update={"max_positions": wanted})
@@ -298,13 +303,6 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
     for name in ("sliding_windows", "moe_layers", "linear_layers", "mixers"):
         if (each := getattr(preset, name, ())) and (count := overrides.get("num_layers")):
             overrides[name] = (each + each[-1:] * count)[:count]
-    kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
-    own = {field.name for kind in preset.kinds for field in fields(kind)}
-    foreign = {field.name for kind in kinds for field in fields(kind)} - own
-    for field in overrides:
-        if field in foreign:
-            problem = f"{overrides[field]}, but preset {section.preset!r} has no use for it"
-            raise ConfigError(f"model.{field}", f"{problem}; unset it")
     try:
         arch = type(preset).model_validate({**preset.model_dump(), **overrides})
     except ValidationError as error:
@@ -315,9 +313,16 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
             raise ConfigError(f"model.{field}", problem) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
+    if further:
+        arch = with_further(arch, {})
+    read = {field.name for part in arch.parts() for field in fields(part)} | _FRAME
+    for field, value in section.overrides().items():
+        if field not in read:
+            problem = f"{value}, but preset {section.preset!r} has no layer that uses it"
+            raise ConfigError(f"model.{field}", f"{problem}; unset it")
     for part in arch.parts():
         for field, multiple in part.aligned.items():
             if getattr(part, field) % multiple:
                 problem = f"{getattr(part, field)} is not a multiple of {multiple}"
                 raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
-    return with_further(arch, {}) if further else arch
+    return arch
