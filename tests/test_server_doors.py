@@ -155,7 +155,7 @@ def test_who_asks_while_a_server_stops_is_told_so(doors):
 
 
 def test_job_clients_are_told_that_the_service_stops_however_often_they_ask(tmp_path, caplog):
-    with Service(config_of(tmp_path, "jobs.port=0")) as service:
+    with Service(config_of(tmp_path)) as service:
         name = new(service)
         number = service.submit(name, "forward_backward", texts([1, 2, 3]))
         body = json.dumps({"request_id": f"{name}:{number}"}).encode()
