@@ -1,10 +1,13 @@
 """``moetrain COMMAND``: one name for every command."""
 
+import os
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from moetrain.cli.main import main
 
@@ -41,3 +44,45 @@ def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, b"")
+
+
+COMMANDS = [f"moetrain.{name}" for name in ("train", "rl", "jobs", "checkpoint")]
+
+
+@pytest.mark.parametrize("words", [["-m", name] for name in COMMANDS] + [["rank"]], ids=str)
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path, words):
+    slow = 'import time\nprint("importing", flush=True)\ntime.sleep(60)\n'
+    (tmp_path / "pydantic.py").write_text(slow)
+    if words == ["rank"]:
+        words = ["-m", "moetrain.cli.launch", str(os.getpid()), "-m", "moetrain.train"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    pipe, environ = subprocess.PIPE, os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *words]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environ) as process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_ctrl_c_in_a_rank_is_not_lost_where_python_drops_exceptions(tmp_path):
+    slow = """if True:
+        import time
+        class Dying:
+            def __del__(self):
+                print("importing", flush=True)
+                time.sleep(60)
+        Dying()
+        SafetensorError = OSError
+        print("going on", flush=True)"""
+    (tmp_path / "safetensors.py").write_text(slow)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    words = ["moetrain.cli.launch", str(os.getpid()), "-m", "moetrain.train"]
+    pipe, command = subprocess.PIPE, [sys.executable, "-m", *words]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environ) as process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=30)
+    assert (process.returncode, said, errors) == (130, b"", b"")

@@ -22,6 +22,7 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
+from moetrain.rl import learn
 from moetrain.rl.learn import ServedTeacher, _Teacher
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import pack
@@ -187,6 +188,41 @@ def test_what_a_teacher_cannot_do_is_said_before_the_first_step(teacher, tmp_pat
     scored = [None, *({str(i): {"logprob": -1.0}} for i in range(40))]
     with answering({"choices": [{"prompt_logprobs": scored}]}) as url:
         says("has other tokens than data.tokenizer; serve one with the same tokenizer", url)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_teacher_that_redirects_sends_the_token_nowhere(tmp_path, monkeypatch, status):
+    (tmp_path / "serve.token").write_text("secret")
+    monkeypatch.setattr(learn, "user_cache_dir", lambda: tmp_path)
+    heard = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self):
+            heard.append(self.headers.get("authorization"))
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    class Redirecting(Elsewhere):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("location", f"http://127.0.0.1:{other.server_port}/")
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        with HTTPServer(("127.0.0.1", 0), Redirecting) as first:
+            for server in (other, first):
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{first.server_port}"
+            config = config_of(tmp_path / "out", **{"rl.teacher": url})
+            with pytest.raises(
+                ConfigError, match=r"redirects to 'http://127\.0\.0\.1:\d+/', where"
+            ):
+                ServedTeacher(config).check(ByteTokenizer())
+            first.shutdown()
+        other.shutdown()
+    assert heard == []
 
 
 def test_a_teacher_of_fewer_tokens_is_refused(tmp_path):

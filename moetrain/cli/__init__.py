@@ -1,1 +1,25 @@
 """The commands: one module for each ``python -m moetrain.NAME``, and what they share."""
+
+import os
+import signal
+from typing import Any
+
+
+def interrupt_quietly() -> None:
+    """Let Ctrl-C end this process with 130 while the modules of a command are imported.
+
+    Otherwise it prints a traceback of the imports, or nothing: Python drops an exception that is
+    raised in a destructor or a weak reference's callback. :func:`interrupt_by_exception` undoes it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
+        signal.signal(signal.SIGINT, _end)
+
+
+def interrupt_by_exception() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, which every command handles."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: Any) -> None:
+    os._exit(128 + number)

@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moetrain.cli import interrupt_quietly
+
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
@@ -171,6 +173,7 @@ def _run_command(launcher: str, *command: str) -> None:
     if os.getppid() != int(launcher):  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
     if command[0] == "-m":
+        interrupt_quietly()
         sys.argv = [*command[1:]]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:

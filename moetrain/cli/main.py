@@ -20,6 +20,7 @@ from importlib import metadata
 from pkgutil import resolve_name
 from typing import NoReturn
 
+from moetrain.cli import interrupt_by_exception
 from moetrain.config import ConfigError
 from moetrain.config.environment import let_idle_threads_sleep
 
@@ -63,6 +64,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     def run(argv: Sequence[str] | None = None) -> int:
         let_idle_threads_sleep()
         try:
+            interrupt_by_exception()
             with reader_may_leave():
                 return work(argv) or 0
             return 0  # whoever reads standard output has left

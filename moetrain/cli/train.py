@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moetrain.cli import launch
+from moetrain.cli import interrupt_by_exception, launch
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
@@ -117,6 +117,10 @@ def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
     gc.disable()
     try:
         place = launched_place()
+        if place is None:
+            # In a rank Python could lose an exception in what an import calls, and the others,
+            # which end, would be waited for without end.
+            interrupt_by_exception()
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
             logger.setLevel(logging.INFO)

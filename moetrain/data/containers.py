@@ -203,8 +203,8 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
 def _bounded(batch: Any, place: str, number: int) -> Iterator[Any]:
     """Yield slices of ``batch``, of which each may become objects at once.
 
-    Raises BadLineError: a row is too large. ``number`` is the first row's. Rows that may share their bytes, and those of a large batch, are
-    yielded one by one.
+    Raises BadLineError: a row is too large. ``number`` is the first row's. Rows that may share
+    their bytes, and those of a large batch, are yielded one by one.
     """
     shares = any(map(_shares_bytes, batch.schema.types))
     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):

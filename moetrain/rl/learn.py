@@ -11,7 +11,7 @@ from http.client import HTTPException
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import user_cache_dir
 from moetrain.config.sections import ModelSection
-from moetrain.config.sources import RunFailed
+from moetrain.config.sources import RunFailed, shortened
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.loss.balancing import RoutingStats
@@ -282,6 +282,13 @@ class _Teacher:
         return [b._replace(**{name: x}) for b, x in zip(batches, found, strict=True)]
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes a redirection an error: it would send the token to wherever the server says."""
+
+    def redirect_request(self, *args: object, **more: object) -> None:
+        return None
+
+
 class ServedTeacher:
     """The server at ``rl.teacher``, asked over HTTP what it thinks of given tokens.
 
@@ -296,7 +303,7 @@ class ServedTeacher:
         """``world``: whose ranks all call :meth:`judged`."""
         self.world, self.settings, self.seq_len = world, config.rl, config.data.seq_len
         self.number, self.patience, self.model = config.rl.teacher_top_k, 0.0, ""
-        self._open = build_opener(ProxyHandler({})).open
+        self._open = build_opener(ProxyHandler({}), _NoRedirects()).open
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if it cannot judge a row of ``tokenizer``'s tokens."""
@@ -382,6 +389,9 @@ class ServedTeacher:
                     said = " ".join(error.read(300).decode("utf-8", "replace").split())
                     asked = f"rows of data.seq_len {self.seq_len} with {self.number} likeliest"
                     problem = f"refuses {asked} tokens, with status {code}: {said}; serve what can"
+                    if error.code in range(300, 400):
+                        there = shortened(error.headers.get("location", ""))
+                        problem = f"redirects to {there}, where no token is sent; name the server"
                 if code not in _BUSY or time.monotonic() - began > self.patience:
                     raise self._error(problem) from None
             time.sleep(1.0)
