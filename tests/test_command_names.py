@@ -46,10 +46,14 @@ def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
     assert (process.returncode, errors) == (130, b"")
 
 
-COMMANDS = [f"moetrain.{name}" for name in ("train", "rl", "jobs", "checkpoint")]
+COMMANDS = [
+    f"moetrain.{name}" for name in ("train", "rl", "jobs", "checkpoint", "generate", "serve")
+]
 
 
-@pytest.mark.parametrize("words", [["-m", name] for name in COMMANDS] + [["rank"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["-m", f"moetrain.{name}"] for name in NAMES] + [["rank"]], ids=str
+)
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path, words):
     slow = 'import time\nprint("importing", flush=True)\ntime.sleep(60)\n'
     (tmp_path / "pydantic.py").write_text(slow)

@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+import os
 import re
+import socket
+import struct
 import threading
 import time
+from itertools import islice
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -314,6 +319,63 @@ def test_who_leaves_a_stream_has_the_trajectory_of_who_stays():
     assert not generator.is_late
     assert [stop - start for start, stop in found.actions] == [12, 5]
     assert vars(found) == vars(whole)
+
+
+def connected(base_url, body=b"", missing=0):
+    """A connection on which a request, or all of it but ``missing`` bytes, was sent."""
+    url, own = urlsplit(base_url), socket.create_connection(base_url.split("/")[2].split(":"))
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
+    head += f"application/json\r\ncontent-length: {len(body) + missing}\r\n\r\n"
+    own.sendall(head.encode() + body if body else head.encode()[:40])
+    return own
+
+
+def test_connections_that_are_left_cost_no_trajectory_and_are_closed():
+    kept, asked = [], {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    whole, stream = (json.dumps(asked | {"stream": x}).encode() for x in (False, True))
+    reset = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+
+    def run(task, base_url):
+        before = connected(base_url, whole)  # it is gone before the first token
+        before.setsockopt(*reset)
+        before.close()
+        amid = connected(base_url, stream)
+        amid.recv(1)
+        amid.setsockopt(*reset)
+        amid.close()
+        connected(base_url, whole, missing=100).close()
+        kept.extend(socket.create_connection(base_url.split("/")[2].split(":")) for _ in range(20))
+        kept.append(connected(base_url))  # half of a head
+        kept.append(connected(base_url, whole, missing=100))
+        kept.append(connected(base_url, stream))  # nobody reads it
+        ask(base_url, [{"role": "user", "content": "y"}], max_tokens=4)
+        return 1.0
+
+    collector = collector_of(run)
+    for task in range(2):
+        collector.start(task, task, 2, seed=0)
+    found = [t for group in collector.finish(range(2)) for t in group]
+    assert [(t.fault, t.reward) for t in found] == [(None, 1.0)] * 4
+    environment = collector.environment
+    for own in kept:
+        own.close()
+    deadline = time.monotonic() + 20
+    while connections_to(environment.address) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert connections_to(environment.address) == 0
+    assert (environment.episodes, environment.arriving) == ({}, 0)
+
+
+def connections_to(address):
+    """How many connections this process has accepted at ``address`` and not closed."""
+    port, number = f":{int(address.rsplit(':')[-1]):04X}", 0
+    own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
+    with open("/proc/net/tcp") as table:
+        for line in islice(table, 1, None):
+            _, here, there, *_, inode = line.split()[:10]
+            is_open = here.endswith(port) and not there.endswith(":0000")
+            number += is_open and f"socket:[{inode}]" in own
+    return number
 
 
 def raises(task, base_url):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from typing import Any
 
 
@@ -23,3 +24,9 @@ def interrupt_by_exception() -> None:
 
 def _end(number: int, frame: Any) -> None:
     os._exit(128 + number)
+
+
+# ``python -m moetrain.NAME`` is about to import what the command takes; no other program has asked.
+_program = getattr(sys.modules.get("__main__"), "__spec__", None)
+if _program is not None and _program.name.startswith("moetrain."):
+    interrupt_quietly()

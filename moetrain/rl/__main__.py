@@ -1,8 +1,5 @@
-from moetrain.cli import interrupt_quietly
+from moetrain.cli.main import leave
+from moetrain.cli.train import run_rl
 
 if __name__ == "__main__":
-    interrupt_quietly()  # the imports below take a second
-    from moetrain.cli.main import leave
-    from moetrain.cli.train import run_rl
-
     leave(run_rl())
