@@ -6,9 +6,10 @@ such a command from the fork server of :mod:`distributed` instead, and a command
 forks the ranks that it starts. The process is a child of the one that asked for it, with the words,
 environment, folder, files, session, signals and exit code that the command would have.
 
-A program that has to be a fresh interpreter is one still: whatever names no module of
-:data:`MODULES` and does not import ``moetrain.cli``, asks for help, or has other variables that
-Python, torch or Triton read as they are imported. So are all programs where there is a GPU.
+A program that has to be a fresh interpreter is one still: one that is no module of :data:`MODULES`
+nor a script of ours and does not import ``moetrain.cli``, one that is asked for help, and one with
+other variables that Python, torch or Triton read as they are imported. Where there is a GPU, all
+programs are.
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+import moetrain
+
 MODULES = re.compile(r"moetrain\.[\w.]+|torch\.distributed\.run")
 """Modules that may run in a process which has imported others before."""
-_IMPORTS = re.compile(r"moetrain\.cli\b|^# May be forked", re.M)
+_IMPORTS = re.compile(r"moetrain\.cli\b")
 """What the text of a program has that may run in one."""
+_OURS = [Path(__file__).parent, Path(__file__).parent.parent / "scripts"]
+"""Folders of programs that may, whatever they have."""
 _READ_AT_IMPORT = re.compile(
     r"PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|MALLOC_|TORCH_|TORCHINDUCTOR_|TRITON_|CUDA_"
 )
@@ -182,7 +187,9 @@ def _may_fork(words: Sequence[str]) -> bool:
     if words[0] == "-c":
         return _IMPORTS.search(words[1]) is not None
     file = Path(words[0])
-    return file.suffix == ".py" and file.is_file() and bool(_IMPORTS.search(file.read_text()))
+    if file.suffix != ".py" or not file.is_file():
+        return False
+    return file.parent in _OURS or _IMPORTS.search(file.read_text()) is not None
 
 
 def _imports_the_same(environment: Mapping[str, str]) -> bool:
@@ -190,7 +197,7 @@ def _imports_the_same(environment: Mapping[str, str]) -> bool:
     for name in filter(_READ_AT_IMPORT.match, {*environment, *_AT_IMPORT} - _READ_LATER):
         if environment.get(name) != _AT_IMPORT.get(name):
             return False
-    ours = Path(sys.modules["moetrain"].__path__[0]).parent
+    ours = Path(moetrain.__path__[0]).parent
     for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
         others = [entry for name in ("moetrain", "torch") if Path(entry, name).exists()]
         if Path(entry, "sitecustomize.py").exists():
