@@ -256,7 +256,7 @@ def test_no_compiler(tmp_path, capsys):
 def test_no_compiler_beside_a_gpu(monkeypatch):
     import torch
 
-    from moetrain.train.setup import _check_compilers
+    from moetrain.train.checks import _check_compilers
 
     monkeypatch.setenv("CC", "no-such-compiler")
     config = Config.load("debug", ["compile.enabled=no"], environ={})

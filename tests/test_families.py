@@ -70,7 +70,7 @@ from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer, compile_blocks, plan_model
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.train.setup import _check_what_can_run, check_widths
+from moetrain.train.checks import check_model, check_widths
 
 
 def gradients(case, tmp_path):
@@ -758,7 +758,7 @@ def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
     def check(config):
         arch = resolve_architecture(config.model)
         plan_model(config, arch, torch.float32)
-        _check_what_can_run(config, arch, torch.device("cpu"))
+        check_model(config, arch)
 
     def problem(*more):
         config = Config.load(None, [*words, *more], environ={})

@@ -154,8 +154,9 @@ def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
     """Yield the fastest layout that fits of each mesh, dtype of states and precision."""
+    from moetrain.train.checks import check_widths
     from moetrain.train.plan import MemoryPlan
-    from moetrain.train.setup import check_widths, resolve_run
+    from moetrain.train.setup import resolve_run
 
     config, arch = resolve_run(config, needs_weights=False)
     plan = MemoryPlan.of(config, arch, generates=False)

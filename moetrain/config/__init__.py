@@ -321,6 +321,12 @@ class Config(Section):
         filled._recipe = self._recipe
         return filled
 
+    def proposed(self) -> Self:
+        """Return a copy whose settings count as a recipe's, which :meth:`fitting` may drop."""
+        copy = self.model_copy()
+        copy._origins = {}
+        return copy
+
     def fitting(self, facts: Mapping[str, str | None] | None = None) -> Self:
         """Return a copy in which no setting is without effect.
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, logger
+from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
+from moetrain.jobs.shared import check_settings
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
@@ -28,11 +29,7 @@ class JobRun:
 
     def __init__(self, config: Config) -> None:
         """Check ``config``; raises ConfigError for settings that the service cannot have."""
-        if not config.lora.rank:
-            raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
-        if share := config.optim.offload_fraction:
-            problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
-            raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
+        check_settings(config)
         self.access_of(config).check()
         self.config = config
 

@@ -69,6 +69,15 @@ class JobState:
         return ""
 
 
+def check_settings(config: Config) -> None:
+    """Raise ConfigError for settings that no service of jobs can have."""
+    if not config.lora.rank:
+        raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
+    if share := config.optim.offload_fraction:
+        problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
+        raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
+
+
 class SharedEngine(Engine):
     """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
     the job's.
@@ -78,7 +87,9 @@ class SharedEngine(Engine):
     """
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        """Raises ConfigError as :class:`Engine`, or if jobs cannot share a pass as is wanted."""
+        """Raises ConfigError as :class:`Engine` and :func:`check_settings`, or if jobs cannot share
+        a pass as is wanted."""
+        check_settings(config)
         super().__init__(config, arch, world)
         self._check_tenants()
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size

@@ -93,7 +93,7 @@ class ParallelDims:
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, of_stage // (near * given["dp_replicate"]))
         dims = cls(world_size, per_machine=per_machine, **given)
-        dims._check_model(arch)
+        dims.check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
 
     @property
@@ -126,7 +126,8 @@ class ParallelDims:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in _DENSE_AXES)
 
-    def _check_model(self, arch: Architecture) -> None:
+    def check_model(self, arch: Architecture) -> None:
+        """Raise ConfigError where a degree does not divide what its ranks share of ``arch``."""
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"
         parts = arch.parts()
         if self.ep > 1 and all("ep" not in part.divided.values() for part in parts):

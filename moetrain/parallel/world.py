@@ -203,6 +203,13 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
         raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")
     per_machine = _ranks_per_machine(config, size)
     dims = ParallelDims.resolve(config.parallel, size - apart, arch, per_machine)
+    check_layout(config, arch, dims)
+    return dims
+
+
+def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ConfigError where ``dims`` do not suit the settings, the model or host memory."""
+    dims.check_model(arch)
     _check_machines(config, dims)
     t, seq_len = config.train, config.data.seq_len
     t.micro_batches(dims.data_ranks)
@@ -230,7 +237,6 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which these "
             "ranks share" + ", each in two pieces of a size" * (pieces > dims.cp),
         )
-    return dims
 
 
 def _ranks_per_machine(config: Config, size: int) -> int:

@@ -255,7 +255,9 @@ class _Teacher:
         own = {"model": ModelSection(path=path), "lora": other.lora, "optim": other.optim}
         own["parallel"] = config.parallel.model_copy(update={"reshard_after_forward": True})
         own["train"] = config.train.model_copy(update={"freeze": matrices, "mtp_weight": 0.0})
-        self.engine = Engine(config.model_copy(update=own), arch, policy.world)
+        # What a user set is meant for the policy.
+        settings = config.model_copy(update=own).proposed()
+        self.engine = Engine(settings, arch, policy.world)
         self.tokens = min(arch.vocab_size, policy.arch.vocab_size)
 
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:

@@ -13,6 +13,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 """
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,7 @@ from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
+from moetrain.train.checks import check_run
 from moetrain.train.faults import first_not_finite
 from moetrain.train.objectives import MicroBatch, Objective, Outputs, batch_sums_of
 from moetrain.train.state import ModelState, StateKind
@@ -83,10 +85,22 @@ class Engine(ModelState):
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch``, from ``model.path`` or with initial values.
 
-        ``config``: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
+        With ``train.deterministic`` torch uses reproducible algorithms for the rest of the process.
 
-        Raises ConfigError: ``model.path`` cannot be loaded.
+        Args:
+            config: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
+            arch: the model.
+            world: as :func:`moetrain.parallel.world.join_world` returns it for both.
+
+        Raises ConfigError: the settings cannot run here (:mod:`moetrain.train.checks`), or
+        ``model.path`` cannot be loaded.
         """
+        config = check_run(config, arch, world.dims, world.device)
+        if config.train.deterministic:
+            # cuBLAS reads this when its first handle is made. Two buffers of 4 MiB are NVIDIA's own
+            # choice.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         _compile_ahead(config, arch, world)
         super().__init__(config, arch, world)
         self.pipeline = None

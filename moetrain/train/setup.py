@@ -7,8 +7,8 @@ Training, reinforcement learning and the job service all begin this way; each th
 engine on ``session.world``. Every check comes before anything slow and raises one line. What a
 process sets for the time of its steps is here too: its signals, and its garbage collector.
 
-Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whether degrees, model
-and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world`).
+Left out on purpose: what settings, model, layout and device cannot be together
+(:mod:`moetrain.train.checks`), which an engine checks too.
 """
 
 import gc
@@ -23,20 +23,18 @@ from typing import Any, Literal, cast
 import torch
 
 from moetrain.config import Config, ConfigError, Fact, logger
-from moetrain.config.environment import c_compiler, launched_place
+from moetrain.config.environment import launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import reporters_of
+from moetrain.train.checks import check_model, check_run
 from moetrain.train.memory import RankSizes
 from moetrain.train.plan import check_host
 from moetrain.train.run_folder import RunFolder
@@ -78,8 +76,8 @@ class Session:
         self.arch = arch
         self.world = join_world(config, arch)
         device = self.world.device
+        config = check_run(config, arch, self.world.dims, device)
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
-        _check_what_can_run(config, arch, device)
         graphs = config.compile.cuda_graphs
         if graphs is True and sleep is not None:
             raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
@@ -102,11 +100,6 @@ class Session:
             wanted = self.world.broadcast("yes" if wanted else "no") == "yes"  # cards may differ
             config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
             config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
-        if config.train.deterministic:  # for the rest of this process
-            # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own
-            # choice.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
         kernels = config.kernels
         # Where generation's weights are others, bits differ in any case.
         has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
@@ -172,15 +165,6 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     """
     further = config.train.mtp_weight > 0
     arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)
-    if arch.mtp_layers > 1 and config.parallel.tp > 1:
-        problem = f"not with {arch.mtp_layers} blocks for further tokens; use 1, or unset"
-        raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
-    # A recipe may be made for another model; what a user sets is meant for this one.
-    absent = None if arch.num_experts else f"{arch.family} has no experts"
-    config = config.fitting({Fact.EXPERTS: absent})
-    check_widths(config, arch)
-    if config.optim.muon_qk_clip:
-        QKClip(arch, config.optim.muon_qk_clip)  # which refuses models that it does not suit
     if config.model.path is not None:
         config = config.filled(_set_by_checkpoint(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
@@ -189,32 +173,7 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
         on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
         found = {"compile.enabled": device == "cuda" or on_gpu}
         config = config.filled(found, "auto, by the device").fitting()
-    longest = config.model.max_positions or arch.reach
-    if config.data.seq_len > longest:
-        name = "preset" if config.model.path is None else "path"
-        remedy = "model.max_positions" + " with model.rope yarn" * arch.has_rotary
-        raise ConfigError(
-            "data.seq_len",
-            f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
-            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise {remedy}",
-        )
-    return config, arch
-
-
-def check_widths(config: Config, arch: Architecture) -> None:
-    """Raise ConfigError where a part or a matrix's widths do not suit ``kernels.precision``."""
-    precision = config.kernels.precision
-    if precision == "bf16":
-        return
-    for part in arch.parts():
-        with torch.device("meta"):
-            part.build(config.kernels, config.moe)
-        for name, weight in part.weights.items():
-            is_product = len(weight.shape) > 1 and weight.rule.gather is None
-            if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
-                problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
-                problem = f"{precision!r} {problem} is {list(weight.shape[-2:])}"
-                raise ConfigError("kernels.precision", f"{problem}; use bf16, or other sizes")
+    return check_model(config, arch), arch
 
 
 def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
@@ -234,63 +193,6 @@ def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[st
             )
         values["data.tokenizer"] = str(folder) if folder.is_dir() else path  # else a hub id
     return values
-
-
-def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Raise ConfigError where this device or this layout cannot run the settings."""
-    dtype = compute_dtype(config, device)
-    if config.kernels.attention == "flex" and device.type == "cpu":
-        raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
-    if config.kernels.attention == "sdpa" and any(part.needs_lse for part in arch.attentions()):
-        problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
-        raise ConfigError("kernels.attention", problem)
-    wants_documents = config.optim.muon_qk_clip > 0 and config.kernels.attention == "auto"
-    needs_cudnn = config.kernels.batch_invariant or wants_documents
-    if config.kernels.attention == "cudnn" or (needs_cudnn and device.type == "cuda"):
-        try:
-            cudnn_attention.require(device, dtype, arch.widest_head())
-        except ValueError as error:
-            raise ConfigError("kernels.attention", str(error)) from None
-    spare = config.moe.redundant_experts
-    if spare and any(n.startswith("experts.b_") for part in arch.parts() for n in part.weights):
-        problem = f"{spare}, and this model's experts have biases, which are not copied; set 0"
-        raise ConfigError("moe.redundant_experts", problem)
-    if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
-        raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
-    if (precision := config.kernels.precision) != "bf16" and device.type == "cuda":
-        problem = None
-        if torch.cuda.get_device_capability(device) < (9, 0):
-            name = torch.cuda.get_device_name(device)
-            problem = f"takes a Hopper GPU or later, and this is a {name}"
-        elif dtype != torch.bfloat16:
-            problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
-        if problem is not None:
-            raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
-    _check_compilers(config, device)
-    no_cuda = None if device.type == "cuda" else "this run is on a CPU"
-    dry_run = "this is a run, which takes the machine as it is"
-    config.fitting({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
-
-
-def _check_compilers(config: Config, device: torch.device) -> None:
-    if device.type == "cuda":
-        uses = "compile.enabled" if config.compile.is_on else "kernels.backend"
-        triton = config.compile.is_on or config.kernels.backend != "reference"
-        if triton and c_compiler() is None:
-            problem = "Triton needs a C compiler on this machine; install gcc, or name one in CC"
-            raise ConfigError(uses, problem)
-    elif config.compile.is_on:
-        from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            raise ConfigError(
-                "compile.enabled",
-                "true, which on a CPU needs a C++ compiler, and there is none; install g++, name "
-                "one in CXX, or leave it off",
-            ) from None
 
 
 @contextmanager

@@ -1,0 +1,149 @@
+"""Refuse settings that contradict each other, the model, the layout or the device: one place.
+
+    check_model(config, arch)                 without processes or devices, as for a dry run
+    check_run(config, arch, dims, device)     all of it, on a rank of a run
+
+The commands check as they start, before anything slow, and :class:`moetrain.train.engine.Engine`
+checks as it is built. So a program that builds an engine by itself gets the same line that the
+command prints.
+
+Left out on purpose: whether a run fits into memory, which :mod:`moetrain.train.setup` estimates,
+and what can be found only by trying, such as whether DeepEP runs here.
+"""
+
+import torch
+
+from moetrain.config import Config, ConfigError, Fact
+from moetrain.config.environment import c_compiler
+from moetrain.kernels.attention import cudnn as cudnn_attention
+from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.quant.e4m3 import MULTIPLE
+from moetrain.models.architecture import Architecture
+from moetrain.models.families.qk_clip import QKClip
+from moetrain.models.transformer import compute_dtype
+from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.world import check_layout
+
+
+def check_run(
+    config: Config, arch: Architecture, dims: ParallelDims, device: torch.device
+) -> Config:
+    """Return ``config`` without what recipes propose and this run has no use for.
+
+    Args:
+        config: settings that are resolved, as by :func:`moetrain.train.setup.resolve_run`.
+        arch: the model that is trained.
+        dims: how the ranks of the run share it.
+        device: the device of this rank.
+
+    Raises ConfigError: a setting that a user gave has no effect, settings contradict each other,
+    or this model, layout or device cannot run them.
+    """
+    config = check_model(config, arch)
+    config.check()
+    check_layout(config, arch, dims)
+    return check_device(config, arch, device)
+
+
+def check_model(config: Config, arch: Architecture) -> Config:
+    """Return ``config`` without what recipes propose and ``arch`` has no use for.
+
+    Raises ConfigError: a setting that a user gave has no effect or contradicts another one, or
+    ``arch`` cannot be trained with the settings.
+    """
+    # A recipe may be made for another model, and what a user sets is meant for this one.
+    absent = None if arch.num_experts else f"{arch.family} has no experts"
+    config = config.fitting().fitting({Fact.EXPERTS: absent})
+    if arch.mtp_layers > 1 and config.parallel.tp > 1:
+        problem = f"not with {arch.mtp_layers} blocks for further tokens; use 1, or unset"
+        raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
+    check_widths(config, arch)
+    if config.optim.muon_qk_clip:
+        QKClip(arch, config.optim.muon_qk_clip)  # raises for models that it does not suit
+    spare = config.moe.redundant_experts
+    if spare and any(n.startswith("experts.b_") for part in arch.parts() for n in part.weights):
+        problem = f"{spare}, and this model's experts have biases, which are not copied; set 0"
+        raise ConfigError("moe.redundant_experts", problem)
+    if config.kernels.attention == "sdpa" and any(part.needs_lse for part in arch.attentions()):
+        problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
+        raise ConfigError("kernels.attention", problem)
+    longest = config.model.max_positions or arch.reach
+    if config.data.seq_len > longest:
+        name = "preset" if config.model.path is None else "path"
+        remedy = "model.max_positions" + " with model.rope yarn" * arch.has_rotary
+        raise ConfigError(
+            "data.seq_len",
+            f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
+            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise {remedy}",
+        )
+    return config
+
+
+def check_widths(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError where a part or a matrix's widths do not suit ``kernels.precision``."""
+    precision = config.kernels.precision
+    if precision == "bf16":
+        return
+    for part in arch.parts():
+        with torch.device("meta"):
+            part.build(config.kernels, config.moe)
+        for name, weight in part.weights.items():
+            is_product = len(weight.shape) > 1 and weight.rule.gather is None
+            if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
+                problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
+                problem = f"{precision!r} {problem} is {list(weight.shape[-2:])}"
+                raise ConfigError("kernels.precision", f"{problem}; use bf16, or other sizes")
+
+
+def check_device(config: Config, arch: Architecture, device: torch.device) -> Config:
+    """Return ``config`` without what recipes propose and ``device`` has no use for.
+
+    Raises ConfigError: a setting that a user gave has no effect on ``device``, or cannot run there.
+    """
+    dtype = compute_dtype(config, device)
+    no_cuda = None if device.type == "cuda" else "this run is on a CPU"
+    dry_run = "this is a run, which takes the machine as it is"
+    config = config.fitting({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
+    if config.kernels.attention == "flex" and device.type == "cpu":
+        raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
+    wants_documents = config.optim.muon_qk_clip > 0 and config.kernels.attention == "auto"
+    needs_cudnn = config.kernels.batch_invariant or wants_documents
+    if config.kernels.attention == "cudnn" or (needs_cudnn and device.type == "cuda"):
+        try:
+            cudnn_attention.require(device, dtype, arch.widest_head())
+        except ValueError as error:
+            raise ConfigError("kernels.attention", str(error)) from None
+    if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
+        raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
+    if (precision := config.kernels.precision) != "bf16" and device.type == "cuda":
+        problem = None
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            name = torch.cuda.get_device_name(device)
+            problem = f"takes a Hopper GPU or later, and this is a {name}"
+        elif dtype != torch.bfloat16:
+            problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
+        if problem is not None:
+            raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
+    _check_compilers(config, device)
+    return config
+
+
+def _check_compilers(config: Config, device: torch.device) -> None:
+    if device.type == "cuda":
+        uses = "compile.enabled" if config.compile.is_on else "kernels.backend"
+        triton = config.compile.is_on or config.kernels.backend != "reference"
+        if triton and c_compiler() is None:
+            problem = "Triton needs a C compiler on this machine; install gcc, or name one in CC"
+            raise ConfigError(uses, problem)
+    elif config.compile.is_on:
+        from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ConfigError(
+                "compile.enabled",
+                "true, which on a CPU needs a C++ compiler, and there is none; install g++, name "
+                "one in CXX, or leave it off",
+            ) from None
