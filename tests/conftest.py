@@ -83,9 +83,21 @@ def pytest_collection_modifyitems(config, items):
         needed = gpus_needed(item)
         if needed > 1:
             item.add_marker("several_gpus")
-        if needed > present:
-            devices = "a CUDA device" if needed == 1 else f"{needed} CUDA devices"
-            item.add_marker(pytest.mark.skip(reason=f"needs {devices}"))
+        if needed > present > 0:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Without a GPU its tests are rehearsed, and then skipped."""
+    if "gpu" not in pyfuncitem.keywords or torch.cuda.is_available():
+        return None
+    from rehearsal import rehearse
+
+    names = pyfuncitem._fixtureinfo.argnames
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    runs = rehearse(lambda: pyfuncitem.obj(**given))
+    pytest.skip(f"needs a CUDA device; the settings of {runs} runs are right")
 
 
 def pytest_collection_finish():

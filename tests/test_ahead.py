@@ -277,10 +277,12 @@ def test_the_compiler_is_there_when_ranks_have_met(monkeypatch, caplog):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_fake_step_launches_what_a_step_on_a_gpu_does(case):
-    words = ["train.device=cuda", "model.hidden_size=128", "model.head_dim=32", *CASES[case]]
-    base = {"base": DENSE} if case == "dense" else {"words": ["model.moe_intermediate_size=64"]}
-    words += base.pop("words", [])
-    engine = make_engine(*words, "compile.enabled=no", "train.global_batch_size=8", **base)
+    words = ["train.device=cuda", "model.hidden_size=128", "model.head_dim=32"]
+    if case != "dense":
+        words.append("model.moe_intermediate_size=64")
+    base = {"base": DENSE} if case == "dense" else {}
+    own = [*CASES[case], "compile.enabled=no", "train.global_batch_size=8"]
+    engine = make_engine(*words, *own, **base)
     found = launches_of_fake_step(engine)
     launched = launched_in(lambda: step(engine))
     assert {one for one in launched if one[0] != "_layout_kernel"} <= found  # attention's library

@@ -61,6 +61,7 @@ VARIANTS = {
         "activation.policy=selective",
         "parallel.reshard_after_forward=yes",
     ],
+    "compile+reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
     "reshard": ["parallel.reshard_after_forward=yes"],
     "accumulate": ["train.micro_batch_size=1"],
     "accumulate+last": ["train.micro_batch_size=1", "parallel.reduce_at=last"],
@@ -81,6 +82,7 @@ ONLY = {
         "selective": ["ep"],
         "compile+selective": [],
         "compile+selective+reshard": ["ep"],
+        "compile+reshard": [],  # on GPUs
         "reshard": ["dp", "ep"],
     },
     4: {
@@ -94,6 +96,7 @@ ONLY = {
         "selective": ["ep+efsdp"],
         "compile+selective": [],
         "compile+selective+reshard": [],
+        "compile+reshard": [],
         "reshard": ["dp", "ep+efsdp"],
     },
 }
