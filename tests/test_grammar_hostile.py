@@ -497,33 +497,73 @@ def allowed_by(matcher):
     return allowed_V
 
 
-def test_killed_grammar_process_aborts_its_text_and_is_replaced():
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    [
+        ("rules", ("grammar", lark(3000, "@"))),
+        ("letters", ("grammar", lark(3000, '"a" @'))),
+        ("references", ("json_schema", json.dumps(nested_references(1000)))),
+    ],
+)
+def test_deep_grammars_compile_where_there_is_time(name, grammar):
+    """They need more stack than the 8 MiB that Linux gives by default."""
+    grammars = Grammars(ByteTokenizer(), [256], 257, GrammarLimits(seconds=60))
+    text = grammars.begin(grammars.acquire(*grammar))
+    allowed = set(np.flatnonzero(grammars.allowed([(text, [])])[0]))
+    assert {97} == allowed if name != "references" else ord("{") in allowed
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (GrammarLimits(seconds=60, mib=16), "nested too deeply, or takes more than 16 MiB or 60 s"),
+        (GrammarLimits(seconds=0.1, mib=4096), r"takes more than 0\.1 s; make it smaller"),
+    ],
+)
+def test_grammar_beyond_a_limit_is_refused_with_the_limit(limits, problem):
+    grammar = ("json_schema", json.dumps({"type": "integer", "multipleOf": 99_991}))
+    grammars = Grammars(ByteTokenizer(), [256], 257, limits)
+    compiled = grammars.acquire(*grammar)
+    with pytest.raises(ValueError, match=problem):
+        compiled.ready.result()
+    grammars.release(compiled)
+    assert not grammars._live
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_grammar_process_that_fails_aborts_its_text_and_is_replaced(how):
     generator = make_generator()
-    params = SamplingParams(grammar=("regex", "[a-c]{30}"), max_tokens=40)
-    generator.submit(
-        Request("a", (1,), params), Request("free", (1,), SamplingParams(max_tokens=40))
-    )
+    params = SamplingParams(grammar=("regex", "[a-c]{12}"), max_tokens=20)
+    free = SamplingParams(max_tokens=15)
+    generator.submit(Request("a", (1,), params), Request("free", (1,), free))
     for _ in range(5):
         generator.step()
     (own,) = forked(generator)
-    os.kill(own, signal.SIGKILL)
-    free = []
+    os.kill(own, how)
+    tokens = []
     while generator.is_busy:
-        for completion in generator.step():
-            if completion.request_id == "a":
-                assert completion.finish_reason == "abort"
-                assert re.fullmatch("[a-c]{5}", ByteTokenizer().decode(completion.tokens))
-            else:
-                free = completion.tokens
-    assert len(free) == 40
+        started = time.monotonic()
+        found = {completion.request_id: completion for completion in generator.step()}
+        assert time.monotonic() - started < LONGEST_GAP
+        if "a" in found:
+            assert found["a"].finish_reason == "abort"
+            assert re.match("[a-c]{5}", ByteTokenizer().decode(found["a"].tokens))
+        tokens = found["free"].tokens
+    assert len(tokens) == 15
+    wait_until(lambda: not is_alive(own), 5)
     ((found,),) = generator.generate([Request("b", (1,), params)])
-    assert re.fullmatch("[a-c]{30}", ByteTokenizer().decode(found.tokens))
-    process = generator.grammars._forking[0]
+    assert re.fullmatch("[a-c]{12}", ByteTokenizer().decode(found.tokens))
+
+
+def test_forking_process_is_replaced_when_it_ends():
+    grammars = Grammars(ByteTokenizer(), [256], 257, GrammarLimits())
+    before = grammars.begin(grammars.acquire("regex", "a{9}"))
+    process = grammars._forking[0]
     process.kill()
     process.wait()
-    other = SamplingParams(grammar=("regex", "[d-f]{30}"), max_tokens=40)
-    ((found,),) = generator.generate([Request("c", (1,), other)])
-    assert re.fullmatch("[d-f]{30}", ByteTokenizer().decode(found.tokens))
+    after = grammars.begin(grammars.acquire("regex", "b{9}"))
+    allowed_NV = grammars.allowed([(before, []), (after, [])])
+    assert [list(np.flatnonzero(allowed_V)) for allowed_V in allowed_NV] == [[97], [98]]
 
 
 def test_slow_masks_end_only_their_own_text():

@@ -114,7 +114,7 @@ class _Texts:
         return bytes(2 + self.size)
 
     def take(self, text: int, tokens: list[int]) -> tuple[int, bool]:
-        """Append ``tokens``. Return which one ended the text, from 1 (0: none), and if it failed."""
+        """Append ``tokens``. Return which one ended the text (0: none), and if by an error."""
         matcher = self.matchers[text]
         self.masks.pop(text, None)
         for number, token in enumerate(tokens, 1):
@@ -162,7 +162,7 @@ def _serve(connection: Connection, tokens: Any, seconds: float, mib: int) -> Non
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, _STACK)
     if size := _address_space():
-        _limit(resource.RLIMIT_AS, size + _STACK + (mib << 20))
+        _limit(resource.RLIMIT_AS, size + (mib << 20))
     # The server measures the time. This limit acts if the server is gone.
     _limit(resource.RLIMIT_CPU, seconds + 2)
     kind, text = json.loads(connection.recv_bytes())
@@ -200,7 +200,12 @@ def _run(orders: socket.socket, about: dict[str, Any], tokens: Any) -> None:
             if number in processes:
                 os.kill(processes[number], signal.SIGKILL)
             continue
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError as error:  # too many processes, or too little memory
+            print(f"no process for a grammar: {error}", file=sys.stderr, flush=True)
+            os.close(files[0])
+            continue
         if process == 0:
             orders.close()
             try:
@@ -210,8 +215,7 @@ def _run(orders: socket.socket, about: dict[str, Any], tokens: Any) -> None:
             finally:
                 os._exit(0)
         processes[number] = process
-        for file in files:
-            os.close(file)
+        os.close(files[0])
     for process in processes.values():
         os.kill(process, signal.SIGKILL)
 

@@ -274,12 +274,12 @@ class Grammars:
         finish = weakref.finalize(self, _finish, process, ours)
         ours.settimeout(_STARTED)  # seconds
         told = b""
-        while not told.endswith(b"\0"):
-            part = ours.recv(4096)
-            if not part:
-                finish()
-                raise RuntimeError("the process that compiles grammars did not start")
-            told += part
+        with suppress(TimeoutError):
+            while not told.endswith(b"\0") and (part := ours.recv(4096)):
+                told += part
+        if not told.endswith(b"\0"):
+            finish()
+            raise RuntimeError("the process that compiles grammars did not start; see its errors")
         if told != b"\0":
             finish()
             problem = "llguidance cannot read this model's tokenizer"
