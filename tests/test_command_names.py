@@ -46,9 +46,7 @@ def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
     assert (process.returncode, errors) == (130, b"")
 
 
-COMMANDS = [
-    f"moetrain.{name}" for name in ("train", "rl", "jobs", "checkpoint", "generate", "serve")
-]
+NAMES = ("train", "rl", "jobs", "checkpoint", "generate", "serve")
 
 
 @pytest.mark.parametrize(
