@@ -1,11 +1,14 @@
 """Files of a run with bytes that nobody wrote, when the run goes on."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from moetrain.config import ConfigError
 from moetrain.train.metrics import read_metrics
+from moetrain.train.preferences import Reference
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.trainer import Trainer
 
@@ -56,3 +59,33 @@ def test_a_damaged_name_of_a_run_is_one_line(tiny, tmp_path, data):
     mark.unlink()  # the remedy
     assert Trainer(tiny("train.steps=3")).step == 2
     assert RunFolder(tmp_path / "out").find("auto") is not None
+
+
+def test_damaged_references_of_preferences_are_one_line(tmp_path):
+    """Whichever byte is another, or the last: nothing but a ConfigError comes of it."""
+    dataset = SimpleNamespace(identity={"of": "é"}, reference_PS=np.zeros((2, 3), np.float32))
+    run = SimpleNamespace(step=3, folder=tmp_path)
+    file = tmp_path / "reference.npz"
+    with file.open("wb") as opened:
+        np.savez(opened, np.ones((2, 3), np.float32), identity=json.dumps([dataset.identity]))
+    Reference([dataset]).on_start(run)
+    assert dataset.reference_PS.sum() == 6
+    data, refused = file.read_bytes(), 0
+    ends = [data[:length] for length in range(len(data))]
+    flips = [
+        data[:i] + bytes([data[i] ^ bit]) + data[i + 1 :]
+        for i in range(len(data))
+        for bit in (1, 128)
+    ]
+    said = set()
+    for broken in (*ends, *flips, b"\xff" * 100):
+        file.write_bytes(broken)
+        try:
+            Reference([dataset]).on_start(run)
+            assert dataset.reference_PS.sum() == 6
+        except ConfigError as error:
+            refused += 1
+            said.add(str(error))
+    assert refused > len(data)
+    assert all(one.startswith(f"checkpoint.resume: {file}") for one in said)
+    assert not any("\n" in one for one in said)

@@ -34,7 +34,7 @@ _MOST_ATTEMPTS = 10
 _mutex = threading.RLock()
 """Held during each attempt: the threads of a process share its ``fcntl`` locks. A fork waits for
 it, so that no child misses a descriptor that it must close."""
-_held: set["_Held"] = set()
+_held: set["_HeldLock"] = set()
 
 
 class LockHeldError(Exception):
@@ -45,7 +45,7 @@ class _CrowdedError(LockHeldError):
     """Others take the lock at this moment; one of them may still fail."""
 
 
-class _Held:
+class _HeldLock:
     """A lock that this process holds, by a descriptor of its file."""
 
     def __init__(self, descriptor: int) -> None:
@@ -101,7 +101,7 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
             held.release()
 
 
-def _take(path: Path, waits: bool) -> _Held:
+def _take(path: Path, waits: bool) -> _HeldLock:
     attempts = 0
     while True:
         try:
@@ -117,7 +117,7 @@ def _take(path: Path, waits: bool) -> _Held:
         time.sleep(_POLL_SECONDS)
 
 
-def _attempt(path: Path) -> _Held:
+def _attempt(path: Path) -> _HeldLock:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         survivor = None
@@ -156,7 +156,7 @@ def _attempt(path: Path) -> _Held:
     return held
 
 
-def _replace(path: Path) -> _Held:
+def _replace(path: Path) -> _HeldLock:
     """Put a file that this process has locked in the place of ``path``."""
     start, end = f".{path.name}.", ".tmp"
     for name in os.listdir(path.parent):
@@ -172,7 +172,7 @@ def _replace(path: Path) -> _Held:
         os.close(descriptor)
         new.unlink(missing_ok=True)
         raise
-    return _Held(descriptor)
+    return _HeldLock(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

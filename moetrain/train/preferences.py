@@ -13,6 +13,7 @@ Legend: P pairs of a micro-batch, T tokens, S of a row.
 """
 
 import json
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from moetrain.train import objectives
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
+_DAMAGED = (ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error, struct.error)
+_DAMAGED += (RuntimeError, OverflowError, SyntaxError)
+"""What numpy and zipfile raise for a damaged file; it may seem encrypted or of a later version."""
 _AGAIN = "give what the run began with, or set never to begin again"
 
 
@@ -113,7 +117,7 @@ class Reference(Callback):
                     dataset.reference_PS[:] = kept[f"arr_{i}"]
         except ConfigError:
             raise
-        except (ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        except _DAMAGED as error:
             problem = f"{file} is damaged ({shortened(str(error))}); {_AGAIN}"
             raise ConfigError("checkpoint.resume", problem) from None
         except OSError as error:
