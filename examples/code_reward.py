@@ -1,70 +1,583 @@
-"""A reward for programs: they run with the line's tests, in a process with limits of its own.
+"""A reward for programs: they run with the line's tests, in processes with limits of their own.
 
     python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
         --rl.reward code_reward.py:score_code ...
 
 A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``.
 
-Left out on purpose: a file system of its own. A program reads what this user may read; run the
-trainer in a container where that matters.
+What holds depends on the machine. ``python code_reward.py`` prints what holds on this one:
+
+``uid``       The program has a user id of its own. It cannot signal the trainer, nor read its
+              memory, its environment or files that not every user may read. Only root can give
+              that; another user's program reads what this user may read.
+``pids``      A namespace of processes: the program sees no others, and all that it has started
+              ends with it, whatever it forked. Where users may make namespaces the trainer's
+              memory and environment are closed to it too, since they belong to another namespace.
+``network``   No network, loopback neither. Sockets that are files can be opened by who may.
+``files``     Everything but its folder and /dev/shm is read-only, and what it wrote there (64 MiB
+              each at most) is gone at its end. Without it, files that it leaves in /tmp, in
+              /dev/shm or where else it may write stay there.
+``group``     A control group limits the memory of all its processes together. Without one, the sum
+              is taken 20 times a second, so it may be exceeded for that long, and memory that no
+              process has mapped (of ``memfd_create`` and System V) is not in the sum.
+``alone``     64 processes are the program's own. Without it the limit counts all of this user's.
+
+Always: 10 s, 1 GiB for each process, 1 MiB for each file and for the output, 64 open files, no
+rights through setuid programs, no inherited files, a folder of its own that is removed.
+
+With neither ``uid`` nor ``pids`` the program may kill or stop the trainer and the process that
+enforces the limits, read the trainer's memory, and leave processes. Train in a container then. The
+program can always find out how its process reports success, and report it without passing.
 """
 
+import ctypes
+import json
+import logging
 import os
 import re
+import resource
 import secrets
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 _SECONDS = 10
+_MEMORY = 1 << 30
+_PROCESSES = 64
+_SECONDS_TO_DIE = 30
+"""A killed process dies when it next has a core, and programs may have filled all of them."""
+_FILE, _FOLDER, _OPEN_FILES = 1 << 20, 64 << 20, 64
+_USES = ("uid", "namespaces", "group")
+"""What is used where it is there; tests leave some out."""
 _PYTHON = ("", "py", "python", "python3")
-_START = f"""
-import ctypes, os, resource, sys
-libc = ctypes.CDLL(None)
-# CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET of <linux/sched.h>: no network, no signals to others,
-# and no rights to raise limits.
-getattr(libc, "unshare", lambda flags: 0)(0x70000000)
-if child := os.fork():  # whose end is that of all processes it has started
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
-getattr(libc, "prctl", lambda *args: 0)(1, 9)  # PR_SET_PDEATHSIG
-for name, most in (("CPU", {_SECONDS}), ("AS", 1 << 30), ("FSIZE", 1 << 20), ("NOFILE", 64),
-                   ("NPROC", 64), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-os.execv(sys.executable, [sys.executable, "-I", "-"])
-"""
-"""What the process does first. 64 processes are this user's, but for root."""
 
 
 def score_code(line: dict[str, Any], answer: str) -> float:
     """Return 1 if the answer's program and then the line's ``answer``, its tests, run to the end.
 
-    The program is the last block between ``` marks, or else all of the text. Limits: 10 s, 1 GiB of
-    memory, 1 MiB a file, 64 open files and processes; where Linux allows, no network.
+    The program is the last block between ``` marks, or else all of the text. Its limits are those
+    of this module.
+
+    Raises RuntimeError: programs cannot be run here, not even one that does nothing.
     """
+    uses, _ = _usable(_USES)
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
     ran = secrets.token_hex(8)  # a program that leaves before its tests writes it only on purpose
     parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as written:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START],
-            cwd=folder,
-            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=written,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+    code, written, _ = _run("\n\n".join(parts), uses)
+    return float(code == 0 and ran.encode() in written)
+
+
+def contained() -> frozenset[str]:
+    """Return which of the module's promises hold on this machine, by their names.
+
+    Raises RuntimeError: programs cannot be run here.
+    """
+    return _usable(_USES)[1]
+
+
+@lru_cache(maxsize=8)
+def _usable(uses: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return what of ``uses`` lets a program run here that does nothing, and what holds then."""
+    code, written, report = _run("print('ran')", uses)
+    if code == 0 and written == b"ran\n":
+        return uses, frozenset(report)
+    why = " ".join(line[1:] for line in report if line.startswith("!"))
+    why = why or f"it ended with exit status {code}"
+    if "uid" in uses and os.geteuid() == 0:
+        logging.getLogger(__name__).warning(
+            "programs run as root: %s cannot be run by other users (%s). They can stop the trainer "
+            "and read all files; install Python where every user can read it",
+            *(sys.executable, why),
         )
+        return _usable(tuple(use for use in uses if use != "uid"))
+    raise RuntimeError(f"{sys.executable} cannot be run with limits: {why}")
+
+
+def _run(program: str, uses: tuple[str, ...]) -> tuple[int, bytes, list[str]]:
+    """Run a program; return its exit status, its output, and what holds for it."""
+    folder = tempfile.mkdtemp(prefix="code-reward-")
+    limits = {"seconds": _SECONDS, "memory": _MEMORY, "processes": _PROCESSES, "uses": uses}
+    limits |= {"file": _FILE, "folder": _FOLDER, "open": _OPEN_FILES, "parent": os.getpid()}
+    told, tell = os.pipe()
+    try:
+        with tempfile.TemporaryFile() as written, os.fdopen(told, "rb") as report:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", __file__, str(tell), json.dumps(limits)],
+                    cwd=folder,
+                    env={
+                        **{"PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+                        **{"HOME": folder, "TMPDIR": folder},
+                    },
+                    stdin=subprocess.PIPE,
+                    stdout=written,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(tell,),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(tell)
+            most = _SECONDS + 2 * _SECONDS_TO_DIE
+            try:
+                process.communicate(program.encode("utf-8", "replace"), timeout=most)
+            except subprocess.TimeoutExpired:  # the program has stopped what enforces the limits
+                pass
+            finally:
+                _end(process)
+            written.seek(0)
+            # The pipe has no other writer, unless the program's processes outlive it.
+            os.set_blocking(report.fileno(), False)
+            lines = (report.read() or b"").decode(errors="replace").split("\n")
+            return process.returncode, written.read(2 * _FILE), [line for line in lines if line]
+    finally:
+        _remove(folder)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the process end what it has started, unless it has ended."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_DIE)
+        process.kill()
+        process.wait()
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder, which may hold a million folders in one another."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        for words in (["chmod", "-R", "u+rwX", "--", folder], ["rm", "-rf", "--", folder]):
+            subprocess.run(words, check=False, capture_output=True)
+
+
+# ---- the process that enforces the limits --------------------------------------------------------
+#
+# It forks a process that enters the control group and the namespaces; that forks the first process
+# of the namespace of processes, which gives up its rights; and that forks the program.
+
+_NEWNS, _NEWIPC, _NEWUSER = 0x00020000, 0x08000000, 0x10000000
+_NEWPID, _NEWNET = 0x20000000, 0x40000000
+_SPACES = _NEWNS | _NEWIPC | _NEWPID | _NEWNET
+_PDEATHSIG, _SUBREAPER, _DUMPABLE, _NO_NEW_PRIVS = 1, 36, 4, 38
+_MOUNT_SETATTR = 442
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *args: object) -> None:
+    """Call a function of the system; OSError: it fails, or the system does not have it."""
+    function = getattr(_LIBC, name, None)
+    if function is None:
+        raise OSError(0, f"there is no {name}")
+    if function(*args) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _prctl(option: int, value: int) -> None:
+    zero = ctypes.c_ulong(0)
+    with suppress(OSError):
+        _call("prctl", option, ctypes.c_ulong(value), zero, zero, zero)
+
+
+def _status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def enforce(report: int, limits: dict[str, Any]) -> int:
+    """Run the program on standard input, end all of its processes, and return its exit status.
+
+    A line for each promise that holds is written to ``report``; one that begins with ``!`` says why
+    nothing can run.
+    """
+    os.set_inheritable(report, False)
+    _prctl(_PDEATHSIG, signal.SIGTERM)  # if the trainer dies
+    _prctl(_SUBREAPER, 1)  # so that what is forked twice is still found
+    if os.getppid() != limits["parent"]:
+        return 1
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    uid = _spare_uid() if os.geteuid() == 0 and "uid" in limits["uses"] else None
+    if uid is not None:
+        os.chown(".", uid, uid)
+    group = _Group(limits["memory"], limits["processes"]) if "group" in limits["uses"] else None
+    if group is not None and not group.folders:
+        group = None
+    deadline = time.monotonic() + limits["seconds"]
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _guarded(report, lambda: _enter(report, limits, uid, group))
+    try:
+        code = _watch(child, deadline, None if group else limits["memory"])
+        if group is not None and group.was_exceeded():
+            code = 137
+    finally:
+        if group is not None:
+            group.kill()
+        _kill_all(uid)
+        if group is not None:
+            group.remove()
+    return code
+
+
+def _guarded(report: int, work: Callable[[], int]) -> None:
+    """Do the work of a forked process and end it."""
+    code = 1
+    try:
+        code = work()
+    except OSError as error:
+        os.write(report, f"!{error.strerror} {error.filename or ''}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _watch(child: int, deadline: float, memory: int | None) -> int:
+    """Wait for the child; return its exit status, or 137 if it takes more time or memory."""
+    while time.monotonic() < deadline:
+        got = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, 0.05)
+        if got is not None and got.si_signo == signal.SIGTERM:
+            return 137
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == child:
+                    return _status(found[1])
+        if memory is not None and sum(map(_memory_of, _descendants(os.getpid()))) > memory:
+            return 137
+    return 137
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in file.read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))
+
+
+def _memory_of(pid: int) -> int:
+    """Return the bytes of a process: of pages that it shares with others, its part."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(kib) << 10 for kib in re.findall(r"^(?:Swap)?Pss: +(\d+)", text, re.M))
+    except PermissionError:  # it has closed itself to other processes of this user
+        with suppress(OSError):
+            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        pass
+    return 0
+
+
+def _kill_all(uid: int | None) -> None:
+    """End all processes below this one."""
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while time.monotonic() < deadline:
+        if uid is not None:  # all at once, so that none can fork meanwhile
+            killer = os.fork()
+            if not killer:
+                with suppress(OSError):
+                    os.setresuid(uid, uid, uid)
+                    os.kill(-1, signal.SIGKILL)
+                os._exit(0)
+            os.waitpid(killer, 0)
+        for pid in [*_descendants(os.getpid())]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         try:
-            process.communicate("\n\n".join(parts).encode("utf-8", "replace"), timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            return 0.0
-        finally:
-            with suppress(ProcessLookupError, PermissionError):  # and all that the program started
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        written.seek(0)
-        return float(process.returncode == 0 and ran.encode() in written.read())
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+
+
+def _spare_uid() -> int | None:
+    """Return a user id that nobody has, or None where this root has no other ids.
+
+    It is made from the process's id, so that programs that run at once have different ones.
+    """
+    import pwd
+
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        last = first + count
+        base, most = (1 << 30, 1 << 22) if last > 1 << 31 else (last - 4000, 3999)
+        if base > max(first, 1000):
+            found = base + os.getpid() % most
+            with suppress(KeyError):
+                pwd.getpwuid(found)
+                continue
+            return found
+    return None
+
+
+class _Group:
+    """Control groups for the program: one, or in their first version one for each resource."""
+
+    def __init__(self, memory: int, processes: int) -> None:
+        """Make them where the trainer's own group lets it; ``folders`` is empty where not."""
+        self.folders: list[Path] = []
+        self._limits = {"memory": memory, "pids": processes + 3}
+        for kind, places in _places().items():
+            for place in places:
+                if self._make(kind, place):
+                    break
+        if not any((folder / "memory.stat").exists() for folder in self.folders):
+            self.remove()
+            self.folders = []
+
+    def _make(self, kind: str, place: Path) -> bool:
+        for old in place.glob("code-reward-*"):  # of processes that were killed
+            if not Path("/proc", old.name.rpartition("-")[2]).exists():
+                with suppress(OSError):
+                    old.rmdir()
+        folder = place / f"code-reward-{os.getpid()}"
+        memory, pids = self._limits["memory"], self._limits["pids"]
+        values = {
+            "memory": {"memory.limit_in_bytes": memory},
+            "pids": {"pids.max": pids},
+            "": {"memory.max": memory, "memory.oom.group": 1},
+        }[kind]
+        also = {"memory.memsw.limit_in_bytes": memory, "memory.swap.max": 0, "pids.max": pids}
+        try:
+            folder.mkdir()
+        except OSError:
+            return False
+        self.folders.append(folder)
+        try:
+            for name, value in values.items():
+                _put(folder / name, value)
+        except OSError:
+            self.folders.pop().rmdir()
+            return False
+        for name, value in also.items():
+            with suppress(OSError):
+                _put(folder / name, value)
+        return True
+
+    @property
+    def counts(self) -> bool:
+        """Whether the number of processes is limited."""
+        return any((folder / "pids.max").exists() for folder in self.folders)
+
+    def enter(self) -> bool:
+        """Move this process into the groups; False: one does not take it."""
+        try:
+            for folder in self.folders:
+                _put(folder / "cgroup.procs", 0)
+        except OSError:
+            return False
+        return True
+
+    def was_exceeded(self) -> bool:
+        """Return whether the kernel ended a process for its memory."""
+        for folder in self.folders:
+            for name in ("memory.events", "memory.oom_control"):
+                with suppress(OSError):
+                    if re.search(r"^oom_kill [1-9]", (folder / name).read_text(), re.M):
+                        return True
+        return False
+
+    def kill(self) -> None:
+        """End the processes of the groups."""
+        for folder in self.folders:
+            with suppress(OSError):
+                _put(folder / "pids.max", 0)
+            with suppress(OSError):
+                _put(folder / "cgroup.kill", 1)
+
+    def remove(self) -> None:
+        """Remove the groups, which have no processes any more."""
+        for folder in self.folders:
+            for _ in range(100):
+                with suppress(FileNotFoundError):
+                    try:
+                        folder.rmdir()
+                    except OSError:
+                        time.sleep(0.01)
+                        continue
+                break
+
+
+def _put(file: Path, value: int) -> None:
+    with file.open("w") as opened:  # without making a file
+        opened.write(str(value))
+
+
+def _places() -> dict[str, list[Path]]:
+    """Return folders of control groups in which a group can be made, by their resource ("": all).
+
+    In the second version, a group with processes has no limited groups below it, so the group
+    around the trainer's own may be the place.
+    """
+    found: dict[str, list[Path]] = {}
+    try:
+        own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return found
+    for line in mounts:
+        words, _, last = line.partition(" - ")
+        root, point = words.split()[3:5]
+        kind, *_, options = last.split()
+        for _, controllers, name in own:
+            inner = Path(point, os.path.relpath(name, root)) if name.startswith(root) else point
+            inner = Path(os.path.normpath(inner))
+            for resource_name in {"memory", "pids"} & set(controllers.split(",")):
+                if kind == "cgroup" and resource_name in options.split(","):
+                    found.setdefault(resource_name, []).append(inner)
+            if kind == "cgroup2" and not controllers:
+                for place in (inner, inner.parent):
+                    with suppress(OSError):
+                        allowed = (place / "cgroup.subtree_control").read_text().split()
+                        if "memory" in allowed and place.is_relative_to(point):
+                            found.setdefault("", []).append(place)
+    return found
+
+
+def _enter(report: int, limits: dict[str, Any], uid: int | None, group: _Group | None) -> int:
+    """Enter the group and the namespaces; run the first process there; return its exit status."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    promises = []
+    if group is not None and group.enter():
+        promises += ["group", *(["alone"] if group.counts else [])]
+    elif group is not None:
+        raise OSError(0, "the control group does not take the program", str(group.folders[-1]))
+    is_isolated = has_rights = False
+    if "namespaces" in limits["uses"] and os.geteuid() == 0:
+        with suppress(OSError):
+            _call("unshare", _SPACES)
+            is_isolated = has_rights = True
+    if uid is not None:
+        promises += ["uid", "alone"]
+        if not has_rights:
+            _become(uid)
+    if "namespaces" in limits["uses"] and not is_isolated and os.geteuid() != 0:
+        with suppress(OSError):
+            _prctl(_DUMPABLE, 1)  # so that the maps can be written
+            user, own = os.getuid(), os.getgid()
+            _call("unshare", _NEWUSER | _SPACES)
+            is_isolated = True
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{own} {own} 1")
+    if is_isolated:
+        promises += ["pids", "network"]
+        # The count of a user's processes is that of this namespace.
+        promises += [] if uid is not None or has_rights else ["alone"]
+    first = os.fork()
+    if not first:
+        _guarded(report, lambda: _begin(report, limits, uid if has_rights else None, promises))
+    return _status(os.waitpid(first, 0)[1])
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    _prctl(_PDEATHSIG, signal.SIGKILL)  # which that has reset
+
+
+def _begin(report: int, limits: dict[str, Any], uid: int | None, promises: list[str]) -> int:
+    """Give up rights, run the program, and wait for it; all others end with this process."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    if "pids" in promises and _hide_files(limits["folder"], uid):
+        promises.append("files")
+    if uid is not None:
+        _become(uid)
+    _prctl(_NO_NEW_PRIVS, 1)
+    program = os.fork()
+    if not program:
+        _guarded(report, lambda: _execute(report, limits, promises))
+    _prctl(_DUMPABLE, 0)  # the program cannot trace this process
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            return _status(status)
+
+
+def _hide_files(size: int, uid: int | None) -> bool:
+    """Make everything read-only but a new folder in this one's place; False: that is not allowed.
+
+    What could be done of it stays done.
+    """
+    folder, private, recursive = os.getcwd(), 1 << 18, 1 << 14
+    options = f"size={size},nr_inodes=10000,mode=700"
+    options += f",uid={uid},gid={uid}" if uid is not None else ""
+    nosuid_nodev = 2 | 4
+
+    def mount(what: str, where: str, kind: str, flags: int, data: str) -> None:
+        _call("mount", what.encode(), where.encode(), kind.encode(), flags, data.encode())
+
+    try:
+        mount("none", "/", "", private | recursive, "")
+        if uid is not None:
+            _open_python(folder, mount)
+        read_only = struct.pack("QQQQ", 1, 0, 0, 0)
+        _call("syscall", _MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))
+        mount("tmpfs", folder, "tmpfs", nosuid_nodev, options)
+        os.chdir(folder)  # the new one
+        if os.path.isdir("/dev/shm"):
+            mount("tmpfs", "/dev/shm", "tmpfs", nosuid_nodev, options)
+    except OSError:
+        return False
+    with suppress(OSError):  # a container may hide parts of it, and then this is refused
+        mount("proc", "/proc", "proc", nosuid_nodev | 8, "")
+    return True
+
+
+def _open_python(folder: str, mount: Callable[[str, str, str, int, str], None]) -> None:
+    """Let every user reach Python, if a folder on the way to it is closed to others: hide the rest.
+
+    ``/root/miniconda3`` is read, and ``/root`` then holds nothing else.
+    """
+    needed = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    needed = {os.path.realpath(path) for path in needed}
+    closed: dict[str, dict[str, int]] = {}
+    for path in sorted(needed):
+        for outer in (*reversed(Path(path).parents), Path(path)):
+            if not outer.stat().st_mode & 1:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                closed.setdefault(str(outer), {})[path] = descriptor
+                break
+    for outer, paths in closed.items():
+        if outer in paths:
+            raise OSError(13, "it is closed to other users", outer)
+        mount("tmpfs", outer, "tmpfs", 2 | 4, "size=1m,mode=755")
+        for path, descriptor in paths.items():
+            os.makedirs(path, exist_ok=True)
+            mount(f"/proc/self/fd/{descriptor}", path, "", 4096 | 16384, "")
+            os.close(descriptor)
+        if Path(folder).is_relative_to(outer):
+            os.makedirs(folder, exist_ok=True)
+
+
+def _execute(report: int, limits: dict[str, Any], promises: list[str]) -> int:
+    """Become the program."""
+    os.write(report, "".join(f"{name}\n" for name in promises).encode())
+    names = {"CPU": limits["seconds"], "AS": limits["memory"], "FSIZE": limits["file"]}
+    # Two processes of the program's user wait for it.
+    names |= {"NOFILE": limits["open"], "NPROC": limits["processes"] + 2, "CORE": 0}
+    for name, most in names.items():
+        kind = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    os.execv(sys.executable, [sys.executable, "-I", "-"])
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        sys.exit(enforce(int(sys.argv[1]), json.loads(sys.argv[2])))
+    print("holds on this machine:", ", ".join(sorted(contained())) or "none of the promises")

@@ -1,8 +1,14 @@
 """The reward for programs: what passes, and what limits stop."""
 
+import functools
+import json
+import os
 import socket
 import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import code_reward
 import pytest
@@ -36,18 +42,6 @@ def test_programs_are_scored_by_their_tests(answer, reward):
     assert score_code(TESTS, answer) == reward
 
 
-def test_a_program_ends_with_all_that_it_started(monkeypatch, tmp_path):
-    monkeypatch.setattr(code_reward, "_SECONDS", 1)
-    mark = tmp_path / "mark"
-    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
-    text = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
-    started = time.monotonic()
-    assert score_code(TESTS, f"{text}time.sleep(99)") == 0
-    assert time.monotonic() - started < 5
-    time.sleep(3)
-    assert not mark.exists()
-
-
 def test_there_is_no_network():
     if subprocess.run(["unshare", "-Un", "true"], capture_output=True).returncode:
         pytest.skip("no namespaces for users here")
@@ -55,3 +49,428 @@ def test_there_is_no_network():
         port = server.getsockname()[1]
         text = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)\n"
         assert score_code(TESTS, text + GOOD) == 0
+
+
+# A trainer of its own for each attack, since the attack may hit it. It is told where it may write,
+# and what of the limits is there to be used.
+TRAINER = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+settings = json.loads(sys.argv[2])
+import code_reward
+for name, value in settings["limits"].items():
+    setattr(code_reward, name, value)
+code_reward._USES = tuple(settings["uses"])
+os.environ["SECRET"] = "secret of the trainer"
+kept = os.open(settings["secret"], os.O_RDONLY)
+os.set_inheritable(kept, True)
+held = sorted(code_reward.contained())
+print(json.dumps(held), flush=True)
+text = settings["program"].replace("TRAINER", str(os.getpid()))
+reward = code_reward.score_code({"answer": ""}, text)
+tasks = os.listdir("/proc/self/task")
+children = [open(f"/proc/self/task/{task}/children").read() for task in tasks]
+print(json.dumps([reward, "".join(children).split()]))
+"""
+MODES = {
+    "as root": (None, ("uid", "namespaces", "group")),
+    "as root without groups": (None, ("uid", "namespaces")),
+    "as root of a container": (None, ("uid",)),
+    "as root with its own id": (None, ("namespaces", "group")),
+    "as a user": (65534, ("uid", "namespaces", "group")),
+    "as a user without namespaces": (65534, ("uid", "group")),
+}
+"""The user (None: this one), and what is used where it is there."""
+COMMON_MODES = {"as root", "as root of a container", "as a user", "as a user without namespaces"}
+OWN = ("uid", "pids")  # either of them
+ATTACKS = {
+    # name: (the program, the promises of which one must hold, its reward)
+    "memory over children": (
+        """
+import os
+r, w = os.pipe()
+for _ in range(12):
+    if not os.fork():
+        x = b"x" * (40 << 20)
+        os.write(w, b"x")
+        import time
+        time.sleep(30)
+        os._exit(0)
+os.close(w)
+n = 0
+while n < 12 and (got := os.read(r, 12)):
+    n += len(got)
+""",
+        (),
+        0,
+    ),
+    "memory over processes that hide": (
+        """
+import ctypes, os, time
+for _ in range(12):
+    if not os.fork():
+        os.setsid()
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+        if not os.fork():
+            x = b"x" * (40 << 20)
+            time.sleep(30)
+        os._exit(0)
+time.sleep(30)
+""",
+        (),
+        0,
+    ),
+    "too many processes": (
+        """
+import os, time
+started = 0
+try:
+    for _ in range(100):
+        if not os.fork():
+            time.sleep(30)
+            os._exit(0)
+        started += 1
+except OSError:
+    pass
+assert 50 <= started <= 64, started
+""",
+        ("alone",),
+        1,
+    ),
+    "a fork bomb": (
+        """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""",
+        ("alone",),
+        0,
+    ),
+    "processes that leave the session": (
+        """
+import os, time
+for _ in range(5):
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            time.sleep(60)
+        os._exit(0)
+""",
+        (),
+        1,
+    ),
+    "a process that ignores signals": (
+        """
+import os, signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+if not os.fork():
+    time.sleep(60)
+time.sleep(60)
+""",
+        (),
+        0,
+    ),
+    "files that stay": (
+        """
+for folder in ("/tmp", "/dev/shm", "OPEN"):
+    try:
+        open(folder + "/MARK", "w").write("x")
+    except OSError:
+        pass
+open("mine", "w").write("x")
+assert open("mine").read() == "x"
+""",
+        ("files",),
+        1,
+    ),
+    "a deletion": (
+        """
+import os, shutil
+try:
+    os.unlink("OPEN/victim")
+except OSError:
+    pass
+shutil.rmtree("OPEN", ignore_errors=True)
+""",
+        ("files",),
+        1,
+    ),
+    "the trainer's memory": (
+        """
+for name in ("environ", "mem", "maps", "fd/1", "cwd"):
+    try:
+        open("/proc/TRAINER/" + name, "rb").read(1)
+    except OSError:
+        continue
+    raise SystemExit(name)
+import ctypes
+assert ctypes.CDLL(None).ptrace(16, TRAINER, 0, 0) == -1  # PTRACE_ATTACH
+""",
+        OWN,
+        1,
+    ),
+    "signals to the trainer": (
+        """
+import os
+for number in (19, 15, 9):
+    try:
+        os.kill(TRAINER, number)
+    except OSError:
+        continue
+""",
+        OWN,
+        1,
+    ),
+    "signals to its parents": (
+        """
+import os
+for pid in (1, os.getppid()):
+    for number in (19, 15, 9):
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+os.setpgid(0, 0)
+""",
+        ("pids",),
+        1,
+    ),
+    "a root's file": (
+        """
+try:
+    open("HIDDEN")
+except OSError:
+    pass
+else:
+    raise SystemExit("read")
+""",
+        ("uid",),
+        1,
+    ),
+    "inherited files and environment": (
+        """
+import os
+open_files = {int(name) for name in os.listdir("/proc/self/fd")}
+assert open_files <= {0, 1, 2, 3}, open_files
+assert "SECRET" not in os.environ
+assert "NoNewPrivs:\\t1" in open("/proc/self/status").read()
+""",
+        (),
+        1,
+    ),
+    "output without end": (
+        """
+import os
+while True:
+    for number in (1, 2):
+        try:
+            os.write(number, b"x" * 65536)
+        except OSError:
+            pass
+""",
+        (),
+        0,
+    ),
+    "a folder that resists": (
+        """
+import os
+os.symlink("OPEN", "link")
+os.mkdir("closed")
+open("closed/file", "w")
+os.chmod("closed", 0)
+for _ in range(1100):  # more than Python's functions can call each other
+    os.mkdir("d")
+    os.chdir("d")
+""",
+        (),
+        1,
+    ),
+    "the network": (
+        """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", PORT), 2)
+except OSError:
+    pass
+else:
+    raise SystemExit("connected")
+""",
+        ("network",),
+        1,
+    ),
+}
+
+
+@functools.cache
+def python_of(user: int | None) -> str:
+    """A Python that this user can run, and what root hands to others."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        words = [python, "-I", "-c", "import pwd, ctypes"]
+        user = 65534 if user is None and os.geteuid() == 0 else user
+        with_user = {} if user is None or os.geteuid() else {"user": user, "group": user}
+        with_user |= {"extra_groups": []} if with_user else {}
+        try:
+            if not subprocess.run(words, capture_output=True, check=False, **with_user).returncode:
+                return python
+        except OSError:
+            continue
+    return ""
+
+
+def begin(
+    mode: str, attack: str, folder: Path, port: int = 0, **limits: object
+) -> subprocess.Popen[str]:
+    """Start a trainer that scores an attack."""
+    user, uses = MODES[mode]
+    if user is not None and os.geteuid():
+        pytest.skip("another user can be had by root alone")
+    python = sys.executable if user is None and "namespaces" in uses else python_of(user)
+    if not python:
+        pytest.skip("no Python here that other users can run")
+    folder.chmod(0o755)
+    for name in ("temporary", "open"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o777)
+    (folder / "open" / "victim").write_text("x")
+    (folder / "secret").write_text("x")
+    (folder / "secret").chmod(0o600)
+    if user is not None:
+        os.chown(folder / "secret", user, user)
+    text = ATTACKS[attack][0]
+    words = {"OPEN": folder / "open", "HIDDEN": folder / "secret", "MARK": folder.name}
+    for word, value in {**words, "PORT": port}.items():
+        text = text.replace(word, str(value))
+    settings = {"uses": uses, "program": text}
+    settings |= {"secret": str(folder / "secret")}
+    settings["limits"] = {"_MEMORY": 256 << 20, **limits}
+    examples = str(Path(code_reward.__file__).parent)
+    with_user = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    return subprocess.Popen(
+        [python, "-I", "-c", TRAINER, examples, json.dumps(settings)],
+        env={"PATH": os.defpath, "TMPDIR": str(folder / "temporary")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **with_user,
+    )
+
+
+def left_of(folder: Path) -> list[str]:
+    """Processes whose environment names the folder, without zombies and this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if str(folder / "temporary").encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that other users can reach."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+CASES = [
+    pytest.param(attack, mode, id=f"{attack}-{mode}")
+    for attack in ATTACKS
+    for mode in MODES
+    if mode in COMMON_MODES or "memory" in attack
+]
+
+
+@pytest.mark.parametrize(("attack", "mode"), CASES)
+def test_program_that_attacks_leaves_nothing(attack: str, mode: str, open_folder: Path):
+    _, needed, reward = ATTACKS[attack]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        seconds = 20 if reward else 2  # without a reward they run to the limit
+        port = server.getsockname()[1]
+        trainer = begin(mode, attack, open_folder, port, _SECONDS=seconds)
+        held = json.loads(trainer.stdout.readline() or "null")
+        if held is not None and needed and not set(needed) & set(held):
+            trainer.kill()
+            trainer.communicate()
+            pytest.skip(f"{held} hold here, not {needed}")
+        said, problem = trainer.communicate(timeout=100)
+    assert trainer.returncode == 0, problem
+    assert json.loads(said) == [reward, []], problem
+    assert left_of(open_folder) == []
+    assert list((open_folder / "temporary").iterdir()) == []
+    assert (open_folder / "open" / "victim").read_text() == "x"
+    if "files" in held:
+        assert sorted(path.name for path in (open_folder / "open").iterdir()) == ["victim"]
+        assert not Path("/tmp", open_folder.name, open_folder.name).exists()
+        assert not Path("/dev/shm", open_folder.name).exists()
+    groups = [place for places in code_reward._places().values() for place in places]
+    for group in (group for place in groups for group in place.glob("code-reward-*")):
+        assert Path("/proc", group.name.rpartition("-")[2]).exists()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_program_ends_with_its_trainer(mode: str, open_folder: Path):
+    trainer = begin(mode, "a process that ignores signals", open_folder, _SECONDS=60)
+    assert trainer.stdout.readline()
+    deadline = time.monotonic() + 30
+    while len(left_of(open_folder)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    trainer.kill()
+    trainer.communicate()
+    while left_of(open_folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_of(open_folder) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user id can be had by root alone")
+def test_root_has_a_user_id_of_its_own_for_each_program():
+    first = code_reward._spare_uid()
+    child = os.fork()
+    if not child:
+        os._exit(code_reward._spare_uid() == first)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert first is None or first > 1000
+
+
+def test_groups_of_the_second_version_are_found_in_the_trainers_own_or_the_one_around(
+    tmp_path: Path, monkeypatch
+):
+    """As the kernel's cgroup-v2.rst has it: a folder's ``cgroup.subtree_control`` names what its
+    own children can limit."""
+    inner = tmp_path / "user.slice" / "run.scope"
+    inner.mkdir(parents=True)
+    (inner / "cgroup.subtree_control").write_text("\n")
+    (inner.parent / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    files = {
+        "/proc/self/cgroup": "0::/user.slice/run.scope\n",
+        "/proc/self/mountinfo": f"24 1 0:22 / {tmp_path} rw - cgroup2 cgroup rw,nsdelegate\n",
+    }
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: files.get(str(path)) or read(path))
+    assert code_reward._places() == {"": [inner.parent]}
+    mkdir = Path.mkdir
+
+    def made(folder: Path) -> None:
+        mkdir(folder)
+        for name in ("memory.max", "memory.oom.group", "pids.max", "memory.stat", "cgroup.procs"):
+            (folder / name).touch()
+        (folder / "memory.events").write_text("max 3\noom 1\noom_kill 0\n")
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    group = code_reward._Group(1 << 20, 64)
+    (folder,) = group.folders
+    assert folder.parent == inner.parent
+    assert [read(folder / name) for name in ("memory.max", "memory.oom.group")] == ["1048576", "1"]
+    assert group.enter()
+    assert group.counts
+    assert not group.was_exceeded()
+    (folder / "memory.events").write_text("oom_kill 2\n")
+    assert group.was_exceeded()
