@@ -162,7 +162,7 @@ def train_on_ranks(layouts, choices):
 
 
 def test_random_settings_have_one_processs_gradients_on_every_mesh():
-    drawn = [draw_settings(random.Random(f"mesh {number}")) for number in numbers("8:0")]
+    drawn = [draw_settings(random.Random(f"mesh {number}")) for number in numbers("4:0")]
     choices = [{**words, "teacher_top_k": 3} if "teacher" in words else words for words in drawn]
     alone = train_on_ranks(test_rl_engine.ONE, choices)
     timeout = 100 + 10 * len(choices)
