@@ -163,7 +163,7 @@ def make_model(
     experts = None
     if world.dims.ep > 1:
         group = world.meshes.expert_parameters.get_group("ep")
-        dispatcher = _choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
+        dispatcher, _ = _choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     model.to_empty(device=world.device)
     generator = torch.Generator(world.device)

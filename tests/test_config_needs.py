@@ -3,13 +3,16 @@
 import json
 
 import pytest
+from distributed import spawn
 
 from moetrain import config as config_module
 from moetrain.cli.train import main
 from moetrain.config import _NEEDS, Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import leaves
+from moetrain.parallel.world import join_world
+from moetrain.train.engine import Engine
 from moetrain.train.plan import MemoryPlan, plan_memory
-from moetrain.train.setup import resolve_run
+from moetrain.train.setup import Session, resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")
@@ -168,6 +171,38 @@ def test_what_a_recipe_proposes_goes_back_to_the_default():
     dense, _ = resolve_run(Config.load("debug", ["model.preset=qwen3-0.6b"]))
     assert dense.moe.aux_loss_coef is None
     assert Config.load("debug").moe.aux_loss_coef == 0.01
+
+
+ON_A_CPU = ["train.device=cpu", "compile.enabled=no", "model.hidden_size=32", "data.seq_len=64"]
+
+
+def proposed(*words, **values):
+    """Settings and a model; a recipe has proposed ``values``."""
+    values = {name.replace("__", "."): value for name, value in values.items()}
+    config = Config.load("debug", [*ON_A_CPU, *words], environ={})
+    return resolve_run(config.filled(values, "recipe of a test"))
+
+
+def test_a_proposal_that_the_device_does_not_take_is_not_what_runs_or_is_planned():
+    config, arch = proposed(kernels__attention="exact")
+    assert config.kernels.attention == "exact"  # no device is known yet
+    plan = MemoryPlan.of(config, arch, generates=False)
+    for found in (Session(config, arch).config, plan.config):
+        assert found.kernels.attention == "auto"
+        origin = "as 'exact', but this run is on a CPU; unset it"
+        assert found.origins["kernels.attention"] == origin
+
+
+def dispatched():
+    """What an engine of two ranks runs with where a recipe proposed DeepEP."""
+    wanted = {"moe__dispatch_mode": "static", "moe__dispatcher": "deepep"}
+    config, arch = proposed("parallel.ep=2", "train.micro_batch_size=8", **wanted)
+    engine = Engine(config, arch, join_world(config, arch))
+    return engine.static, engine.config.moe.dispatch_mode, engine.config.moe.dispatcher
+
+
+def test_a_proposal_of_deepep_is_not_what_runs_without_it():
+    assert spawn(2, dispatched) == [(None, "exact", "auto")] * 2
 
 
 def test_a_default_asks_for_nothing(tmp_path):

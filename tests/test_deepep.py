@@ -291,7 +291,7 @@ def check_machines() -> None:
     hops = build_meshes(dims, "cpu").expert_hops
     group = dist.group.WORLD
     choose = partial(_choose_dispatcher, config, ARCH, group, GPU, BF16)
-    chosen = choose(hops)
+    chosen, _ = choose(hops)
     assert isinstance(chosen, DeepEPInside)
     assert (chosen.num_sms, chosen.hops) == (28, [*hops])
     assert "tokens reach other ranks of a machine by DeepEP on 28 SMs, exact sizes" in lines[-1]
@@ -321,7 +321,7 @@ def check_choice() -> None:
     def choose(*overrides: str, device=GPU, hops=()) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, hops)
+        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, hops)[0]
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)

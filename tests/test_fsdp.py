@@ -50,7 +50,8 @@ def placed(words):
     arch = resolve_architecture(config.model)
     world = join_world(config, arch)
     stages = Stages(config, arch, world.meshes, world.device)
-    return *apply.place_model(config, arch, world, stages), world
+    model, fsdp, _ = apply.place_model(config, arch, world, stages)
+    return model, fsdp, world
 
 
 def tokens_of(world, number):

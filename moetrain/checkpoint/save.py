@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -105,6 +105,7 @@ class SavePlan:
     step: int
     keep: int
     """How many of the newest intact checkpoints are kept."""
+    _: KW_ONLY
     keep_every: int = 0
     """Checkpoints of steps that are multiples of this are kept for good; 0: none are."""
     failed: bool = False

@@ -297,7 +297,9 @@ class JobSession:
     def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
         now, settings = self.now, self.config.checkpoint
         progress = {"steps": now.steps, "tokens": now.tokens, "sample_index": 0}
-        plan = SavePlan(root, now.seen, settings.keep, settings.keep_every)
+        plan = SavePlan(
+            root=root, step=now.seen, keep=settings.keep, keep_every=settings.keep_every
+        )
         self.snapshots.save(plan, progress, {}, kinds)
         self.snapshots.wait()
 

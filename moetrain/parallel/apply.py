@@ -46,12 +46,29 @@ _CHECKED_NUMBERS = 2**24
 
 def place_model(
     config: Config, arch: Architecture, world: World, stages: Stages
-) -> tuple[Transformer, FSDP]:
-    """Build this rank's stages with values; ConfigError: model.path or lora.path does not load."""
-    dtype = compute_dtype(config, world.device)
+) -> tuple[Transformer, FSDP, Config]:
+    """Build this rank's stages with values. Collective.
+
+    Also returns ``config`` without what only a recipe proposed and the dispatcher that can run here
+    does not take.
+
+    Raises ConfigError: model.path or lora.path does not load, or DeepEP cannot run here and a
+    setting of a user's needs it.
+    """
+    dtype, dispatcher = compute_dtype(config, world.device), None
+    if world.meshes.dims.ep > 1:
+        meshes = world.meshes
+        dispatcher, config = _choose_dispatcher(
+            config,
+            arch,
+            meshes.expert_parameters.get_group("ep"),
+            world.device,
+            dtype,
+            meshes.expert_hops,
+        )
     model, _ = plan_model(config, arch, dtype)
     model.compute_dtype = dtype
-    fsdp = _parallelize(model, config, world, stages)
+    fsdp = _parallelize(model, config, world, stages, dispatcher)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         buffers = dict(model.named_buffers())
@@ -70,10 +87,16 @@ def place_model(
     model.set_recomputation(config.activation)
     if config.compile.is_on:
         compile_blocks(model)
-    return model, fsdp
+    return model, fsdp, config
 
 
-def _parallelize(model: Transformer, config: Config, world: World, stages: Stages) -> FSDP:
+def _parallelize(
+    model: Transformer,
+    config: Config,
+    world: World,
+    stages: Stages,
+    dispatcher: ExpertParallelDispatcher | None,
+) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
     reshard = resharded_blocks(config, world.size, len(stages.blocks))
@@ -97,11 +120,7 @@ def _parallelize(model: Transformer, config: Config, world: World, stages: Stage
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, **how)
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
-    if meshes.dims.ep > 1:
-        experts = meshes.expert_parameters.get_group("ep")
-        dtype = compute_dtype(config, device)
-        how = device, dtype, meshes.expert_hops
-        dispatcher = _choose_dispatcher(config, model.arch, experts, *how)
+    if dispatcher is not None:
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
             replicas.is_late, fsdp.before_reduce = True, replicas.finish
@@ -146,8 +165,11 @@ def _choose_dispatcher(
     device: torch.device,
     dtype: torch.dtype,
     hops: Sequence[dist.ProcessGroup] = (),
-) -> ExpertParallelDispatcher:
+) -> tuple[ExpertParallelDispatcher, Config]:
     """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
+
+    Also returns ``config``, in which settings of DeepEP that a recipe proposed are at their
+    defaults where it cannot run.
 
     ``hops`` are those of :class:`~moetrain.parallel.mesh.Meshes`; none: the ranks are on one
     machine.
@@ -163,9 +185,9 @@ def _choose_dispatcher(
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
     how: Any = {"backend": kernels.backend, "precision": kernels.precision, "replicas": replicas}
     if reason is not None:
-        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
+        config = config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, hops=hops, **how)
+        return AllToAll(arch.num_experts, group, hops=hops, **how), config
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.
@@ -187,8 +209,8 @@ def _choose_dispatcher(
         kernels.precision,
     )
     if machines > 1:
-        return DeepEPInside(near, arch.num_experts, group, hops=hops, **how)
-    return near
+        return DeepEPInside(near, arch.num_experts, group, hops=hops, **how), config
+    return near, config
 
 
 def set_dispatcher(

@@ -103,6 +103,7 @@ class Engine(ModelState):
             torch.use_deterministic_algorithms(True)
         _compile_ahead(config, arch, world)
         super().__init__(config, arch, world)
+        config = self.config  # as the dispatcher takes it
         self.pipeline = None
         if world.dims.pp > 1:
             self.pipeline = Pipeline(self.model, self.fsdp, self.stages)

@@ -58,7 +58,7 @@ class MemoryPlan(NamedTuple):
         """Plan ``config`` as it is; ConfigError: a setting has no effect on such a machine."""
         machine = planned_machine(config)
         kind = machine.device.type
-        config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
+        config = config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
         # The estimate counts what ranks on GPUs need of one another.
         return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
 

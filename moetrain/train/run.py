@@ -162,6 +162,7 @@ class Run(ABC):
             self.run_folder.open_memory(self.world)
             found = self.find(None)
             self.build(arch)
+            config = self.config = self.engine.config
             config.log.check(self.total_steps)
             self.model, self.optimizer = self.engine.model, self.engine.optimizer
             self.snapshots = Snapshots(self.engine)
@@ -407,8 +408,16 @@ class Run(ABC):
         own, settings = self.run_folder, self.config.checkpoint
         folders, store = (own.memory, None) if in_memory else (own.own, own.store)
         best = self.best.step if settings.best else None
-        how = settings.keep, settings.keep_every, failed, best, folders, store
-        plan = SavePlan((folders or own.disk).root, self.step, *how)
+        plan = SavePlan(
+            root=(folders or own.disk).root,
+            step=self.step,
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            failed=failed,
+            keeps=best,
+            folders=folders,
+            store=store,
+        )
         if self.saved_at == self.step and not failed:
             return plan.path
         self.clock.stop()

@@ -56,11 +56,11 @@ class ModelState:
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch`` with values; ConfigError: ``model.path`` cannot be loaded."""
-        self.config = config
         self.arch = arch
         self.world = world
         self.stages = Stages(config, arch, world.meshes, world.device)
-        self.model, self.fsdp = place_model(config, arch, world, self.stages)
+        self.model, self.fsdp, config = place_model(config, arch, world, self.stages)
+        self.config = config
         how = (self.fsdp, config.optim, config.train.seed)
         ranks = (world.meshes.shared_parameters.get_group(2), world.meshes.everyone)
         self.clip = self._watched() if config.optim.muon_qk_clip else None
