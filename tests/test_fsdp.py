@@ -202,7 +202,7 @@ def test_gradients_that_fill_their_bucket_lie_where_its_members_do(tenants, tiny
     for bucket in fsdp.trained:
         bucket.tenants = [bucket] * tenants
         rows = (tenants,) if tenants else ()
-        gradients = [torch.randn(*rows, *member.full_shape) for member in bucket.members]
+        gradients = [torch.randn(*rows, *member.layout.gathered_shape) for member in bucket.members]
         chunks_WN = bucket._chunks(gradients)
         assert len(gradients) > 1
         assert sum(gradient.numel() for gradient in gradients) == chunks_WN.numel()

@@ -285,7 +285,7 @@ def test_every_custom_op_is_in_a_spec():
     sources = "".join(path.read_text() for path in Path(folder).rglob("*.py"))
     defined = set(re.findall(r'custom_op\(\s*"(\w+::\w+)"', sources))
     wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
-    ranked = ("expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
+    ranked = ("start_copies", "expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
     ranked += ("deepep_dispatch", "deepep_combine", "deepep_combine_backward")
     # These take several ranks: tests/test_redundant_experts.py, tests/test_deepep.py.
     wrapped |= {f"moetrain::{name}" for name in (*ranked, "give_back_gradients")}

@@ -1,6 +1,7 @@
 """Copies of busy experts on idle ranks: nothing but the order of sums changes."""
 
 import itertools
+from typing import Any
 
 import pytest
 import test_parallel
@@ -15,6 +16,7 @@ from test_expert_parallel import (
     NONE,
     ROUTINGS,
     UNEVEN,
+    WIDTH,
     Pair,
     check_step,
     make_pair,
@@ -92,15 +94,19 @@ def test_the_plan_of_the_kernel_s_own_example():
     assert plan.stay_E.tolist() == [5, 1, 0, 0]
 
 
-def with_copies(spare: int, backend: Backend = "auto") -> Pair:
-    """The layer with all experts, and one with this rank's and places for copies, any number."""
+def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) -> Pair:
+    """The layer with all experts, and one with this rank's and copies, behind which is ``room``."""
     pair, group = make_pair(backend), dist.distributed_c10d._get_default_group()
     replicas = Replicas(EXPERTS, spare, group, torch.device("cpu"), backend)
     replicas.least_rows = 1
     pair.mine.dispatcher = AllToAll(EXPERTS, group, backend, replicas=replicas)
-    for name, own in list(pair.mine.experts.named_parameters()):
-        copies = torch.full((spare, *own.shape[1:]), torch.nan)
-        setattr(pair.mine.experts, name, nn.Parameter(torch.cat((own.detach(), copies))))
+    if room:
+        experts = pair.mine.experts
+        experts.room = spare
+        for name, own in list(experts.named_parameters()):
+            whole = torch.full((len(own) + spare, *own.shape[1:]), torch.nan)
+            whole[: len(own)] = own.detach()
+            setattr(experts, name, nn.Parameter(whole[: len(own)]))
     return pair
 
 
@@ -115,15 +121,97 @@ def check_eager() -> None:
 
 def check_kernels() -> None:
     """On two ranks; on more every second routing, of which check_eager has them all."""
-    pair = with_copies(2, "triton")
-    for seed, routing in enumerate([*ROUTINGS][:: dist.get_world_size() // 2]):
-        check_step(pair, FEW, routing, seed, recompute=seed % 2 == 0)
+    for room in (True, False):
+        pair = with_copies(2, "triton", room=room)
+        for seed, routing in enumerate([*ROUTINGS][room :: dist.get_world_size() // 2]):
+            check_step(pair, FEW, routing, seed, recompute=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("check", [check_eager, check_kernels])
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_change_nothing_but_the_order_of_sums(world, check):
     spawn(world, check, timeout=300)
+
+
+COPIED: Any = torch.ops.moetrain
+
+
+def inputs_of_copied(room: bool) -> tuple[Pair, dict[str, list[Any]]]:
+    """Arguments of every op on this rank, with a copy in each place and rows of each expert.
+    The layers, which hold what carries copies, must live as long.
+
+    With ``room`` there is memory behind the experts, which the ops that take them may use.
+    """
+    pair = with_copies(2, "triton", room=room)
+    gate_up, down = pair.mine.experts.w_gate_up, pair.mine.experts.w_down
+    local, group = len(down), dist.group.WORLD.group_name
+    copies_WN = torch.tensor([[4, 6], [1, 0]], dtype=torch.int32)[: dist.get_world_size()]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x_TD = torch.randn(9, WIDTH, generator=generator).requires_grad_()
+    ids_TK = torch.arange(18, dtype=torch.int32).view(9, 2) % (local + 2)
+    indices = expert_indices(ids_TK, local + 2)
+    weights_TK = torch.rand(9, 2, generator=generator).requires_grad_()
+    experts = gate_up.detach(), down.detach()
+    *copies, _ = COPIED.start_copies(*experts, ids_TK, copies_WN, group)
+    tensors = [x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, gate_up, down, *copies]
+    how = [group, "bf16", "silu", room]
+    _, a_R2F = COPIED.expert_mlp_copied(*tensors, copies_WN, *how, 18)
+    dy_TD = torch.randn(9, WIDTH, generator=generator)
+    saved = [x.detach() for x in (dy_TD, *tensors)]
+    wholes = [torch.randn(local + 2, *w.shape[1:], generator=generator) for w in experts]
+    return pair, {
+        "start_copies": [*experts, ids_TK, copies_WN, group],
+        "expert_mlp_copied": [*tensors, copies_WN, *how, 18],
+        "expert_mlp_copied_backward": [*saved, copies_WN, a_R2F.detach(), *how, True],
+        "assign_places": [ids_TK % EXPERTS, EXPERTS, 2, group, 1, "triton"],
+        "fetch_copies": [gate_up, down, copies_WN, group],
+        "give_back_gradients": [*wholes, copies_WN, group],
+    }
+
+
+def check_ops() -> None:
+    """Each op's inputs stay as they are, its shapes are those it says, and compilers may trace it.
+
+    On every rank alike, for all ops communicate.
+    """
+    _pair, inputs = inputs_of_copied(room=False)
+    for name, args in inputs.items():
+        torch.library.opcheck(getattr(COPIED, name), tuple(args))
+
+
+def check_room() -> None:
+    """Memory behind the experts changes no bit, and ops write nothing that a tensor shows."""
+    found = []
+    for room in (False, True):
+        results = []
+        _pair, inputs = inputs_of_copied(room)
+        for name, args in inputs.items():
+            before = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+            out = getattr(COPIED, name)(*args)
+            results += [out] if isinstance(out, torch.Tensor) else out
+            for x, y in zip(args, before, strict=True):
+                assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, name
+        found.append(results)
+    for i, (apart, beside) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(apart, beside), f"result {i}"
+
+
+@pytest.mark.parametrize("check", [check_ops, check_room])
+def test_ops_with_copies_change_none_of_their_inputs(check):
+    spawn(2, check, timeout=200)
+
+
+def check_clones() -> None:
+    """A copy of the experts without the memory behind them is an error, not another's memory."""
+    _pair, inputs = inputs_of_copied(room=True)
+    args = inputs["expert_mlp_copied"]
+    args[4] = args[4].detach().clone()
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        COPIED.expert_mlp_copied(*args)
+
+
+def test_expert_mlp_copied_refuses_experts_without_the_memory_behind_them():
+    spawn(2, check_clones)
 
 
 class Skewed(Trainer):

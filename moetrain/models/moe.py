@@ -288,6 +288,8 @@ class Experts(Adaptable):
     activation: ClassVar[str] = "silu"
     form: Form | None = None
     """How the matrices are stored, uint8 [E, bytes] each; None: as they are."""
+    room: int = 0
+    """Experts for which there is memory right behind each matrix, which no tensor shows."""
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def _parallelize(
     if dispatcher is not None:
         set_dispatcher(model, styles, dispatcher)
         if (replicas := dispatcher.replicas) is not None:
-            replicas.is_late, fsdp.before_reduce = True, replicas.finish
+            replicas.is_late, fsdp.before_reduce = True, replicas.wait
     return fsdp
 
 
@@ -260,6 +260,8 @@ def _shard_model(
                 spare = config.moe.redundant_experts if is_large else 0
                 place = (owner, key, parameter, parameter, layout, rule, 0, share)
                 members[name] = Member(*place, spare=spare)
+                if spare:
+                    owner.room = spare  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.form, rule.trainable)
                 kind += (rule.is_orthogonal,)

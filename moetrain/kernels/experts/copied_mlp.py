@@ -1,15 +1,22 @@
-"""The expert MLP where the last N experts are copies of other devices', which ops fetch themselves.
+"""The expert MLP over this device's experts and copies of other devices' experts.
 
-It computes :func:`~moetrain.kernels.experts.mlp.expert_mlp`, or the same in e4m3, of matrices with
-[L + N, ...] rows. The last N hold nothing between ops: the forward lets a :class:`_Copier` fill
-them and returns what it got, for the backward to put there again, as they may be another layer's or
-micro-batch's meanwhile; the backward lets it bring the copies' gradients to the experts'. Autograd
-keeps N experts of a layer, or none where the op is recomputed and fetches again.
+It computes :func:`~moetrain.kernels.experts.mlp.expert_mlp`, or the same in e4m3, with L experts of
+its own and N copies behind them. Copies are inputs like the experts: :func:`start_copies` fetches
+them into tensors of their own, the MLP takes those, and autograd keeps them for the backward (or
+they are fetched again, where it is recomputed). The backward returns one gradient, that of the own
+experts, to which the gradients of the copies on all devices were added.
 
-The reference multiplies by a copy of all matrices, for autograd keeps what it multiplies by.
+The products take one tensor with L + N experts. Where memory for N more lies behind the experts
+(``room``), copies are laid there, which moves N experts in place of L + N. No tensor shows that
+memory and nothing else reads it, so the ops change none of their inputs.
 
-Legend: T tokens, K experts a token, R rows, E = L + N experts here and copies, W devices, D model
-width, F expert width.
+What travels between devices goes through a :class:`Courier`, which ops find by the name of the
+process group, as collectives find theirs. It holds streams and memory, and nothing of a call.
+
+The reference fetches and multiplies by a copy of all matrices.
+
+Legend: T tokens, K experts a token, R rows, L experts here, N copies, W devices, D model width, F
+expert width.
 """
 
 import weakref
@@ -34,45 +41,115 @@ from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
 
 
-class _Copier(Protocol):
-    """Moves experts between devices, all of which call it alike."""
+class Courier(Protocol):
+    """Moves experts between the devices of a process group, all of which call it alike."""
 
     rank: int
 
-    def fetch(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Fill the last N rows of ``matrices`` by ``copies_WN``, the experts (-1: none) of each
-        device's places."""
+    def start_fetch(
+        self,
+        experts: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor],
+        copies_WN: torch.Tensor,
+    ) -> None:
+        """Begin to write to ``copies`` the experts ``copies_WN`` (-1: none) of every device's
+        places, which are rows of the devices' ``experts``."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for everything that was begun."""
 
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Add the last N rows, on every device, to those of the experts."""
+        """Begin to add the last N rows of ``gradients``, on every device, to those of the experts,
+        and wait for it unless whoever reads gradients does."""
 
 
-COPIERS: weakref.WeakValueDictionary[str, _Copier] = weakref.WeakValueDictionary()
-"""By the name that ops take."""
+COURIERS: weakref.WeakValueDictionary[str, Courier] = weakref.WeakValueDictionary()
+"""The couriers by the name of their process group."""
 
 
 def copied_expert_mlp(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    experts: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor],
     copies_WN: torch.Tensor,
-    copier: str,
+    group: str,
     precision: Precision,
     activation: str,
     backend: Backend = "auto",
+    *,
+    room: bool = False,
 ) -> torch.Tensor:
-    """Sum each token's experts and copies, as ``kernels.precision`` says: ``y_TD``."""
+    """Sum each token's experts and copies, as ``kernels.precision`` says: ``y_TD``.
+
+    Args:
+        x_TD, weights_TK, indices: as :func:`~moetrain.kernels.experts.mlp.expert_mlp` takes them,
+            of L + N experts.
+        experts: ``w_gate_up_L2FD`` (or ``w_up_LFD``) and ``w_down_LDF``.
+        copies: what :func:`start_copies` returned for them; empty where the reference computes.
+        copies_WN: int32, the expert in each place of every device; -1: none.
+        group: the name of the process group of the devices.
+        room: whether memory for N more experts lies right behind both matrices, which no tensor
+            shows.
+    """
     if not use_fast(backend, x_TD):
-        gate_up, down = _fetch(w_gate_up_E2FD, w_down_EDF, copies_WN, copier)
+        gate_up, down = _fetch(*experts, copies_WN, group)
         given = (x_TD, weights_TK, indices, gate_up, down, backend)
         if precision == "bf16":
             return expert_mlp(*given, activation=activation)
         return expert_mlp_fp8(*given, precision)
-    tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, w_gate_up_E2FD, w_down_EDF)
-    how = copier, precision, activation, indices.row_slot_R.shape[0]
-    return _expert_mlp_copied(*(x.contiguous() for x in tensors), copies_WN, *how)[0]
+    tensors = x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *experts, *copies
+    tensors = (*(x.contiguous() for x in tensors), copies_WN)
+    how = group, precision, activation, room, indices.row_slot_R.shape[0]
+    return _expert_mlp_copied(*tensors, *how)[0]
+
+
+# One op for both matrices: two that do not depend on each other could be ordered differently by the
+# compilers of two devices.
+@torch.library.custom_op("moetrain::start_copies", mutates_args=())
+def start_copies(
+    w_gate_up_L2FD: torch.Tensor,
+    w_down_LDF: torch.Tensor,
+    places_TK: torch.Tensor,
+    copies_WN: torch.Tensor,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Begin to fetch copies of experts; return them, and a copy of ``places_TK``. Collective.
+
+    Copies ([N, ...] of each matrix) are complete once a stream has waited as ``Courier.wait`` does,
+    which ops that take them do first. Places without an expert hold nothing. Tokens are sent by the
+    places that are returned, so that no compiler begins to fetch after they were sent.
+    """
+    experts = (w_gate_up_L2FD, w_down_LDF)
+    copies = [w.new_empty(copies_WN.shape[1], *w.shape[1:]) for w in experts]
+    COURIERS[group].start_fetch(experts, copies, copies_WN)
+    return copies[0], copies[1], places_TK.clone()
+
+
+@start_copies.register_fake
+def _(w_gate_up, w_down, places_TK, copies_WN, group):
+    spare = copies_WN.shape[1]
+    copies = (w.new_empty(spare, *w.shape[1:]) for w in (w_gate_up, w_down))
+    return *copies, torch.empty_like(places_TK, memory_format=torch.contiguous_format)
+
+
+def _whole(
+    experts: torch.Tensor,
+    copies: torch.Tensor,
+    copies_WN: torch.Tensor,
+    courier: Courier,
+    room: bool,
+) -> torch.Tensor:
+    """Return experts with the copies behind them, [L + N, ...]."""
+    if not room:
+        return torch.cat((experts, copies))
+    shape = (len(experts) + len(copies), *experts.shape[1:])
+    # torch raises if that is more memory than there is, as behind a copy that a compiler made.
+    whole = experts.detach().as_strided(shape, experts.stride(), experts.storage_offset())
+    place = whole[len(experts) :].data.flatten(1)
+    copy_used(place, copies.flatten(1), copies_WN, courier.rank, "triton")
+    return whole
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied", mutates_args=())
@@ -81,41 +158,26 @@ def _expert_mlp_copied(
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    w_gate_up_L2FD: torch.Tensor,
+    w_down_LDF: torch.Tensor,
+    copies_gate_up_N2FD: torch.Tensor,
+    copies_down_NDF: torch.Tensor,
     copies_WN: torch.Tensor,
-    copier: str,
+    group: str,
     precision: str,
     activation: str,
+    room: bool,
     num_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of the op of ``precision``, and copies of both matrices' last N rows, which it
-    fills first; they are no results."""
-    matrices = (w_gate_up_E2FD, w_down_EDF)
-    COPIERS[copier].fetch(matrices, copies_WN)
-    kept = [m.new_empty(copies_WN.shape[1], *m.shape[1:]) for m in matrices]
-    _keep(kept, matrices, copies_WN, copier)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of the op of ``precision`` for experts and copies."""
+    courier = COURIERS[group]
+    courier.wait()
+    pairs = (w_gate_up_L2FD, copies_gate_up_N2FD), (w_down_LDF, copies_down_NDF)
+    matrices = (_whole(*pair, copies_WN, courier, room) for pair in pairs)
     given = (x_TD, weights_TK, slot_row_TK, offsets_E, *matrices)
     if precision == "bf16":
-        y_TD, a_R2F = _expert_mlp(*given, activation, num_rows)
-    else:
-        y_TD, a_R2F = _expert_mlp_fp8(*given, precision, num_rows)
-    return y_TD, a_R2F, kept[0], kept[1]
-
-
-def _keep(
-    kept: Sequence[torch.Tensor],
-    matrices: Sequence[torch.Tensor],
-    copies_WN: torch.Tensor,
-    copier: str,
-    *,
-    is_back: bool = False,
-) -> None:
-    """Copy what this device's places hold, behind its own experts, to ``kept``, or back."""
-    for part, matrix in zip(kept, matrices, strict=True):
-        pair = [part.flatten(1), matrix[-len(part) :].flatten(1)]
-        target, source = reversed(pair) if is_back else pair
-        copy_used(target, source, copies_WN, COPIERS[copier].rank, "triton")
+        return _expert_mlp(*given, activation, num_rows)
+    return _expert_mlp_fp8(*given, precision, num_rows)
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied_backward", mutates_args=())
@@ -125,33 +187,41 @@ def _expert_mlp_copied_backward(
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    a_R2F: torch.Tensor,
-    kept_gate_up_N2FD: torch.Tensor,
-    kept_down_NDF: torch.Tensor,
+    w_gate_up_L2FD: torch.Tensor,
+    w_down_LDF: torch.Tensor,
+    copies_gate_up_N2FD: torch.Tensor,
+    copies_down_NDF: torch.Tensor,
     copies_WN: torch.Tensor,
-    copier: str,
+    a_R2F: torch.Tensor,
+    group: str,
     precision: str,
     activation: str,
+    room: bool,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    matrices = (w_gate_up_E2FD, w_down_EDF)
-    _keep((kept_gate_up_N2FD, kept_down_NDF), matrices, copies_WN, copier, is_back=True)
+    """The gradients of x, weights and the experts here, as :func:`_expert_mlp_backward` has them.
+
+    Where the courier is late, those of the experts are complete once it was waited for.
+    """
+    courier = COURIERS[group]
+    pairs = (w_gate_up_L2FD, copies_gate_up_N2FD), (w_down_LDF, copies_down_NDF)
+    matrices = (_whole(*pair, copies_WN, courier, room) for pair in pairs)
     given = (dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, *matrices, a_R2F)
     if precision == "bf16":
         found = _expert_mlp_backward(*given, activation, is_trained)
     else:
         found = _expert_mlp_fp8_backward(*given, precision, is_trained)
-    if is_trained:
-        COPIERS[copier].give_back(found[2:], copies_WN)
-    return found
+    dx_TD, d_weights_TK, d_gate_up, d_down = found
+    if not is_trained:
+        return found
+    courier.give_back((d_gate_up, d_down), copies_WN)
+    local = len(w_down_LDF)
+    return dx_TD, d_weights_TK, d_gate_up[:local], d_down[:local]
 
 
 @_expert_mlp_copied.register_fake
-def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, copies_WN, *how):
-    kept = (w.new_empty(copies_WN.shape[1], *w.shape[1:]) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up.shape[1]), *kept
+def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, c_gate_up, c_down, *how):
+    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up.shape[1])
 
 
 @_expert_mlp_copied_backward.register_fake
@@ -165,18 +235,18 @@ def _save_products(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    ctx.how = inputs[7:-1]
-    ctx.save_for_backward(*inputs[:6], *output[1:], inputs[6])
-    ctx.set_materialize_grads(False)  # results beside the first have no gradient
+    ctx.how = inputs[9:-1]
+    ctx.save_for_backward(*inputs[:9], output[1])
+    ctx.set_materialize_grads(False)  # the second result has no gradient
 
 
-def _differentiate_products(ctx: Any, dy_TD: torch.Tensor | None, *_: None):
+def _differentiate_products(ctx: Any, dy_TD: torch.Tensor | None, _: object):
     if dy_TD is None:
-        return (None,) * 11
+        return (None,) * 14
     is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
     given = (dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how, is_trained)
     dx_TD, d_weights_TK, *matrices = _expert_mlp_copied_backward(*given)
-    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None,) * 2), *[None] * 5
+    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None,) * 2), *[None] * 8
 
 
 _expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_save_products)
@@ -184,15 +254,25 @@ _expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_sav
 
 @torch.library.custom_op("moetrain::fetch_copies", mutates_args=())
 def _fetch(
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
+    w_gate_up_L2FD: torch.Tensor,
+    w_down_LDF: torch.Tensor,
     copies_WN: torch.Tensor,
-    copier: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dense = torch.contiguous_format
-    matrices = w_gate_up_E2FD.clone(memory_format=dense), w_down_EDF.clone(memory_format=dense)
-    COPIERS[copier].fetch(matrices, copies_WN)
-    return matrices
+    """Return both matrices with the copies behind the experts, [L + N, ...]."""
+    experts, spare = (w_gate_up_L2FD, w_down_LDF), copies_WN.shape[1]
+    copies = [w.new_zeros(spare, *w.shape[1:]) for w in experts]
+    courier = COURIERS[group]
+    courier.start_fetch([w.contiguous() for w in experts], copies, copies_WN)
+    courier.wait()
+    gate_up, down = (torch.cat(pair) for pair in zip(experts, copies, strict=True))
+    return gate_up, down
+
+
+@_fetch.register_fake
+def _(w_gate_up, w_down, copies_WN, group):
+    spare = copies_WN.shape[1]
+    return tuple(w.new_empty(len(w) + spare, *w.shape[1:]) for w in (w_gate_up, w_down))
 
 
 @torch.library.custom_op("moetrain::give_back_gradients", mutates_args=())
@@ -200,24 +280,25 @@ def _give_back(
     d_gate_up_E2FD: torch.Tensor,
     d_down_EDF: torch.Tensor,
     copies_WN: torch.Tensor,
-    copier: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the first L rows of both, with those of copies on all devices."""
     dense = torch.contiguous_format
     gradients = (d_gate_up_E2FD.clone(memory_format=dense), d_down_EDF.clone(memory_format=dense))
-    COPIERS[copier].give_back(gradients, copies_WN)
-    return gradients
+    COURIERS[group].give_back(gradients, copies_WN)
+    gate_up, down = (x[: len(x) - copies_WN.shape[1]] for x in gradients)
+    return gate_up, down
 
 
-@_fetch.register_fake
 @_give_back.register_fake
-def _(first, second, copies_WN, copier):
-    dense = torch.contiguous_format
-    return tuple(torch.empty_like(x, memory_format=dense) for x in (first, second))
+def _(first, second, copies_WN, group):
+    spare = copies_WN.shape[1]
+    return tuple(x.new_empty(len(x) - spare, *x.shape[1:]) for x in (first, second))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.save_for_backward(inputs[2])
-    ctx.copier = inputs[3]
+    ctx.group = inputs[3]
 
 
 def _differentiate(
@@ -225,7 +306,7 @@ def _differentiate(
     d_first: torch.Tensor,
     d_second: torch.Tensor,
 ):
-    return *_give_back(d_first, d_second, *ctx.saved_tensors, ctx.copier), None, None
+    return *_give_back(d_first, d_second, *ctx.saved_tensors, ctx.group), None, None
 
 
 _fetch.register_autograd(_differentiate, setup_context=_save)
@@ -234,6 +315,7 @@ _fetch.register_autograd(_differentiate, setup_context=_save)
 _OPS = [
     getattr(torch.ops.moetrain, name).default
     for name in (
+        "start_copies",
         "expert_mlp_copied",
         "expert_mlp_copied_backward",
         "fetch_copies",
@@ -242,4 +324,4 @@ _OPS = [
 ]
 for _op in _OPS:
     torch.fx.has_side_effect(_op)
-worth_saving("experts", _OPS[0])
+worth_saving("experts", *_OPS[:2])  # what is computed again fetches again, and nothing else does

@@ -127,9 +127,10 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.replicas is None:
             return super().through(experts, x_TD, routed)
-        places_TK, copies_WN = self.replicas.assign(routed.ids_TK, experts)
+        places_TK, copies_WN = self.replicas.assign(routed.ids_TK)
+        places_TK, copies = self.replicas.start(experts, x_TD, places_TK, copies_WN)
         sent = self.dispatch(x_TD, places_TK, routed.weights_TK)
-        y_SD = self.replicas.compute(experts, sent, copies_WN)
+        y_SD = self.replicas.compute(experts, sent, copies, copies_WN)
         return self.combine(y_SD, sent.ctx), sent.dropped
 
 

@@ -16,18 +16,18 @@ Legend: W expert parallel ranks, E experts, L = E / W local experts, N places fo
 K experts a token, S tokens that arrive.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_group
 
 from moetrain.config import ConfigError
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
-from moetrain.kernels.experts.copied_mlp import COPIERS, copied_expert_mlp
+from moetrain.kernels.experts.copied_mlp import COURIERS, copied_expert_mlp, start_copies
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
 from moetrain.models.moe import Dispatched, Experts
@@ -60,69 +60,102 @@ class Replicas:
         self.num_local_experts = self.num_experts // self.group.size()
         self.rank, self.group_name = self.group.rank(), str(self.group.group_name)
         self.is_late = False
-        """Whether a backward leaves gradients on their way, which :meth:`finish` waits for."""
+        """Whether a backward leaves gradients on their way, and :meth:`wait` is called for them."""
         self._streams = transport.CopyStreams(self.device)
-        self._arrival: transport.Wait | None = None
-        self._return: transport.Wait | None = None
         self._memory: Any = None
         self._places: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Of each matrix, every rank's shared memory [N, M], and where that begins."""
-        COPIERS[self.group_name] = self
+        COURIERS[self.group_name] = self
 
-    def assign(self, ids_TK: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan copies of ``experts``, and let them travel; give the places (int32) of the experts
-        that tokens chose (int32, -1: none), and the ones copied, [W, N], -1: none. Collective."""
-        matrices = [getattr(experts, name).detach() for name in experts.weights]
-        if not use_fast(self.backend, ids_TK):
-            matrices = []  # they are copied within the reference
-        how = self.num_experts, self.spare, self.group_name, self.least_rows, self.backend
-        return _assign(ids_TK.contiguous(), matrices, *how)
+    def assign(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plan copies of experts; return the places (int32) of the experts that tokens chose
+        (int32, -1: none), and the experts to be copied, [W, N], -1: none. Collective."""
+        return _assign(
+            ids_TK.contiguous(),
+            self.num_experts,
+            self.spare,
+            self.group_name,
+            self.least_rows,
+            self.backend,
+        )
 
-    def compute(self, experts: Experts, sent: Dispatched, copies_WN: torch.Tensor) -> torch.Tensor:
-        """Give ``y_SD`` of experts and copies; matrices have N rows more than experts."""
-        first, second = (getattr(experts, name).to(sent.x_SD.dtype) for name in experts.weights)
-        how = self.group_name, experts.precision, experts.activation, self.backend
-        return copied_expert_mlp(*sent[:3], first, second, copies_WN, *how)
+    def start(
+        self, experts: Experts, x_TD: torch.Tensor, places_TK: torch.Tensor, copies_WN: torch.Tensor
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Let copies travel while tokens are sent. Collective.
+
+        Returns the places to send tokens by, and the copies, which :meth:`compute` takes.
+        """
+        if not use_fast(self.backend, x_TD):  # the reference fetches them itself
+            return places_TK, ()
+        first, second = (w.detach().contiguous() for w in self._matrices(experts, x_TD.dtype))
+        *copies, places_TK = start_copies(first, second, places_TK, copies_WN, self.group_name)
+        return places_TK, copies
+
+    def compute(
+        self,
+        experts: Experts,
+        sent: Dispatched,
+        copies: Sequence[torch.Tensor],
+        copies_WN: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return ``y_SD`` of this rank's experts and of copies."""
+        dtype = sent.x_SD.dtype
+        held = [getattr(experts, name) for name in experts.weights]
+        has_room = experts.room == self.spare and all(w.dtype == dtype for w in held)
+        return copied_expert_mlp(
+            sent.x_SD,
+            sent.weights_SK,
+            sent.indices,
+            self._matrices(experts, dtype),
+            copies,
+            copies_WN,
+            self.group_name,
+            experts.precision,
+            experts.activation,
+            self.backend,
+            room=has_room,
+        )
+
+    @staticmethod
+    def _matrices(experts: Experts, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [getattr(experts, name).to(dtype) for name in experts.weights]
 
     # ---- within ops ----------------------------------------------------------------------------
 
-    def start(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Begin to write the experts that are copied here behind the rank's own in every matrix."""
-        self._arrival = self._through_memory(matrices, copies_WN, *FETCH)
+    def start_fetch(
+        self,
+        experts: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor],
+        copies_WN: torch.Tensor,
+    ) -> None:
+        """Begin to write to ``copies`` the experts ``copies_WN`` of this rank's places."""
+        rows = [(w.flatten(1), c.flatten(1)) for w, c in zip(experts, copies, strict=True)]
+        self._through_memory(rows, copies_WN, *FETCH)
 
-    def fetch(self, matrices: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Wait for what was begun last, or begin now."""
-        if self._arrival is None:
-            self.start(matrices, copies_WN)
-        assert self._arrival is not None
-        self._arrival()
-        self._arrival = None
+    def wait(self) -> None:
+        """Let the current stream wait for all copies and gradients that are on their way."""
+        self._streams.wait(self._streams.push)
 
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Add gradients of copies, the last N rows on every rank, to those of the experts."""
-        self.finish()
-        self._return = self._through_memory(gradients, copies_WN, *GIVE_BACK)
+        """Begin to add gradients of copies, the last N rows on every rank, to those of experts."""
+        rows = [g.flatten(1).tensor_split([-self.spare]) for g in gradients]
+        self._through_memory(rows, copies_WN, *GIVE_BACK)
         if not self.is_late:
-            self.finish()
-
-    def finish(self) -> None:
-        """Let the current stream wait for gradients that are on their way."""
-        if self._return is not None:
-            self._return()
-            self._return = None
+            self.wait()
 
     def _through_memory(
         self,
-        matrices: Sequence[torch.Tensor],
+        rows: Sequence[Sequence[torch.Tensor]],
         copies_WN: torch.Tensor,
         write: Callable[..., None],
         read: Callable[..., None],
-    ) -> transport.Wait:
-        """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``."""
-        memory, stream = self._shared(matrices), self._streams.push
-        # Through .data, which has a version counter of its own: autograd would else take copies for
-        # a change of what it saved.
-        rows = [m.data.view(len(m), -1).tensor_split([-self.spare]) for m in matrices]
+    ) -> None:
+        """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``.
+
+        ``rows``: of each matrix, the experts here [L, M] and the copies [N, M].
+        """
+        memory, stream = self._shared([copies for _, copies in rows]), self._streams.push
         places = [(copies_WN, self.rank, *found, self.backend) for found in self._places]
         with self._streams.behind(stream), annotate("expert_copies"):
             memory.wait(transport.FREE)
@@ -133,47 +166,46 @@ class Replicas:
             for own_and_copies, place in zip(rows, places, strict=True):
                 read(*own_and_copies, *place)
             memory.arrive(transport.FREE)
-        return self._streams.end(stream, kept=(*matrices, copies_WN))
+        if stream is not None:
+            # Whoever drops one before it has waited must not let others have its memory.
+            for tensor in (copies_WN, *(x for pair in rows for x in pair)):
+                tensor.record_stream(stream)
 
-    def _shared(self, matrices: Sequence[torch.Tensor]) -> Any:
-        """Give the shared memory, which is made at the first use. Collective."""
+    def _shared(self, copies: Sequence[torch.Tensor]) -> Any:
+        """Return the shared memory, which is made at the first use. Collective."""
         if self._memory is None:
-            sizes = [self.spare * math.prod(m.shape[1:]) * m.element_size() for m in matrices]
+            sizes = [c.nbytes for c in copies]
             self._memory = self._streams.shared(sum(sizes), self.group)
             pieces = [part.split(sizes) for part in self._memory.parts]
-            for i, matrix in enumerate(matrices):
+            for i, matrix in enumerate(copies):
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]
                 addresses = torch.tensor([p.data_ptr() for p in parts], device=self.device)
                 self._places.append((parts, addresses))
-        for matrix, (parts, _) in zip(matrices, self._places, strict=True):  # all layers are alike
-            assert (matrix.dtype, matrix[0].numel()) == (parts[0].dtype, parts[0].shape[1])
+        for matrix, (parts, _) in zip(copies, self._places, strict=True):  # all layers are alike
+            assert (matrix.dtype, matrix.shape) == (parts[0].dtype, parts[0].shape)
         return self._memory
 
 
 @torch.library.custom_op("moetrain::assign_places", mutates_args=())
 def _assign(
     ids_TK: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
     num_experts: int,
     spare: int,
     group: str,
     least: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    replicas, how = cast("Replicas", COPIERS[group]), cast("Backend", backend)
+    ranks, how = _resolve_group(group), cast("Backend", backend)
     indices = expert_indices(ids_TK, num_experts, how)
-    counts_WE, work = all_gather_start(indices.counts_E, replicas.group)
+    counts_WE, work = all_gather_start(indices.counts_E, ranks)
     work.wait()
-    plan = plan_replicas(counts_WE, spare, replicas.rank, least, how)
-    if matrices:
-        replicas.start(matrices, plan.experts_WN)
-    return place_ids(ids_TK, indices, plan, replicas.rank, how), plan.experts_WN
+    plan = plan_replicas(counts_WE, spare, ranks.rank(), least, how)
+    return place_ids(ids_TK, indices, plan, ranks.rank(), how), plan.experts_WN
 
 
 @_assign.register_fake
-def _(ids_TK, matrices, num_experts, spare, group, least, backend):
-    ranks = cast("Replicas", COPIERS[group]).group.size()
-    return torch.empty_like(ids_TK), ids_TK.new_empty(ranks, spare)
+def _(ids_TK, num_experts, spare, group, least, backend):
+    return torch.empty_like(ids_TK), ids_TK.new_empty(_resolve_group(group).size(), spare)
 
 
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.

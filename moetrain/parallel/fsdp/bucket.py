@@ -79,17 +79,16 @@ class Member:
     coded: CodedShard | None = None
     """The storage whose codes :attr:`local` is; None where that is the values."""
     spare: int = 0
-    """Rows behind the gathered value, in which the block computes with what it puts there."""
+    """Rows for which there is memory behind the gathered value, for the block's ops to use."""
 
     @property
     def spare_numel(self) -> int:
         return self.spare * self.layout.shape[1:].numel()
 
     @property
-    def full_shape(self) -> torch.Size:
-        """The shape of the gathered value with its spare rows."""
-        rows, *rest = self.layout.gathered_shape
-        return torch.Size((rows + self.spare, *rest))
+    def full_numel(self) -> int:
+        """The numbers of the gathered value and of the memory behind it."""
+        return torch.Size(self.layout.gathered_shape).numel() + self.spare_numel
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
         """Cut out of ``flat_N``, as long as the bucket's shard, or each row of [S, N], the part at
@@ -281,7 +280,7 @@ class Bucket:
         if not self.needs_copies:
             spare = sum(member.spare_numel for member in self.members)
             return self.gathered_bytes + aligned(spare * self.dtype.itemsize)
-        return sum(aligned(m.full_shape.numel() * self.dtype.itemsize) for m in self.members)
+        return sum(aligned(m.full_numel * self.dtype.itemsize) for m in self.members)
 
     def lay_out(self, memory: torch.Tensor) -> None:
         """Place the gathered members in ``memory``, of :attr:`region_bytes`."""
@@ -293,10 +292,10 @@ class Bucket:
         self._gathered_N = whole_N
         self._rows, start = [], 0
         for member in self.members:
-            shape = member.full_shape
+            shape = torch.Size(member.layout.gathered_shape)
             first = start if self.needs_copies else member.start
             self._rows.append(whole_N[first : first + shape.numel()].view(shape))
-            start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
+            start += aligned(member.full_numel * self.dtype.itemsize) // self.dtype.itemsize
         if self.is_cast and not self._lies_apart:
             numbers = self.shard_N.numel()
             # As in start_gather: what writes here changes nothing that autograd saved.
@@ -344,7 +343,7 @@ class Bucket:
         for member, row in zip(self.members, self._rows, strict=True):
             padded = member.layout.padded_numel
             part_WN = staged_WN[:, member.start : member.start + padded]
-            target = row.data[: member.layout.gathered_shape[0]].view(-1)
+            target = row.data.view(-1)
             if padded * ranks == target.numel():
                 target.view(ranks, -1).copy_(part_WN)
             else:  # the last ranks have less
@@ -426,8 +425,6 @@ class Bucket:
         """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard, or, of
         the one rank that tenants have, for tenant r's."""
         ranks = len(self.tenants) or self.group.size()
-        pairs = zip(gradients, self.members, strict=True)
-        gradients = [g[: len(g) - m.spare] if g is not None and m.spare else g for g, m in pairs]
         parts = [g for g in gradients if g is not None]
         is_whole = sum(part.numel() for part in parts) == ranks * self.shard_N.numel()
         if is_whole and all(member.share == 1 for member in self.members):

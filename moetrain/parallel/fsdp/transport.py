@@ -195,6 +195,11 @@ class CopyStreams:
         with torch.cuda.stream(stream):
             yield
 
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait for all that ``stream`` has been given so far."""
+        if stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
     def end(self, *streams: torch.cuda.Stream | None, kept: object = None) -> Wait:
         """Note all that ``streams`` have been given so far, which reads ``kept``, whose memory must
         not be reused before."""
