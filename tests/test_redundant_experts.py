@@ -222,7 +222,8 @@ class Skewed(Trainer):
         for module in self.model.modules():
             if isinstance(module, Router):
                 assert module.bias is not None
-                module.bias += 0.5 * (torch.arange(len(module.bias)) == 0)
+                places = torch.arange(len(module.bias), device=module.bias.device)
+                module.bias += 0.5 * (places == 0)
 
 
 def run_skewed(runs):
@@ -258,6 +259,22 @@ def test_a_run_with_copies_is_the_single_process_s(world, tiny_words, monkeypatc
     runs = plan_runs(world, words, layouts, RUNS[world], only=RUNS)
     runs = {name: [*w, "moe.redundant_experts=2"] for name, w in runs.items()}
     answers = spawn(world, run_skewed, runs, timeout=300)[0]
+    assert set(answers) == set(runs)
+    compare(answers, expected, TOLERANCE)
+
+
+@pytest.mark.gpu("world")
+@pytest.mark.parametrize("world", RUNS)
+def test_run_with_copies_is_the_single_gpu_s(world, tiny_words, monkeypatch):
+    """The same in fp32 on GPUs, with the fast kernels and memory behind the experts."""
+    monkeypatch.setattr(test_parallel, "Trainer", Skewed)
+    words = words_of(tiny_words, "train.device=cuda", "train.dtype=float32")
+    words += ["kernels.attention=reference"]  # in fp32 throughout
+    expected = run([*words, "train.micro_batch_size=8"])
+    layouts = sorted({layout for found in RUNS[world].values() for layout in found})
+    runs = plan_runs(world, words, layouts, RUNS[world], only=RUNS)
+    runs = {name: [*w, "moe.redundant_experts=2"] for name, w in runs.items()}
+    answers = spawn(world, run_skewed, runs, device_type="cuda", timeout=300)[0]
     assert set(answers) == set(runs)
     compare(answers, expected, TOLERANCE)
 
