@@ -1,6 +1,6 @@
 """Run every test marked ``gpu`` on the GPUs of this machine and write a report.
 
-    python scripts/gpu_suite.py --out outputs/gpu_suite [--minutes 8] [-k EXPRESSION]
+    python scripts/gpu_suite.py --out outputs/gpu_suite [--minutes 8] [--workers 12]
     python scripts/gpu_suite.py --due
 
 Compiling takes most of the time, so many workers share a GPU. There are three phases:
@@ -67,12 +67,12 @@ class Phase:
     one_gpu_each: bool = False
 
 
-def phases(num_gpus: int) -> list[Phase]:
-    """The phases on ``num_gpus`` GPUs."""
+def phases(num_gpus: int, workers_per_gpu: int = WORKERS_PER_GPU) -> list[Phase]:
+    """The phases on ``num_gpus`` GPUs; ``workers_per_gpu`` processes share a GPU in the first."""
     single = Phase(
         name="one GPU",
         marks="gpu and not several_gpus and not alone",
-        workers=WORKERS_PER_GPU * num_gpus,
+        workers=workers_per_gpu * num_gpus,
         one_gpu_each=True,
     )
     several = Phase("several GPUs", "gpu and several_gpus and not alone", WORKERS_OF_RANKS)
@@ -225,7 +225,9 @@ def report_text(machine: dict[str, Any], done: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(out: Path, minutes: float, keyword: str, only: str, record: bool) -> int:
+def run(
+    out: Path, minutes: float, keyword: str, only: str, workers_per_gpu: int, record: bool
+) -> int:
     """Run all phases, write the reports, print the counts; 0 if nothing failed."""
     import torch
 
@@ -235,7 +237,7 @@ def run(out: Path, minutes: float, keyword: str, only: str, record: bool) -> int
         return 2
     out.mkdir(parents=True, exist_ok=True)
     begin, done, machine = time.monotonic(), [], describe_machine()
-    for phase in phases(num_gpus):
+    for phase in phases(num_gpus, workers_per_gpu):
         if only and only not in phase.name:
             continue
         done.append(run_phase(phase, num_gpus, out, keyword, begin + 60 * minutes))
@@ -291,13 +293,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_suite")
     parser.add_argument("--minutes", type=float, default=8.0, help="the longest that all may take")
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
+    parser.add_argument("--workers", type=int, default=WORKERS_PER_GPU, help="processes a GPU")
     parser.add_argument("--phase", default="", help="only phases whose name contains this")
     parser.add_argument("--record", action="store_true", help="write tests/gpu_last_run.json")
     parser.add_argument("--due", action="store_true", help="list covered files that changed since")
     args = parser.parse_args()
     if args.due:
         return due()
-    return run(args.out.resolve(), args.minutes, args.keyword, args.phase, args.record)
+    return run(
+        out=args.out.resolve(),
+        minutes=args.minutes,
+        keyword=args.keyword,
+        only=args.phase,
+        workers_per_gpu=args.workers,
+        record=args.record,
+    )
 
 
 if __name__ == "__main__":
