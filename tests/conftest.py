@@ -3,12 +3,14 @@
 Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 """
 
+import functools
 import gc
 import importlib
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Of what is started here too. Tests are many processes that compute little: threads only fight, and
 # a pool of compilers for each process takes longer to start than what there is to compile.
@@ -18,23 +20,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # for each set of them, for two seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import forked_python
 import pytest
-import torch
 
-from moetrain.config import Config
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-    with suppress(ModuleNotFoundError):  # there is no Triton
-        importlib.import_module("quick_interpreter")
+if TYPE_CHECKING:
+    from moetrain.config import Config
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-forked_python.install()
-torch.set_num_threads(1)
 gc.disable()  # until all tests are imported and collected, of which nothing is garbage
 
 
@@ -44,6 +38,23 @@ LONG = {
     if not line.startswith("#")
 }
 """Long tests, and in which order they run: no worker begins with the longest as the others end."""
+
+
+def pytest_collectstart():
+    """Before a test is imported. A process that only hands tests to others does not come here."""
+    _begin()
+
+
+@functools.cache
+def _begin():
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        with suppress(ModuleNotFoundError):  # there is no Triton
+            importlib.import_module("quick_interpreter")
+    importlib.import_module("forked_python").install()
+    torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -69,6 +80,8 @@ def gpus_needed(item) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     names = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in LONG & names.keys():
         names[name].add_marker("long")
@@ -158,8 +171,9 @@ def tiny_words(corpus, token_cache, tmp_path):
 @pytest.fixture
 def tiny(tiny_words):
     """``tiny("train.steps=2", ...)``: the tiny run's Config with overrides."""
+    from moetrain.config import Config
 
-    def make(*overrides: str) -> Config:
+    def make(*overrides: str) -> "Config":
         return Config.load(None, [*tiny_words, *overrides], environ={})
 
     return make

@@ -304,7 +304,7 @@ def test_machines_go_and_come_and_the_loss_is_that_of_the_same_by_hand(tiny_word
     logs = [tmp_path / f"log{n}" for n in range(2)]
 
     def agent(n):
-        conf = f"is_host={1 - n},last_call_timeout=2,keep_alive_interval=1"
+        conf = f"is_host={1 - n},last_call_timeout=4,keep_alive_interval=1"
         how = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d"]
         how += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"]
         more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
