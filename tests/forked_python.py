@@ -53,6 +53,8 @@ _READ_AT_IMPORT = re.compile(
     r"PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|MALLOC_|TORCH_|TORCHINDUCTOR_|TRITON_|CUDA_"
 )
 _READ_LATER = {"PYTHONPATH", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+_READ_LATER |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # which torchrun sets
+_READ_LATER |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # which inductor sets
 # How idle threads wait, which a command of ours sets: tests have no threads that compute.
 _READ_LATER |= {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 _NAMESPACES = re.compile(

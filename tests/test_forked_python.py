@@ -121,3 +121,11 @@ def test_what_a_forked_program_starts_is_forked_too(tmp_path):
 def test_what_has_to_be_a_fresh_interpreter_is_one(words, more, counted):
     subprocess.run([sys.executable, *words], env=os.environ | more, capture_output=True, check=True)
     assert counted == []
+
+
+def test_variables_that_torch_sets_on_its_way_change_nothing(counted, tmp_path):
+    """Else a worker that has compiled something would fork nothing from then on."""
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    words = [sys.executable, "-c", "import moetrain.cli"]
+    subprocess.run(words, env=os.environ | own, check=True)
+    assert len(counted) == 1
