@@ -91,6 +91,8 @@ def pytest_collection_modifyitems(config, items):
     unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"tests/long.txt names what is no test: {', '.join(unknown)}")
+    import torch
+
     present = torch.cuda.device_count()
     for item in items:
         needed = gpus_needed(item)
@@ -103,7 +105,11 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Without a GPU its tests are rehearsed, and then skipped."""
-    if "gpu" not in pyfuncitem.keywords or torch.cuda.is_available():
+    if "gpu" not in pyfuncitem.keywords:
+        return None
+    import torch
+
+    if torch.cuda.is_available():
         return None
     from rehearsal import rehearse
 
