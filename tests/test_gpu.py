@@ -119,8 +119,10 @@ def test_compiled_bf16_step_is_the_eager_step(source, words, tmp_path):
         errors.append(((mine - gradient).norm() / gradient.norm()).item())
         eager.engine.step(1e-3 * min(1, (step + 1) / 5))
         compiled.engine.forget()
-    # At a step where rounding turns over a router's near tie, gradients differ by more (0.11 once).
-    assert statistics.median(errors) < 5e-3, errors
+    # One H200: medians of 1.6e-3 and less on text. Of random tokens the gradient is what is left of
+    # terms that cancel, and has 1.2e-2. A step where rounding turns over a router's near tie has
+    # more (0.11 once).
+    assert statistics.median(errors) < {"stdlib": 5e-3, "synthetic": 3e-2}[source], errors
     if source == "stdlib":
         assert losses[-1] < 0.85 * losses[0]
 

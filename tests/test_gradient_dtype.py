@@ -223,7 +223,7 @@ def test_a_step_takes_what_is_kept_and_goes_on_bit_for_bit():
 
 
 def test_gradients_that_are_put_aside_come_back_as_they_are():
-    one = engine_of("one", [NARROW])
+    one = engine_of("one", [NARROW, "lora.rank=8", "moe.bias_update_rate=0"])
     engine = SharedEngine(one.config, one.arch, one.world)
     job, other = JobState(), JobState()
     engine.enter(job)

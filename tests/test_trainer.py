@@ -423,7 +423,7 @@ def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, caps
 
 
 def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
-    monkeypatch.setattr("moetrain.train.setup.INTERPRETED", False)
+    monkeypatch.setattr("moetrain.train.checks.INTERPRETED", False)
     assert main(settled([*tiny_words, "kernels.backend=triton"])) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
 

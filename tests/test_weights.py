@@ -14,7 +14,7 @@ import torch.distributed as dist
 from architectures import make_architecture, own_part
 from distributed import spawn
 from test_deepep import use_fake
-from test_engine import ROWS, make_engine, train
+from test_engine import DENSE, ROWS, make_engine, train
 
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.transformer import Transformer
@@ -69,7 +69,8 @@ def engine_of(words, *more):
 
 def biased_engine(words):
     dense = [word for word in words if "model" not in word]
-    engine = engine_of(dense)
+    micro = rows_of(words)
+    engine = make_engine(*UGLY, "model.init_std=0.2", *dense, base=DENSE, micro=micro)
     return Engine(engine.config, BIASED, join_world(engine.config, BIASED))
 
 
