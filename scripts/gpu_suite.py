@@ -15,8 +15,8 @@ cards), ``report.json`` (the counts), ``results.jsonl`` (a line a test, written 
 log of each phase. The exit code is 0 when every test passed or was skipped and no time ran out.
 
 ``--due`` compares the last run's commit, in ``tests/gpu_last_run.json``, with the work tree. It
-lists the changed files that GPU tests cover, and exits with 1 if there are any. After a run without
-failures ``--record`` writes that file.
+lists the changed files that GPU tests cover, and exits with 1 if there are any. ``--record`` writes
+that file after a whole run.
 """
 
 from __future__ import annotations
@@ -253,11 +253,9 @@ def run(
     }
     (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"all in {summary['seconds']} s; {out / 'report.md'}")
-    if not all(is_good(phase) for phase in done):
-        return 1
     if record and not keyword and not only:
         LAST_RUN.write_text(json.dumps(summary, indent=1) + "\n")
-    return 0
+    return 0 if all(is_good(phase) for phase in done) else 1
 
 
 # ---- what changed since ------------------------------------------------------------------------
@@ -276,11 +274,14 @@ def due() -> int:
     """Print which covered files changed since the last run; 1 if any did."""
     last = json.loads(LAST_RUN.read_text())
     commit = last["commit"]
-    passed = sum(phase["passed"] for phase in last["phases"].values())
+    passed, failed = (
+        sum(phase[outcome] for phase in last["phases"].values()) for outcome in ("passed", "failed")
+    )
     changed = output_of("git", "diff", "--name-only", commit).splitlines()
     covered = [path for path in changed if is_covered(path)]
     cards = ", ".join(last["cards"])
-    print(f"GPU tests last ran at {commit[:8]} on {cards}: {passed} passed in {last['seconds']} s")
+    outcome = f"{passed} passed, {failed} failed in {last['seconds']} s"
+    print(f"GPU tests last ran at {commit[:8]} on {cards}: {outcome}")
     if covered:
         print(f"{len(covered)} files that they cover changed since; run scripts/gpu_suite.py:")
         print("\n".join(f"  {path}" for path in covered))

@@ -91,7 +91,6 @@ def pytest_collection_modifyitems(config, items):
     unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"tests/long.txt names what is no test: {', '.join(unknown)}")
-    import torch
 
     present = torch.cuda.device_count()
     for item in items:

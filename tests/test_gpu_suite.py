@@ -124,7 +124,7 @@ def test_report_has_failures_whole_and_reasons_of_skips():
 
 def test_due_lists_what_gpu_tests_cover(tmp_path, monkeypatch, capsys):
     last = tmp_path / "last.json"
-    phases = {"one GPU": {"passed": 5}}
+    phases = {"one GPU": {"passed": 5, "failed": 0}}
     last.write_text(
         json.dumps({"commit": "1" * 40, "cards": ["X"], "seconds": 9, "phases": phases})
     )
