@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -476,6 +477,14 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
 all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
+
+
+def resolve_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group of a name, as ops that communicate take it.
+
+    torch keeps this private, and the name's type differs between its versions.
+    """
+    return distributed_c10d._resolve_process_group(name)
 
 
 def all_gather_start(

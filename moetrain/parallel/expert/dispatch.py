@@ -29,12 +29,12 @@ arrive, R rows of the local experts, P places that tokens are sorted by, D width
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import all_to_all_single, distributed_c10d
+from torch.distributed import all_to_all_single
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
@@ -45,10 +45,8 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.mesh import resolve_group
 from moetrain.parallel.waits import waiting
-
-# torch has no public way back from a group's name; 2.13 gives names a type of their own.
-_resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
 
 
 class Received(NamedTuple):
@@ -262,7 +260,7 @@ def _exchange_counts(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
     tensors that hold nothing and have as many rows as were received in all: a shape is how a number
     comes out of an op as a size.
     """
-    ranks = _resolve_group(group)
+    ranks = resolve_group(group)
     sent_WC = counts_CW.T.contiguous()
     received_WC = torch.empty_like(sent_WC)
     with waiting(counts_CW.device):
@@ -360,7 +358,7 @@ def _travel(
     With one machine results have ``room`` or more rows, which are unspecified past those received.
     """
     sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
-    arriving, leaving, how = sum(received), sum(sent), {"group": _resolve_group(group)}
+    arriving, leaving, how = sum(received), sum(sent), {"group": resolve_group(group)}
     outputs = [given.new_empty(max(arriving, room), *given.shape[1:]) for given in rows]
     pairs = [(x[:arriving], y[:leaving]) for x, y in zip(outputs, rows, strict=True)]
     with annotate("exchange_rows", *(given for _, given in pairs)):

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_group
 
 from moetrain.config import ConfigError
 from moetrain.kernels.annotate import annotate
@@ -32,7 +31,7 @@ from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
 from moetrain.models.moe import Dispatched, Experts
 from moetrain.parallel.fsdp import transport
-from moetrain.parallel.mesh import all_gather_start
+from moetrain.parallel.mesh import all_gather_start, resolve_group
 
 
 @dataclass(eq=False)
@@ -195,7 +194,7 @@ def _assign(
     least: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, how = _resolve_group(group), cast("Backend", backend)
+    ranks, how = resolve_group(group), cast("Backend", backend)
     indices = expert_indices(ids_TK, num_experts, how)
     counts_WE, work = all_gather_start(indices.counts_E, ranks)
     work.wait()
@@ -205,7 +204,7 @@ def _assign(
 
 @_assign.register_fake
 def _(ids_TK, num_experts, spare, group, least, backend):
-    return torch.empty_like(ids_TK), ids_TK.new_empty(_resolve_group(group).size(), spare)
+    return torch.empty_like(ids_TK), ids_TK.new_empty(resolve_group(group).size(), spare)
 
 
 # As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
