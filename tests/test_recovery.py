@@ -350,7 +350,10 @@ def test_killed_ranks_lose_no_step():
     """The short form of scripts/kill_ranks.py."""
     script = Path(__file__).parent.parent / "scripts" / "kill_ranks.py"
     words = ["--kills", "2", "--kinds", "rank", "disk", "--hang_seconds", "30"]
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+    # Fresh interpreters, not forked ones (tests/forked_python.py): forked agents hung here.
+    fresh = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=fresh)
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["kills"] == {"rank": 1, "disk": 1}
