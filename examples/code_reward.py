@@ -56,7 +56,7 @@ _SECONDS_TO_DIE = 30
 """A killed process dies when it next has a core, and programs may have filled all of them."""
 _FILE, _FOLDER, _OPEN_FILES = 1 << 20, 64 << 20, 64
 _USES = ("uid", "namespaces", "group")
-"""What is used where it is there; tests leave some out."""
+"""The means of isolation that are used where a machine has them. Tests leave some out."""
 _PYTHON = ("", "py", "python", "python3")
 
 
@@ -367,7 +367,7 @@ class _Group:
 
     @property
     def counts(self) -> bool:
-        """Whether the number of processes is limited."""
+        """True: the number of processes is limited."""
         return any((folder / "pids.max").exists() for folder in self.folders)
 
     def enter(self) -> bool:

@@ -50,7 +50,7 @@ CHUNK = 4 << 20
 """Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
 _CRC_DIGITS = 8
 MAX_BYTES = 1 << 30
-"""How many a manifest or ``state.json`` may have: the manifest of 200 TiB has as many."""
+"""The largest size of a manifest or ``state.json`` in bytes, that of a 200 TiB checkpoint."""
 _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")

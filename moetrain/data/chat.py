@@ -37,7 +37,7 @@ _CHATML = """\
 {%- endif %}"""
 
 _MAX_BYTES = 1 << 20
-"""How many a file with a template may have; published ones have 30 KB at most."""
+"""The largest size of a template file in bytes. Published templates have at most 30 KB."""
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 # Other arguments of ``apply_chat_template``, which there are no variables of the template.
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}

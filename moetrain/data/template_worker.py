@@ -42,7 +42,7 @@ TEXT, FAILED, WRONG, LARGE = b"t", b"f", b"w", b"l"
 
 _ERRORS = (jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError)
 _ERRORS += (OSError, RuntimeError, StopIteration, TypeError, ValueError)
-"""What templates raise, which are programs; RecursionError is a RuntimeError."""
+"""The errors that a template may raise. RecursionError is a RuntimeError."""
 
 
 class View(NamedTuple):

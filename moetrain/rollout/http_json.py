@@ -88,7 +88,7 @@ class JsonServer:
         self.arriving = 0
         """Bytes of bodies that are being received or parsed."""
         self.is_stopping = False
-        """Whether the server stops: it takes up nothing new."""
+        """True: the server is stopping and accepts no new requests."""
         self._turn = asyncio.Lock()
         self._open = set[asyncio.Task[Any]]()
         """Tasks of requests that are not answered yet."""
@@ -327,7 +327,7 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
         moved = left = 0
         """Bytes that were sent or read since the last look, and that were still to be read then."""
         is_half_closed = False
-        """Whether the client sends nothing more, and waits for an answer or has gone."""
+        """True: the client closed its sending side. It may still wait for an answer."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)

@@ -235,7 +235,7 @@ class TextStream:
         self._false = 0
         """Characters at the window's start that differ from the whole text."""
         self.is_stopped = False
-        """Whether the text contains a stop text."""
+        """True: the text contains a stop text."""
 
     def push(self, *tokens: int, is_last: bool = False) -> str:
         """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
