@@ -35,6 +35,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver, process, reduction, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -199,14 +200,24 @@ def _imports_the_same(environment: Mapping[str, str]) -> bool:
     for name in filter(_READ_AT_IMPORT.match, {*environment, *_AT_IMPORT} - _READ_LATER):
         if environment.get(name) != _AT_IMPORT.get(name):
             return False
-    ours = Path(moetrain.__path__[0]).parent
-    for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
-        others = [entry for name in ("moetrain", "torch") if Path(entry, name).exists()]
-        if Path(entry, "sitecustomize.py").exists():
-            return False
-        if others and Path(entry) != ours and Path(entry, "torch") != Path(torch.__path__[0]):
-            return False
-    return True
+    known = {*_OWN_PATHS, *(str(Path(module.__path__[0]).parent) for module in (moetrain, torch))}
+    added = {entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    return not any(map(_hides_a_module, added - known))
+
+
+def _hides_a_module(folder: str) -> bool:
+    """Return whether ``folder``, searched first, has a module that would be found without it."""
+    if not os.path.isdir(folder):
+        return False
+    names = {name.partition(".")[0] for name in os.listdir(folder)}
+    own = {name for name in names if _is_found(name, [folder])}
+    known = {"moetrain", "sitecustomize"}
+    return not known.isdisjoint(own) or any(_is_found(name, _OWN_PATHS) for name in own)
+
+
+def _is_found(name: str, folders: list[str]) -> bool:
+    found = PathFinder.find_spec(name, folders)
+    return found is not None and found.loader is not None  # a folder without a file has no loader
 
 
 def _forked_here(command: _Command, standard: list[int]) -> int:

@@ -123,6 +123,15 @@ def test_what_has_to_be_a_fresh_interpreter_is_one(words, more, counted):
     assert counted == []
 
 
+@pytest.mark.parametrize(("name", "is_forked"), [("pydantic", 0), ("code", 0), ("mine", 1)])
+def test_a_module_that_hides_an_imported_one_is_imported(name, is_forked, counted, tmp_path):
+    (tmp_path / f"{name}.py").write_text("print('mine', flush=True)")
+    words = [sys.executable, "-c", f"import moetrain.cli, {name}"]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert (done.stdout[:5], len(counted)) == ("mine\n", is_forked)
+
+
 def test_variables_that_torch_sets_on_its_way_change_nothing(counted, tmp_path):
     """Else a worker that has compiled something would fork nothing from then on."""
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from itertools import islice
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -369,7 +370,10 @@ def test_connections_that_are_left_cost_no_trajectory_and_are_closed():
 def connections_to(address):
     """How many connections this process has accepted at ``address`` and not closed."""
     port, number = f":{int(address.rsplit(':')[-1]):04X}", 0
-    own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
+    own = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # a file that was closed meanwhile
+            own.add(os.readlink(f"/proc/self/fd/{entry}"))
     with open("/proc/net/tcp") as table:
         for line in islice(table, 1, None):
             _, here, there, *_, inode = line.split()[:10]
