@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """After the gate's time the remaining tests are skipped, and the summary counts them."""
-    end = float(os.environ.get("MOETRAIN_TESTS_END", "inf"))
+    end = float(os.environ.get("TESTS_END_AT", "inf"))
     if time.time() > end:
         pytest.skip("the gate's time is over: this test was not run")
 
