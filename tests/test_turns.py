@@ -103,6 +103,22 @@ def submit_all(service, requests):
     return [service.answer(x, service.submit(x, *request)) for x, request in requests]
 
 
+def assert_same(one, other, is_shared):
+    """Two answers are equal; those of a shared pass are but for the rounding of its products."""
+    if isinstance(one, float) and is_shared:
+        assert one == pytest.approx(other, rel=1e-6)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key], is_shared)
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair, is_shared)
+    else:
+        assert one == other
+
+
 def answers_of(service, requests):
     """Answers to requests that all wait at once."""
     futures = submit_all(service, requests)
@@ -393,7 +409,7 @@ def test_a_request_that_fails_costs_its_job_alone(tmp_path, words, monkeypatch):
                 found.append(answers_of(service, requests))
             else:
                 found.append([answers_of(service, [request])[0] for request in requests])
-    assert found[0] == found[1]
+    assert_same(*found, is_shared=words is TENANTS)
     errors = [answer.get("error", "") for answer in found[0]]
     assert [i for i, error in enumerate(errors) if error] == [7, 10]
     assert "ZeroDivisionError" in errors[7]
@@ -432,7 +448,8 @@ def test_a_disk_that_is_full_leaves_no_checkpoint_of_what_has_no_answer(
         names = [new(service, seed) for seed in range(3)]
         requests = [(x, r) for r in [LEARN, STEP] * 3 for x in names]
         alone = [answers_of(service, [request])[0] for request in requests]
-    assert [x["result"] for x in found] == [x["result"] for x in alone[6:]]
+    results = [[answer["result"] for answer in answers] for answers in (found, alone[6:])]
+    assert_same(*results, is_shared=words is TENANTS)
 
 
 def test_a_device_that_fails_ends_the_service_and_loses_nothing(tmp_path, monkeypatch):
