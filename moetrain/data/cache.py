@@ -49,7 +49,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
-_FORMAT = 4
+_FORMAT = 5
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")

@@ -19,7 +19,7 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
@@ -30,6 +30,7 @@ from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
+from moetrain.data.pairs import KNOWN_FORMS, Dialogues, read_answers, read_history
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -245,10 +246,15 @@ class RecordReader:
             raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if key not in record]
+            if missing and self.reads_pairs:
+                said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
+                raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
             if missing:
                 raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
             return self.form
         fields = {key for key, value in record.items() if value is not None}
+        if fields.issuperset(("chosen", "rejected")) and not _has_answer(record):
+            return "preference"
         for name in _FORMS:
             if fields.issuperset(self._needed(name)):
                 return name
@@ -287,47 +293,47 @@ class RecordReader:
     def _alpaca(self, record: dict[str, Any]) -> list[Document]:
         asked = [_text_in(record, key) for key in ("instruction", "input")]
         messages = [
+            *read_history(record),
             {"role": "user", "content": "\n\n".join(filter(None, asked))},
             {"role": "assistant", "content": _text_in(record, "output")},
         ]
-        for question, answer in reversed(record.get("history") or []):
-            messages.insert(0, {"role": "assistant", "content": answer})
-            messages.insert(0, {"role": "user", "content": question})
         return self._dialogue(_with_system(record, messages), record)
 
     def _preference(self, record: dict[str, Any]) -> list[Document]:
-        chosen, rejected = record["chosen"], record["rejected"]
-        if record.get("prompt") is None and isinstance(chosen, list):
-            # The prompt is what both whole dialogues begin with.
-            if not isinstance(rejected, list):
-                problem = "are neither two texts nor two dialogues"
-                raise BadLineError(f"`chosen` and `rejected` {problem}")
-            pairs = zip(chosen, rejected, strict=False)
-            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-            answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
-            record = {**record, "prompt": chosen[:shared], **answers}
-        documents = []
-        for key in ("chosen", "rejected") if self.reads_pairs else ("chosen",):
-            found = self._completion(record, key)
-            if len(found) != 1:
-                problem = f"becomes {len(found)} texts, where a pair has one of each"
-                raise BadLineError(f"`{key}` {problem}")
-            documents += found
-        return documents
+        keys = ("chosen", "rejected")
+        answers = self._answers(record, keys, num_learned=2 if self.reads_pairs else 1)
+        for key, documents in zip(keys, answers, strict=False):
+            if len(documents) != 1:
+                problem = f"becomes {len(documents)} texts, where a pair has one of each"
+                problem = problem if documents else "has no text to learn"
+                raise BadLineError(f"`{key}` {problem}; leave such records out")
+        return [documents[0] for documents in answers]
 
-    def _completion(self, record: dict[str, Any], key: str = "completion") -> list[Document]:
+    def _completion(self, record: dict[str, Any]) -> list[Document]:
         """Return a prompt with what answers it; both are texts, or both lists of messages."""
-        prompt, answer = record.get("prompt") or "", record[key]
-        if isinstance(answer, list):
-            if isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}] if prompt else []
-            return self._dialogue([*prompt, *answer], record, len(prompt))
-        if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise BadLineError(f"`prompt` and `{key}` are neither two texts nor two dialogues")
-        if not answer.strip():
-            return []
-        text = prompt + answer
-        return [Document(text, [(len(prompt), len(text))])]
+        return self._answers(record, ("completion",), num_learned=1, needs_prompt=False)[0]
+
+    def _answers(
+        self,
+        record: dict[str, Any],
+        keys: Sequence[str],
+        num_learned: int,
+        needs_prompt: bool = True,
+    ) -> list[list[Document]]:
+        """Return the documents of each of the first ``num_learned`` answers behind their prompt."""
+        lists = {*keys, "prompt", "messages", "conversations"}
+        record = {k: _as_messages(x) if k in lists else x for k, x in record.items()}
+        found = read_answers(record, keys, needs_prompt)
+        documents: list[list[Document]] = []
+        for i, key in enumerate(keys[:num_learned]):
+            if isinstance(answer := record[key], str) and not answer.strip():
+                documents.append([])
+            elif isinstance(found, Dialogues):
+                documents.append(self._dialogue(found.dialogues[i], record, found.num_given))
+            else:
+                spans = found.spans[i]
+                documents.append([Document(found.texts[i], spans)] if spans else [])
+        return documents
 
 
 _FORMS: dict[
@@ -342,6 +348,19 @@ _FORMS: dict[
 }
 """The fields by which each form is recognised, and what reads it, in the order in which forms are
 looked for; their names are those of data.format."""
+
+
+def _has_answer(record: Mapping[str, Any]) -> bool:
+    """Return whether there are ``messages``, or ``conversations``, that end with an answer.
+
+    Beside the answers of a pair, others are their prompt.
+    """
+    for turns in (record.get("messages"), record.get("conversations")):
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        if isinstance(last, dict):
+            role = last.get("from", last.get("role"))
+            return _ROLES.get(str(role), role) == "assistant"
+    return False
 
 
 def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
@@ -366,6 +385,16 @@ def _turn(turn: object, i: int) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": calls}
     rest = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
     return {**rest, "role": _ROLES.get(str(role), role), "content": said}
+
+
+def _as_messages(value: Any) -> Any:
+    """Return ShareGPT's turns, or one of them, as ``messages``; anything else as it is."""
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(x, dict) for x in turns):
+        return value
+    return [
+        _turn(turn, i) if turn.get("from") is not None else turn for i, turn in enumerate(turns)
+    ]
 
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
