@@ -305,3 +305,143 @@ def test_a_file_and_a_line_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path: .*pairs\.jsonl:2: .*no prompt") as raised:
         build_data(Config.load(None, words, environ={}), 300)
     assert "\n" not in str(raised.value)
+
+
+UNWANTED = {
+    "completion": {"prompt": Q, "completion": f" {B}", "label": False},
+    "completion, a number": {"prompt": Q, "completion": f" {B}", "label": 0},
+    "completion, a text": {"prompt": Q, "completion": f" {B}", "label": "False"},
+    "completion of messages": {"prompt": turns(Q), "completion": answer(B), "label": False},
+    "messages": {"messages": turns(Q, B), "label": False},
+    "messages, LLaMA-Factory's name": {"messages": turns(Q, B), "kto_tag": False},
+    "conversations": {
+        "conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": B}],
+        "label": False,
+    },
+    "alpaca": {"instruction": Q, "output": B, "kto_tag": False},
+}
+
+
+@pytest.mark.parametrize("form", UNWANTED)
+def test_an_unwanted_answer_is_learned_by_kto_alone(form):
+    record = UNWANTED[form]
+    with pytest.raises(BadLineError) as raised:
+        reader_of().documents(record)
+    assert "`label` is false" in str(raised.value)
+    assert "set train.objective kto, or leave such records out" in str(raised.value)
+    (document,) = reader_of(reads_pairs=True, reads_labels=True).documents(record)
+    wanted = (Q, f" {B}") if "prompt" in record and record["prompt"] == Q else chatml(Q, B)
+    assert (learned(document)[0], *learned(document)[1]) == wanted
+    assert document.label is False
+    liked = {**record, "kto_tag" if "kto_tag" in record else "label": True}
+    (same,) = reader_of(reads_pairs=True, reads_labels=True).documents(liked)
+    assert same == document._replace(label=True)
+    assert reader_of().documents(liked)[0].text == document.text
+
+
+def test_labels_that_are_classes_of_something_else_are_no_preference():
+    for record in (
+        {"text": Q, "label": 0},
+        {"messages": turns(Q, A), "label": 0},
+        {"messages": turns(Q, A), "label": "sums"},
+        {"prompt": Q, "completion": A, "label": 3},
+        {"prompt": Q, "completion": A, "label": None},
+    ):
+        assert len(reader_of().documents(record)) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": Q, "completion": A}, "no answer with a `label` that is true or false"),
+        ({"prompt": Q, "completion": A, "label": "good"}, "no answer with a `label`"),
+        ({"prompt": Q, "completion": A, "label": 2}, "no answer with a `label`"),
+        ({"text": Q, "label": True}, "no answer with a `label`.*`completion`.*`chosen`"),
+        ({"prompt": "", "completion": A, "label": True}, "no prompt is found"),
+        ({"prompt": Q, "completion": " ", "label": True}, "the answer has no text"),
+    ],
+)
+def test_kto_refuses_what_has_no_label_or_no_prompt(record, problem):
+    with pytest.raises(BadLineError, match=problem):
+        reader_of(reads_pairs=True, reads_labels=True).documents(record)
+
+
+def test_a_whole_dialogue_behind_its_prompt_is_not_written_twice():
+    """The form of a pair whose other answer is not there."""
+    for prompt in (Q, turns(Q)):
+        record = {"prompt": prompt, "completion": turns(Q, A)}
+        (document,) = reader_of().documents(record)
+        assert (learned(document)[0], *learned(document)[1]) == chatml(Q, A)
+    (document,) = reader_of().documents({"system": ">S", "prompt": Q, "completion": A})
+    assert (learned(document)[0], *learned(document)[1]) == chatml(">S", Q, A)
+
+
+MIXED = [
+    {"prompt": "ab", "completion": "cd", "label": True},
+    {"prompt": "e", "chosen": "fg", "rejected": "h"},
+    {"prompt": "i", "completion": "jkl", "label": False},
+]
+
+
+def kto_rows(path, tmp_path, *words):
+    words = [f"data.path={path}", f"data.cache_dir={tmp_path}", *words]
+    words += ["model.preset=debug", "data.seq_len=24", "train.objective=kto"]
+    return build_data(Config.load(None, words, environ={}), 300)
+
+
+def segments_of(row):
+    """The text, the learned text and the label of each segment."""
+    tokenizer, found = load_tokenizer("byte", 300), []
+    ends = row.lengths.cumsum()
+    for end, n in zip(ends, row.lengths, strict=True):
+        is_pad = row.is_pad_S[end - n : end]
+        targets = row.targets_S[end - n : end]
+        text = tokenizer.decode(row.tokens_S[end - n : end][~is_pad].tolist())
+        (label,) = {*row.extra["label"][end - n : end].tolist()}
+        found.append((text, tokenizer.decode(targets[targets >= 0].tolist()), label))
+    return found
+
+
+def test_kto_has_rows_of_single_answers_and_of_pairs_together(tmp_path, caplog):
+    path = write_lines(tmp_path / "answers.jsonl", *MIXED)
+    with caplog.at_level("INFO", "moetrain"):
+        rows = kto_rows(path, tmp_path, "data.eval_fraction=0").train
+    found = [segments_of(rows.row(i)) for i in range(len(rows))]
+    end = load_tokenizer("byte", 300).decode([load_tokenizer("byte", 300).eos_id])
+    wanted = [
+        [("abcd", "cd", 1), ("abfg", "fg", 0)],
+        [("efg", "fg", 1), ("eh", "h", -1), ("ejkl", "jkl", 0)],
+        [("ijkl", "jkl", -1), ("icd", "cd", 0)],
+    ]
+    assert found == [
+        [(text + end, said + end, label) for text, said, label in row] for row in wanted
+    ]
+    said = "1 preference pairs, 1 desirable answers, 1 undesirable answers, one in a row of 24"
+    assert said in caplog.text
+    assert "completion (2), preference (1)" in caplog.text
+
+
+def test_single_answers_are_held_out_by_their_own(tmp_path):
+    lines = [{**MIXED[0], "label": bool(i % 3), "prompt": f"{i} "} for i in range(30)]
+    path = write_lines(tmp_path / "answers.jsonl", *lines)
+    data = kto_rows(path, tmp_path, "data.eval_fraction=0.2")
+    numbers = [
+        {int(segments_of(rows.row(i))[0][0].split()[0]) for i in range(len(rows))}
+        for rows in (data.train, data.eval)
+    ]
+    assert sorted([*numbers[0], *numbers[1]]) == list(range(30))
+    assert 0 < len(numbers[1]) < 15
+    few = write_lines(tmp_path / "few.jsonl", *lines[:3])
+    data = kto_rows(few, tmp_path, "data.eval_fraction=0.01")
+    assert (len(data.train), len(data.eval)) == (2, 1)
+
+
+def test_unpaired_answers_are_refused_by_dpo(tmp_path):
+    path = write_lines(tmp_path / "answers.jsonl", MIXED[0])
+    words = [f"data.path={path}", f"data.cache_dir={tmp_path}", "model.preset=debug"]
+    words += ["data.eval_fraction=0"]
+    build_data(Config.load(None, [*words, "train.objective=kto"], environ={}), 300)
+    for objective, problem in (("dpo", "no 'chosen': no pair"), ("ipo", "no 'chosen': no pair")):
+        config = Config.load(None, [*words, f"train.objective={objective}"], environ={})
+        with pytest.raises(ConfigError, match=problem):  # with the cache of kto beside it, too
+            build_data(config, 300)

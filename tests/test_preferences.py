@@ -13,20 +13,26 @@ from distributed import spawn
 from preferences import preferences
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.loader import Batch
-from moetrain.kernels.loss.preference import LOSSES, Scores
+from moetrain.data.loader import Batch, eval_batches
+from moetrain.kernels.loss.preference import KINDS, LOSSES, Scores, Segments, kto_losses
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import Preference, Reference
 from moetrain.train.trainer import Trainer
 
-KINDS = list(LOSSES)
 NO_EVAL = ["data.eval_fraction=0", "train.eval_rows=256"]
 PAIRS = [
     {"prompt": [n, n + 1, n + 2], "chosen": [7] * (1 + n % 3), "rejected": [9] * (1 + n % 4)}
     for n in range(20, 33)
 ]
+
+
+SINGLES = [
+    {"prompt": [n, n + 1], "completion": [7] * (1 + n % 3), "label": n % 4 == 0}
+    for n in range(20, 33)
+]
+"""Single answers, of which a quarter are desirable."""
 
 
 def formula(kind, logps, references, numbers, kl, beta):
@@ -58,12 +64,32 @@ def test_a_loss_is_trls_with_its_gradient(kind):
     logps, references = -5 * torch.rand(2, 7).double(), -5 * torch.rand(2, 7).double()
     numbers, kl = torch.randint(1, 9, (2, 7)), torch.tensor(0.3).double()
     mine, theirs = (logps.clone().requires_grad_() for _ in range(2))
-    scores = Scores(*(mine - references), *numbers, kl)
-    LOSSES[kind](scores, 0.3).mean().backward()
+    if kind == "kto":
+        labels = torch.tensor([1] * 7 + [-1] * 7)
+        segments = Segments((mine - references).flatten(), numbers.flatten(), labels, labels)
+        found = kto_losses(segments, kl, beta=0.3).mean()
+    else:
+        found = LOSSES[kind](Scores(*(mine - references), *numbers), 0.3).mean()
+    found.backward()
     loss = formula(kind, theirs, references, numbers, kl, 0.3)
     loss.backward()
-    assert LOSSES[kind](scores, 0.3).mean().item() == pytest.approx(loss.item(), abs=1e-9)
+    assert found.item() == pytest.approx(loss.item(), abs=1e-9)
     torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-9, rtol=0)
+
+
+def test_ktos_weights_are_factors_of_each_kinds_losses():
+    """trl's KTOTrainer: mean(cat(desirable_weight * chosen, undesirable_weight * rejected))."""
+    ratios, labels = torch.tensor([0.5, -2.0, 1.0, 9.0]), torch.tensor([1, -1, -1, 0])
+    segments = Segments(ratios, torch.ones(4), labels, labels)
+    given = {"beta": 0.5, "desirable_weight": 3.0, "undesirable_weight": 0.25}
+    wanted = [
+        3.0 * (1 - 1 / (1 + math.exp(-0.5 * (0.5 - 0.2)))),
+        0.25 * (1 - 1 / (1 + math.exp(-0.5 * (0.2 + 2.0)))),
+        0.25 * (1 - 1 / (1 + math.exp(-0.5 * (0.2 - 1.0)))),
+        0,
+    ]
+    found = kto_losses(segments, torch.tensor(0.2), **given)
+    assert found.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def whole(engine, merged=False):
@@ -112,8 +138,33 @@ def for_trl(model):
     return called
 
 
+WEIGHTS = {"desirable_weight": 3.0, "undesirable_weight": 0.5}
+
+
+def singles_by_formula(policy, reference, singles, beta):
+    """KTO's loss of single answers that go through the models one at a time."""
+
+    def ratios(shift):
+        answers = [singles[(i + shift) % len(singles)]["completion"] for i in range(len(singles))]
+        pairs = list(zip(singles, answers, strict=True))
+        own = torch.stack([logp_of(policy, single["prompt"], x) for single, x in pairs])
+        return own - torch.stack([logp_of(reference, s["prompt"], x) for s, x in pairs]).detach()
+
+    kl = ratios(1).mean().clamp(min=0).detach()
+    assert kl > 0  # else the other answers prove nothing
+    losses = [
+        3.0 * (1 - F.sigmoid(beta * (ratio - kl)))
+        if single["label"]
+        else 0.5 * (1 - F.sigmoid(beta * (kl - ratio)))
+        for ratio, single in zip(ratios(0), singles, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
 def by_formula(kind, policy, reference, pairs, beta):
     """The loss of answers that go through the models one at a time, without packing or caches."""
+    if "label" in pairs[0]:
+        return singles_by_formula(policy, reference, pairs, beta)
 
     def of_all(model, key, shift=0):
         answers = [pairs[(i + shift) % len(pairs)][key] for i in range(len(pairs))]
@@ -135,9 +186,16 @@ def by_trl(kind, policy, reference, pairs, beta):
     """The same by trl's own function."""
     trainers = pytest.importorskip("trl.trainer")
     policy.is_gradient_checkpointing = False  # trl asks
-    answers = [(p, p["chosen"]) for p in pairs], [(p, p["rejected"]) for p in pairs]
-    inputs = sequences_for_trl([*answers[0], *answers[1]])
-    if kind == "kto":
+    is_single = "label" in pairs[0]
+    if is_single:
+        inputs = sequences_for_trl([(p, p["completion"]) for p in pairs])
+        others = [(p, pairs[(i + 1) % len(pairs)]["completion"]) for i, p in enumerate(pairs)]
+        inputs |= sequences_for_trl(others, "KL_")
+        inputs["label"] = torch.tensor([p["label"] for p in pairs])
+    else:
+        answers = [(p, p["chosen"]) for p in pairs], [(p, p["rejected"]) for p in pairs]
+        inputs = sequences_for_trl([*answers[0], *answers[1]])
+    if kind == "kto" and not is_single:
         others = [(p, pairs[(i + 1) % len(pairs)]["chosen"]) for i, p in enumerate(pairs)]
         inputs |= sequences_for_trl(others, "KL_")
         inputs["label"] = torch.tensor([True] * len(pairs) + [False] * len(pairs))
@@ -152,8 +210,8 @@ def by_trl(kind, policy, reference, pairs, beta):
         loss_types=[kept],
         loss_weights=[1.0],
         calculate_KL=True,
-        desirable_weight=1.0,
-        undesirable_weight=1.0,
+        desirable_weight=WEIGHTS["desirable_weight"] if is_single else 1.0,
+        undesirable_weight=WEIGHTS["undesirable_weight"] if is_single else 1.0,
         f_divergence_type="reverse_kl",
         ld_alpha=None,
         aux_loss_enabled=False,
@@ -170,12 +228,13 @@ def by_trl(kind, policy, reference, pairs, beta):
 
 
 @pytest.mark.parametrize("theirs", [by_formula, by_trl])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "kto of single answers"])
 def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_words):
     """Packed pairs and a cached reference, against plain copies of the model and its reference."""
     config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
-    pairs = PAIRS[:4]
-    given = preferences(config, pairs, kind, beta=0.5)
+    kind, _, is_single = kind.partition(" ")
+    pairs = SINGLES[:4] if is_single else PAIRS[:4]
+    given = preferences(config, pairs, kind, beta=0.5, **(WEIGHTS if is_single else {}))
     trainer = Trainer(config, **given)
     Reference([given["data"]]).on_start(trainer)
     reference = whole(trainer.engine)
@@ -216,10 +275,11 @@ MESHES = {
 """Settings of 4 rows, and how many processes they take."""
 
 
-def moved(words, folder, kind="kto"):
+def moved(words, folder, pairs):
     """A trainer of 4 pairs whose weights have moved away from the reference, and its pairs."""
     config = config_of([*words, f"output_dir={folder}"])
-    given = preferences(config, PAIRS[:4], kind, beta=0.5)
+    weights = WEIGHTS if "label" in pairs[0] else {}
+    given = preferences(config, pairs, "kto", beta=0.5, **weights)
     trainer = Trainer(config, **given)
     Reference([given["data"]]).on_start(trainer)
     reference = whole(trainer.engine)
@@ -233,11 +293,11 @@ def moved(words, folder, kind="kto"):
     return trainer, given, reference
 
 
-def kto_on_meshes(words, meshes, folder):
+def kto_on_meshes(words, meshes, folder, pairs):
     """Loss, loss without gradients, and gradient norm of each mesh."""
     found = {}
     for name, mesh in meshes.items():
-        trainer, given, _ = moved([*words, *mesh], f"{folder}/{name}")
+        trainer, given, _ = moved([*words, *mesh], f"{folder}/{name}", pairs)
         size, world = trainer.config.train.micro_batch_size, trainer.world
         rows = [given["data"].row(i) for i in range(4)]
         batches = [Batch.of(rows[i : i + size]) for i in range(0, 4, size)]
@@ -250,20 +310,21 @@ def kto_on_meshes(words, meshes, folder):
     return found
 
 
+@pytest.mark.parametrize("pairs", [PAIRS[:4], SINGLES[:4]], ids=["pairs", "single answers"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ktos_divergence_is_of_the_global_batch_on_every_mesh(ranks, own_words, tmp_path):
+def test_ktos_divergence_is_of_the_global_batch_on_every_mesh(ranks, pairs, own_words, tmp_path):
     """However the pairs are split, loss and gradient are the formula's in fp64.
 
     The third answers' log-ratios have both signs, so a mean over half of them is clamped.
     """
     words = [*own_words, "moe.aux_loss_coef=0", "model.num_kv_heads=2"]
-    trainer, _, reference = moved(words, tmp_path / "formula")
+    trainer, _, reference = moved(words, tmp_path / "formula", pairs)
     policy = whole(trainer.engine).double()
-    expected = by_formula("kto", policy, reference.double(), PAIRS[:4], 0.5)
+    expected = by_formula("kto", policy, reference.double(), pairs, 0.5)
     expected.backward()
     norm = torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
     meshes = {name: own for name, (own, size) in MESHES.items() if size == ranks}
-    given = words, meshes, str(tmp_path)
+    given = words, meshes, str(tmp_path), pairs
     (found, *_) = [kto_on_meshes(*given)] if ranks == 1 else spawn(2, kto_on_meshes, *given)
     wanted = [pytest.approx(x, rel=1e-5) for x in (expected.item(), expected.item(), norm)]
     assert found == dict.fromkeys(meshes, wanted)
@@ -302,6 +363,39 @@ def pair_words(tiny_words, tmp_path):
     words += [f"data.path={tmp_path / 'pairs.jsonl'}", "data.format=preference", "data.seq_len=48"]
     words += ["model.num_kv_heads=2", "optim.lr=1e-2"]
     return [*words, "train.sample_tokens=0", "train.steps=6"]
+
+
+def test_kto_learns_single_answers_from_a_file(pair_words, tmp_path):
+    """Desirable answers gain over undesirable ones, and a run's first loss is the formula's.
+
+    At first the policy is the reference, so each loss is its weight / 2.
+    """
+    lines = [
+        {"prompt": f"Say {n}:", "completion": " no" if n % 4 else " yes", "label": n % 4 == 0}
+        for n in range(32)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = [w for w in pair_words if not w.startswith("data.format")]
+    words += ["train.objective=kto", "train.desirable_weight=3", "train.undesirable_weight=0.5"]
+    words += ["train.global_batch_size=32", "train.steps=8", *NO_EVAL]
+    rows = losses_of(config_of(words))
+    assert rows[0]["loss"] == pytest.approx((8 * 3 + 24 * 0.5) / 32 / 2, rel=1e-5)
+    assert rows[0]["margin"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["margin"] > rows[2]["margin"] > 0
+    assert rows[-1]["accuracy"] == 1
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_rows_that_fill_up_an_evaluation_do_not_count():
+    config = config_of(["model.preset=debug", "data.seq_len=32"])
+    for rows, sizes in (
+        (SINGLES[:3], {"rows": 3, "desirable": 1, "undesirable": 2, "answers": 3}),
+        (PAIRS[:3], {"rows": 3, "desirable": 3, "undesirable": 3, "answers": 6}),
+        ([*SINGLES[:1], *PAIRS[:2]], {"rows": 3, "desirable": 3, "undesirable": 2, "answers": 5}),
+    ):
+        given = preferences(config, rows, "kto")
+        (batch,) = eval_batches(given["data"], num_rows=3, micro_batch_size=8)
+        assert given["objective"].sizes([batch]) == sizes
 
 
 def trained_of_settings(words):
@@ -398,6 +492,11 @@ def test_a_longer_pair_is_left_out_and_said(pair_words, tmp_path, caplog):
     ("words", "error"),
     [
         (["data.format=messages"], "train.objective: 'dpo' contradicts data.format 'messages'"),
+        (["data.format=text", "train.objective=kto"], "'kto' contradicts data.format 'text'"),
+        (
+            ["train.desirable_weight=2"],
+            "train.desirable_weight: 2.0 contradicts train.objective 'dpo'",
+        ),
         (["data.streaming=yes"], "train.objective: 'dpo' contradicts data.streaming 'yes'"),
         (["data.packing=whole"], "data.packing: 'whole' contradicts train.objective 'dpo'"),
         (

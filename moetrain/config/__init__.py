@@ -133,10 +133,12 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
-    _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
+    _Need("train.objective", {"data.format": {"auto", "preference"}}, {"dpo", "ipo"}),
+    _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label
     # References of all rows are computed before the first step.
     _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
+    _Need("train.desirable_weight train.undesirable_weight", {"train.objective": {"kto"}}),
     _Need("train.mtp_weight data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("train.mtp_weight", {"parallel.pp": {1}}),  # the last stage has no embedding
     # PEFT's models have no such blocks; adapters are not copied, and lie between experts' products.

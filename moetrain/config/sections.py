@@ -258,10 +258,15 @@ class TrainSection(Section):
     """Passes over the data, which may be a fraction. Give this or train.steps."""
     objective: Literal["next_token", "dpo", "ipo", "kto"] = "next_token"
     """What is learned. next_token: the next token of the text; dpo, ipo, kto: which of two answers
-    is preferred (records of data.format preference), against the model that the run begins from."""
+    is preferred (records of data.format preference), against the model that the run begins from;
+    kto also learns from single answers with a `label`, true or false."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
     the model stays to the reference."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Factor of kto's loss of chosen answers and of answers with the label true."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Factor of kto's loss of rejected answers and of answers with the label false."""
     mtp_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss of multi-token prediction, 0.3 or 0.1 as a rule: blocks behind the model's
     own (DeepSeek's, GLM's, Qwen's) are trained to predict further tokens; 0: they stay as they

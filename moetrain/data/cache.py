@@ -8,6 +8,8 @@ one builds it, and the others wait. Neither building nor reading holds the corpu
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
     targets.bin    [num_documents] int64: tokens with loss in each document
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
+    labels.bin     [num_documents] int8: 1 for an answer that is wanted, 0 for one that is not, -1
+                   for a document without a label; empty if there are no labels
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
                    checksums of their beginnings
 
@@ -52,7 +54,7 @@ _T = TypeVar("_T")
 _FORMAT = 5
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
-_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
+_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin")
 _CHECKED_BYTES = 1 << 26
 """Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
 a large one as are read in a tenth of a second."""
@@ -81,6 +83,9 @@ class TokenCache(NamedTuple):
     token has loss."""
     content: str
     """Hash of all of these."""
+    labels: np.ndarray | None = None
+    """[num_documents] int8: whether an answer is wanted (KTO), 1 or 0, -1 without a label; None:
+    there are no labels."""
 
     @property
     def num_documents(self) -> int:
@@ -119,12 +124,14 @@ class TokenCache(NamedTuple):
                 if _checksum(folder / name) != meta["checksums"][name]:
                     raise ValueError(f"{name} is not what was written")
             has_mask = (folder / "masked.bin").stat().st_size > 0
+            has_labels = (folder / "labels.bin").stat().st_size > 0
             return cls(
                 mapped("tokens.bin", meta["dtype"], num_tokens),
                 mapped("documents.bin", "int64", num_documents + 1),
                 mapped("targets.bin", "int64", num_documents),
                 mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
                 str(meta["content"]),
+                mapped("labels.bin", "int8", num_documents) if has_labels else None,
             )
         except (OSError, ValueError, TypeError, LookupError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -316,7 +323,7 @@ def _write(
     num_tokens = num_documents = start = num_targets = 0
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        tokens, starts, targets, masked = files
+        tokens, starts, targets, masked, labels = files
         starts.write(np.int64(0).tobytes())
         for document, ids_T, masked_T in _encoded(documents, tokenizer):
             data = ids_T.astype(dtype).tobytes()
@@ -335,10 +342,16 @@ def _write(
             if document.is_end:
                 starts.write(np.int64(num_tokens).tobytes())
                 targets.write(np.int64(num_targets).tobytes())
+                if document.label is not None:
+                    labels.write(b"\xff" * (num_documents - labels.tell()))  # -1: without a label
+                    labels.write(np.int8(document.label).tobytes())
+                    content.update(b"label %d;" % document.label)
                 num_documents, start, num_targets = num_documents + 1, num_tokens, 0
             advance(document.num_bytes)
         if masked.tell() > 0:
             masked.truncate(num_tokens)
+        if labels.tell() > 0:
+            labels.write(b"\xff" * (num_documents - labels.tell()))
         for file in files:
             file.flush()
             os.fsync(file.fileno())  # no name before its content: a machine may stop at any time

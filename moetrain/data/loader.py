@@ -63,7 +63,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     data = config.data
     data.check()
     if config.train.objective in ("dpo", "ipo", "kto"):
-        kind = "triples" if config.train.objective == "kto" else "pairs"
+        kind = "answers" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size)
@@ -215,8 +215,8 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
     if data.packing in RecordReader.PAIRED:
-        has_third = data.packing == "triples"
-        return packing.PairDataset(cache, data.seq_len, has_third, first, stop)
+        for_kto = data.packing == "answers"
+        return packing.PairDataset(cache, data.seq_len, for_kto, first, stop)
     packed = packing.WholeDataset if _is_whole(cache, data) else packing.StreamDataset
     return packed(cache, data.seq_len, first, stop)
 
@@ -236,7 +236,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
     if data.packing in RecordReader.PAIRED:
-        total, what = total // 2, "pairs"
+        total = len(packing.preference_starts(cache)) - 1
+        what = "pairs" if cache.labels is None else "pairs and answers"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         sides = _rows(cache, data, 0, border), _rows(cache, data, border)

@@ -357,68 +357,106 @@ class WholeDataset:
 
 
 class PairDataset:
-    """Rows of ``seq_len`` tokens that each hold a preference pair: two answers to one prompt.
+    """Rows of ``seq_len`` tokens that each hold a preference: two answers to one prompt, or one.
 
-    Documents 2 i and 2 i + 1 of the cache are the prompt of pair i with its chosen and with its
-    rejected answer. They become two segments, which do not see each other; ``has_third`` adds the
-    prompt with the next pair's chosen answer. Pairs that are longer than a row are left out.
+    Two documents of the cache without a label are the prompt of a pair with its chosen and with its
+    rejected answer; a document with a label is a prompt with a single answer. They become segments
+    of a row, which do not see each other. Rows that would be longer are left out.
+
+    For KTO a further segment has the prompt with the first answer of the next preference, and rows
+    have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in that of an
+    undesirable one, 0 in the further one.
 
     Attributes:
-        pairs: which pair each row holds.
-        needed_P: tokens of each pair, those without a row too.
+        pairs: which preference of the cache each row holds.
+        needed_P: tokens of each preference, those without a row too.
         reference_PS: fp32 log-probabilities of the targets by the reference, for others to fill in.
     """
 
     def __init__(
-        self, cache: TokenCache, seq_len: int, has_third: bool, first: int = 0, stop: Any = None
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        for_kto: bool,
+        first: int = 0,
+        stop: int | None = None,
     ) -> None:
-        """Take pairs ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
-        stop = cache.num_documents // 2 if stop is None else stop
-        self.identity: list[Any] = ["pairs", cache.content, seq_len, has_third, first, stop]
-        self._cache, self._seq_len = cache, seq_len
-        self._has_third, self._first, self._stop = has_third, first, stop
+        """Take preferences ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
+        starts = preference_starts(cache)
+        stop = len(starts) - 1 if stop is None else stop
+        self.identity: list[Any] = ["pairs", cache.content, seq_len, for_kto, first, stop]
+        self._cache, self._seq_len, self._starts = cache, seq_len, starts
+        self._for_kto, self._first, self._stop = for_kto, first, stop
         masked = np.empty(0) if cache.masked is None else cache.masked
         learned = np.append(np.flatnonzero(masked == 0), len(cache.tokens))
         self._answers_D = learned[np.searchsorted(learned, cache.documents[:-1])]
-        both = slice(2 * first, 2 * stop)
-        self.needed_P = np.diff(cache.documents[::2])[first:stop]
-        if has_third:
-            prompts_D = (self._answers_D - cache.documents[:-1])[both]
-            answers_D = (cache.documents[1:] - self._answers_D)[both]
-            self.needed_P = self.needed_P + prompts_D[::2] + np.roll(answers_D[::2], -1)
-        has_targets_P = (cache.targets[both].reshape(-1, 2) > 0).all(1)
-        self.pairs = first + np.flatnonzero(has_targets_P & (self.needed_P <= seq_len))
+        begins_P, ends_P = starts[first:stop], starts[first + 1 : stop + 1]
+        self.needed_P = cache.documents[ends_P] - cache.documents[begins_P]
+        if for_kto:
+            prompts_D = self._answers_D - cache.documents[:-1]
+            answers_D = cache.documents[1:] - self._answers_D
+            others_P = np.roll(answers_D[begins_P], -1)
+            self.needed_P = self.needed_P + prompts_D[begins_P] + others_P
+        fewest_P = np.minimum.reduceat(cache.targets[: starts[stop]], begins_P)
+        self.pairs = first + np.flatnonzero((fewest_P > 0) & (self.needed_P <= seq_len))
         self.reference_PS = np.zeros((len(self.pairs), seq_len), np.float32)
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def _segments(self, pair: int) -> list[np.ndarray]:
-        """Return which tokens of the cache are in each segment of a pair."""
-        start, middle, end = map(int, self._cache.documents[2 * pair : 2 * pair + 3])
-        segments = [np.arange(start, middle), np.arange(middle, end)]
-        if self._has_third:
-            other = 2 * (pair + 1 if pair + 1 < self._stop else self._first)
-            prompt = np.arange(start, self._answers_D[2 * pair])
-            answer = np.arange(self._answers_D[other], self._cache.documents[other + 1])
+        """Return which tokens of the cache are in each segment of a preference."""
+        documents, first, last = self._cache.documents, *map(int, self._starts[pair : pair + 2])
+        segments = [np.arange(*map(int, documents[d : d + 2])) for d in range(first, last)]
+        if self._for_kto:
+            other = self._starts[pair + 1 if pair + 1 < self._stop else self._first]
+            prompt = np.arange(documents[first], self._answers_D[first])
+            answer = np.arange(self._answers_D[other], documents[other + 1])
             segments.append(np.concatenate([prompt, answer]))
         return segments
 
     def row(self, index: int) -> Row:
-        tokens, segments = self._cache.tokens, self._segments(int(self.pairs[index]))
+        pair, tokens = int(self.pairs[index]), self._cache.tokens
         found = [
             (tokens[places_T], np.append(_targets(self._cache, places_T[1:]), IGNORE_INDEX))
-            for places_T in segments
+            for places_T in self._segments(pair)
         ]
-        return Row.filled(self._seq_len, found)._replace(
-            extra={"reference": self.reference_PS[index]}
-        )
+        row = Row.filled(self._seq_len, found)
+        extra = {"reference": self.reference_PS[index]}
+        if self._for_kto:
+            extra["label"] = np.repeat([*self._labels(pair), 0], row.lengths)
+        return row._replace(extra=extra)
+
+    def _labels(self, pair: int) -> list[int]:
+        """Return 1 for each desirable answer of a preference, and -1 for each undesirable one."""
+        labels, first = self._cache.labels, self._starts[pair]
+        if labels is None or labels[first] < 0:
+            return [1, -1]
+        return [1 if labels[first] else -1]
 
     def describe(self) -> str:
-        """Say in one line how many pairs there are, and how many are left out."""
+        """Say in one line what the rows hold, and how many preferences are left out."""
         left_out = len(self.needed_P) - len(self)
-        text = f"{len(self):,} preference pairs, one in a row of {self._seq_len}"
+        singles = [self._labels(pair) for pair in self.pairs if self._cache.labels is not None]
+        wanted, unwanted = singles.count([1]), singles.count([-1])
+        found = {"preference pairs": len(self) - wanted - unwanted}
+        found |= {"desirable answers": wanted, "undesirable answers": unwanted}
+        text = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
+        text = f"{text or 'no preferences'}, one in a row of {self._seq_len}"
         return text + f"; {left_out:,} that are longer left out" * (left_out > 0)
+
+
+def preference_starts(cache: TokenCache) -> np.ndarray:
+    """Return the first document of each preference, then the number of documents, int64 [P + 1].
+
+    Documents with the labels -1, -1, 1, 0, -1, -1 are a pair, two single answers, and a pair: 0, 2,
+    3, 4, 6.
+    """
+    if cache.labels is None:
+        return np.arange(0, cache.num_documents + 1, 2)
+    is_single_D = cache.labels >= 0
+    firsts = np.concatenate([np.flatnonzero(is_single_D), np.flatnonzero(~is_single_D)[::2]])
+    return np.append(np.sort(firsts), cache.num_documents)
 
 
 def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:

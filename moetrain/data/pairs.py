@@ -25,6 +25,11 @@ KNOWN_FORMS = (
     r"`rejected`, as lists of messages or as texts like '\n\nHuman: ...\n\nAssistant: ...'"
 )
 
+KNOWN_LABELLED = (
+    "`label`, true or false, beside `prompt` and `completion`, `messages`, `conversations`, or "
+    f"`instruction` and `output`; and pairs: {KNOWN_FORMS}"
+)
+
 _SYSTEM = ("system", "developer")
 _QUESTIONS = ("prompt", "question", "instruction", "input")
 """Fields that hold what the user asks, in the order in which they are looked for."""
@@ -97,6 +102,22 @@ def _as_list(value: Any) -> Any:
 def _unknown(record: Mapping[str, Any]) -> BadLineError:
     said = f"no prompt is found in {shortened(dict(record))}"
     return BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
+
+
+def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | None:
+    """Return whether a single answer is wanted, as ``label`` says; None: nothing says it.
+
+    ``kto_tag`` is another name for it. With ``takes_numbers`` 1 and 0 are true and false.
+    """
+    for key in ("label", "kto_tag"):
+        label = record.get(key)
+        if isinstance(label, str):
+            label = {"true": True, "false": False}.get(label.strip().lower())
+        if isinstance(label, bool):
+            return label
+        if takes_numbers and isinstance(label, int | float) and label in (0, 1):
+            return bool(label)
+    return None
 
 
 # ---- what is asked -------------------------------------------------------------------------------

@@ -30,7 +30,14 @@ from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
-from moetrain.data.pairs import KNOWN_FORMS, Dialogues, read_answers, read_history
+from moetrain.data.pairs import (
+    KNOWN_FORMS,
+    KNOWN_LABELLED,
+    Dialogues,
+    label_of,
+    read_answers,
+    read_history,
+)
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -56,6 +63,8 @@ class Document(NamedTuple):
     """Whether the document ends with this part."""
     num_bytes: int = 0
     """Bytes of the source that were read for it, for the progress bar."""
+    label: bool | None = None
+    """Whether the answer is wanted, for KTO; None: it is one of a pair, or no answer."""
 
 
 class HashRange(NamedTuple):
@@ -198,9 +207,9 @@ _ROLES: dict[str, str] = {
 class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
-    PAIRED: ClassVar = ("pairs", "triples")
-    """Further values of data.packing, which train.objective sets: rows of preference pairs, and
-    those with a third segment, which kto needs."""
+    PAIRED: ClassVar = ("pairs", "answers")
+    """Further values of data.packing, which train.objective sets: rows of preference pairs, and for
+    kto of pairs and of single answers with a label."""
 
     template: ChatTemplate
     form: str = "auto"
@@ -209,22 +218,31 @@ class RecordReader:
     reads_pairs: bool = False
     """Whether a preference pair's rejected answer is read too; next-token loss learns the chosen
     one alone."""
+    reads_labels: bool = False
+    """Whether single answers with a label are read beside pairs, and nothing else."""
 
     @classmethod
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template)
+        reader = cls(template, data.format, data.text_field, data.train_on)
         if data.packing not in cls.PAIRED:
-            return cls(template, data.format, data.text_field, data.train_on)
+            return reader
+        if data.packing == "answers":
+            if data.format == "text":
+                problem = "'text', and train.objective kto learns from answers with a label"
+                raise ConfigError("data.format", f"{problem}; set auto or another")
+            return replace(reader, reads_pairs=True, reads_labels=True)
         if data.format not in ("auto", "preference"):
             problem = f"{data.format!r}, and train.objective learns from pairs alone"
             raise ConfigError("data.format", f"{problem}; set preference")
-        return cls(template, "preference", data.text_field, data.train_on, reads_pairs=True)
+        return replace(reader, form="preference", reads_pairs=True)
 
     def identity(self) -> list[Any]:
         """Return what decides the documents of a record, as JSON."""
         found = [self.form, self.text_field, self.train_on, self.template.identity()]
-        return [*found, "pairs"] if self.reads_pairs else found
+        reads = ["pairs"] * self.reads_pairs + ["labels"] * self.reads_labels
+        return [*found, *reads]
 
     def documents(self, record: Any) -> list[Document]:
         """Return the documents of ``record``; none if its text is blank.
@@ -233,11 +251,17 @@ class RecordReader:
             BadLineError: the record has no known form, or is malformed.
             ConfigError: the chat template itself is wrong.
         """
-        _, read = _FORMS[self.form_of(record)]
+        form = self.form_of(record)
+        _, read = _FORMS[form]
+        if self.reads_labels and form != "preference":
+            found = self._labelled(record, form)
+        else:
+            _refuse_unwanted(record, form)
+            found = read(self, record)
         # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
         return [
             document._replace(text=document.text.encode(errors="replace").decode())
-            for document in read(self, record)
+            for document in found
         ]
 
     def form_of(self, record: Any) -> str:
@@ -253,7 +277,8 @@ class RecordReader:
                 raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
             return self.form
         fields = {key for key, value in record.items() if value is not None}
-        if fields.issuperset(("chosen", "rejected")) and not _has_answer(record):
+        is_pair = fields.issuperset(("chosen", "rejected"))
+        if is_pair and (self.reads_pairs or not _has_answer(record)):
             return "preference"
         for name in _FORMS:
             if fields.issuperset(self._needed(name)):
@@ -313,6 +338,24 @@ class RecordReader:
         """Return a prompt with what answers it; both are texts, or both lists of messages."""
         return self._answers(record, ("completion",), num_learned=1, needs_prompt=False)[0]
 
+    def _labelled(self, record: dict[str, Any], form: str) -> list[Document]:
+        """Return the document of a single answer with its label.
+
+        Of ``messages`` and other dialogues the label is that of the assistant's last turn.
+        """
+        label = label_of(record)
+        if label is None or form == "text":
+            problem = "no answer with a `label` that is true or false"
+            raise BadLineError(f"{problem}: {shortened(record)}; known forms are {KNOWN_LABELLED}")
+        if form == "completion":
+            (found,) = self._answers(record, ("completion",), num_learned=1)
+        else:
+            found = _FORMS[form][1](replace(self, train_on="last"), record)
+        if len(found) != 1:
+            problem = f"becomes {len(found)} texts" if found else "has no text to learn"
+            raise BadLineError(f"the answer {problem}: {shortened(record)}; leave such records out")
+        return [found[0]._replace(label=label)]
+
     def _answers(
         self,
         record: dict[str, Any],
@@ -348,6 +391,18 @@ _FORMS: dict[
 }
 """The fields by which each form is recognised, and what reads it, in the order in which forms are
 looked for; their names are those of data.format."""
+
+
+def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
+    """Raise BadLineError if the record says that its answer is a bad one.
+
+    Numbers may be classes of other things, so they count beside a prompt and its completion alone,
+    as in the sets that KTO is trained on.
+    """
+    if form not in ("text", "preference") and label_of(record, form == "completion") is False:
+        problem = "`label` is false: the answer is one to avoid, and train.objective next_token "
+        problem += f"would learn it: {shortened(record)}"
+        raise BadLineError(f"{problem}; set train.objective kto, or leave such records out")
 
 
 def _has_answer(record: Mapping[str, Any]) -> bool:

@@ -1,15 +1,16 @@
-"""Learning from preferences: DPO, IPO and KTO over pairs of answers to one prompt.
+"""Learning from preferences: DPO, IPO and KTO over pairs of answers, KTO over single ones too.
 
-A pair is one row (:class:`~moetrain.data.packing.PairDataset`). For KTO a third segment has the
-prompt with another pair's chosen answer, from which the divergence from the reference is estimated:
-over the whole global batch, all micro-batches of all ranks (``Preference.batch_sums``).
+A pair, or a single answer with its label, is one row
+(:class:`~moetrain.data.packing.PairDataset`). For KTO a further segment has the prompt with the
+next row's answer, from which the divergence from the reference is estimated: over the whole global
+batch, all micro-batches of all ranks (``Preference.batch_sums``).
 
 The reference is the model that the run begins from, with the adapters that ``lora.path`` loads, if
 it is set. A resumed run reads its log-probabilities from ``output_dir/reference.npz``.
 
-Left out on purpose: pairs that share a row, and a reference other than the first weights.
+Left out on purpose: preferences that share a row, and a reference other than the first weights.
 
-Legend: P pairs of a micro-batch, T tokens, S of a row.
+Legend: P rows of a micro-batch, N segments, T tokens, S of a row.
 """
 
 import json
@@ -30,7 +31,14 @@ from moetrain.config.files import write_atomically
 from moetrain.config.sources import shortened
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
-from moetrain.kernels.loss.preference import LOSSES, Scores, divergence, divergence_sums
+from moetrain.kernels.loss.preference import (
+    LOSSES,
+    Scores,
+    Segments,
+    divergence,
+    divergence_sums,
+    kto_losses,
+)
 from moetrain.models.transformer import Transformer
 from moetrain.train import objectives
 from moetrain.train.callbacks import Callback, RunView
@@ -44,16 +52,30 @@ _AGAIN = "give what the run began with, or set never to begin again"
 
 @dataclass(frozen=True)
 class Preference:
-    """The mean loss of the pairs; their margins (rewards' difference) and accuracy are logged."""
+    """The mean loss of the pairs, or of KTO's answers; margins and accuracy are logged.
+
+    A margin is the mean reward of chosen or desirable answers minus that of the others. A row is
+    accurate if its chosen answer has more reward than its rejected one; one with a single answer,
+    if the reward of this has the sign of its label.
+    """
 
     kind: str = "dpo"
-    """A key of :data:`LOSSES`."""
+    """One of :data:`~moetrain.kernels.loss.preference.KINDS`."""
     beta: float = 0.1
     """How much a reward, ``beta`` times the log-ratio of policy and reference, weighs."""
     balances: bool = False
+    desirable_weight: float = 1.0
+    """Factor of the loss of KTO's desirable answers."""
+    undesirable_weight: float = 1.0
 
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
-        return {"pairs": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
+        found = {"rows": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
+        if self.kind == "kto":
+            labels = [_segments(torch.zeros(b.targets_BS.numel()), b).label for b in batches]
+            found["desirable"] = sum(int((label_N > 0).sum()) for label_N in labels)
+            found["undesirable"] = sum(int((label_N < 0).sum()) for label_N in labels)
+            found["answers"] = found["desirable"] + found["undesirable"]
+        return found
 
     @property
     def batch_sums(self) -> Callable[..., dict[str, torch.Tensor]] | None:
@@ -63,15 +85,24 @@ class Preference:
     def _divergence_sums(
         self, model: Transformer, outputs: objectives.Outputs, batch: Batch
     ) -> dict[str, torch.Tensor]:
-        given = _log_ratios(model, outputs, batch), batch.targets_BS, batch.cu_seqlens
-        return {name: x * outputs.share for name, x in divergence_sums(*given).items()}
+        sums = divergence_sums(_segments(_log_ratios(model, outputs, batch), batch))
+        return {name: x * outputs.share for name, x in sums.items()}
 
     def terms(
         self, model: Transformer, outputs: objectives.Outputs, batch: Batch, sizes: objectives.Sizes
     ) -> dict[str, objectives.Term]:
-        ratio_T = _log_ratios(model, outputs, batch)
-        kl = divergence(outputs.batch_sums) if outputs.batch_sums else None
-        scores = Scores.of_pairs(ratio_T, batch.targets_BS, batch.cu_seqlens, kl)
+        segments = _segments(_log_ratios(model, outputs, batch), batch)
+        if self.kind == "kto":
+            found = self._of_answers(segments, divergence(outputs.batch_sums), batch, sizes)
+        else:
+            found = self._of_pairs(segments, batch, sizes)
+        sums = {name: x * outputs.share for name, x in found.items()}
+        return {name: objectives.Term(x, float(name == "preference")) for name, x in sums.items()}
+
+    def _of_pairs(
+        self, segments: Segments, batch: Batch, sizes: objectives.Sizes
+    ) -> dict[str, torch.Tensor]:
+        scores = Scores.of_pairs(segments)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
         found = {
@@ -79,9 +110,35 @@ class Preference:
             "margin": margin_P,
             "accuracy": (margin_P > 0).float(),
         }
-        share = outputs.share / sizes["pairs"]
-        sums = {name: torch.where(is_pair_P, x, 0.0).sum() * share for name, x in found.items()}
-        return {name: objectives.Term(x, float(name == "preference")) for name, x in sums.items()}
+        return {k: torch.where(is_pair_P, x, 0.0).sum() / sizes["rows"] for k, x in found.items()}
+
+    def _of_answers(
+        self, segments: Segments, kl: torch.Tensor, batch: Batch, sizes: objectives.Sizes
+    ) -> dict[str, torch.Tensor]:
+        label_N = segments.label
+        losses_N = kto_losses(
+            segments,
+            kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        # Of an undesirable answer the reward is wanted to be negative.
+        signed_N = self.beta * label_N * segments.ratio.detach()
+        margin_P = signed_N.new_zeros(len(batch.targets_BS)).index_add(0, segments.row, signed_N)
+        means = (
+            torch.where(label_N == label, signed_N, 0.0).sum() / sizes[name]
+            for label, name in ((1, "desirable"), (-1, "undesirable"))
+        )
+        return {
+            "preference": losses_N.sum() / sizes["answers"],
+            "margin": torch.stack([*means]).sum(),
+            "accuracy": (margin_P > 0).float().sum() / sizes["rows"],
+        }
+
+
+def _segments(ratio_T: torch.Tensor, batch: Batch) -> Segments:
+    return Segments.of(ratio_T, batch.targets_BS, batch.cu_seqlens, batch.extra.get("label"))
 
 
 def _log_ratios(model: Transformer, outputs: objectives.Outputs, batch: Batch) -> torch.Tensor:
@@ -101,7 +158,7 @@ class Reference(Callback):
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
-            logger.info("the reference reads %s preference pairs", f"{pairs:,}")
+            logger.info("the reference reads %s rows of preferences", f"{pairs:,}")
             for dataset in self._datasets:
                 _fill(dataset, run)
             if run.world.is_main:
@@ -168,7 +225,7 @@ def _fill(dataset: PairDataset, run: RunView) -> None:
 
 
 def pair_datasets(data: Data) -> list[PairDataset]:
-    """Return the preference pairs of ``data``, those that are trained on first."""
+    """Return the rows of preferences of ``data``, those that are trained on first."""
     train = [data.train]
     if isinstance(data.train, Mixture):
         train = [part.rows for part in data.train.parts.values() if isinstance(part, Shuffled)]
@@ -189,6 +246,11 @@ def chosen_objective(
     if name == "next_token":
         return objectives.CrossEntropy()
     if not pairs:
-        problem = f"{name!r}, but the rows that were given are no preference pairs"
+        problem = f"{name!r}, but the rows that were given are no preferences"
         raise ConfigError("train.objective", f"{problem}; leave it out")
-    return Preference(name, config.train.beta)
+    return Preference(
+        name,
+        config.train.beta,
+        desirable_weight=config.train.desirable_weight,
+        undesirable_weight=config.train.undesirable_weight,
+    )

@@ -1,8 +1,9 @@
-"""Losses of pairs of answers to one prompt, by what a policy's log-probabilities are from its
-reference's.
+"""Losses of answers to prompts, by what a policy's log-probabilities are from its reference's.
 
-Legend: P pairs, a row each, G segments of a pair (2, or 3 for KTO), N = P * G, T tokens, S tokens
-of a row.
+DPO and IPO compare the two answers of a pair. KTO takes single answers that are desirable or not,
+and compares each with the policy's divergence from the reference; a pair is one of each.
+
+Legend: P rows, G segments of a pair (2), N segments of all rows, T tokens, S tokens of a row.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,52 +13,71 @@ import torch
 import torch.nn.functional as F
 
 
+class Segments(NamedTuple):
+    """What is known of each segment, a prompt with an answer; all [N]."""
+
+    ratio: torch.Tensor
+    """Log-probability of the answer, policy minus reference, in nats, summed over its tokens."""
+    num_tokens: torch.Tensor
+    """fp32: tokens of the answer; 0 where nothing is learned."""
+    row: torch.Tensor
+    """int64: the row that the segment lies in."""
+    label: torch.Tensor
+    """int64, for KTO: 1 for a desirable answer, -1 for an undesirable one, 0 for another prompt's
+    answer, which only measures the divergence, and where nothing is learned. 0 for others."""
+
+    @classmethod
+    def of(
+        cls,
+        ratio_T: torch.Tensor,
+        targets_PS: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        label_PS: torch.Tensor | None = None,
+    ) -> Self:
+        """Add up ``ratio_T``, policy minus reference, over the targets (0 or more) of segments.
+
+        ``label_PS``: the label of each token's segment; None: segments have none.
+        """
+        starts_N = cu_seqlens[:-1].long()
+        index_T = torch.arange(len(ratio_T), device=ratio_T.device)
+        segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
+        learned_T = (targets_PS.flatten() >= 0).float()
+        both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
+        sums_N2 = both_T2.new_zeros(len(starts_N), 2).index_add(0, segment_T, both_T2)
+        ratio_N, num_tokens_N = sums_N2.unbind(1)
+        label_N = torch.zeros_like(starts_N)
+        if label_PS is not None:
+            label_N = label_PS.flatten()[starts_N] * (num_tokens_N > 0)
+        return cls(ratio_N, num_tokens_N, starts_N // targets_PS.shape[1], label_N)
+
+
 class Scores(NamedTuple):
-    """Log-probabilities of answers, in nats, and what they are compared with; all [P]."""
+    """Log-probabilities of a pair's answers, in nats; all [P]."""
 
     chosen: torch.Tensor
     """Of the policy minus those of the reference, summed over the answer's tokens."""
     rejected: torch.Tensor
     num_chosen: torch.Tensor
-    """Tokens of the answer."""
+    """Tokens of the answer, at least 1."""
     num_rejected: torch.Tensor
-    kl: torch.Tensor
-    """0-d, at least 0: the divergence from the reference (KTO), without gradient."""
 
     @classmethod
-    def of_pairs(
-        cls,
-        ratio_T: torch.Tensor,
-        targets_PS: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        kl: torch.Tensor | None = None,
-    ) -> Self:
-        """Add up ``ratio_T``, policy less reference, over the targets (0 or more) of segments.
-
-        ``kl``: the divergence of the whole batch, as :func:`divergence` returns it; None: 0.
-        """
-        ratios_PG, numbers_PG = _sums_of_segments(ratio_T, targets_PS, cu_seqlens)
-        counted_PG = numbers_PG.clamp(min=1)
-        return cls(
-            chosen=ratios_PG[:, 0],
-            rejected=ratios_PG[:, 1],
-            num_chosen=counted_PG[:, 0],
-            num_rejected=counted_PG[:, 1],
-            kl=ratios_PG.new_zeros(()) if kl is None else kl,
-        )
+    def of_pairs(cls, segments: Segments) -> Self:
+        """Take the first segment of each row as chosen and the second as rejected."""
+        chosen, rejected = segments.ratio.view(-1, 2).unbind(1)
+        return cls(chosen, rejected, *segments.num_tokens.view(-1, 2).clamp(min=1).unbind(1))
 
 
-def divergence_sums(
-    ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return two sums over pairs, whose quotient estimates the divergence from the reference.
+def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
+    """Return two sums over segments, whose quotient estimates the divergence from the reference.
 
-    The third segment of a pair holds its prompt with another pair's chosen answer. ``ratio`` is
-    the sum of these answers' log-ratios of policy and reference, ``answers`` is their number; both
-    are 0-d and without gradient. :func:`divergence` takes them summed over a whole batch.
+    Segments with label 0 hold a prompt with another prompt's answer. ``ratio`` is the sum of these
+    answers' log-ratios of policy and reference, ``answers`` is their number; both are 0-d and
+    without gradient. :func:`divergence` takes them summed over a whole batch.
     """
-    ratios_PG, numbers_PG = _sums_of_segments(ratio_T.detach(), targets_PS, cu_seqlens)
-    return {"ratio": ratios_PG[:, 2].sum(), "answers": (numbers_PG[:, 2] > 0).float().sum()}
+    is_other_N = (segments.label == 0) & (segments.num_tokens > 0)
+    ratio_N = torch.where(is_other_N, segments.ratio.detach(), 0.0)
+    return {"ratio": ratio_N.sum(), "answers": is_other_N.float().sum()}
 
 
 def divergence(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -70,20 +90,6 @@ def divergence(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (sums["ratio"] / sums["answers"].clamp(min=1)).clamp(min=0)
 
 
-def _sums_of_segments(
-    ratio_T: torch.Tensor, targets_PS: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, [P, G] each, the sum of ``ratio_T`` over a segment's targets, and their number."""
-    segments = len(cu_seqlens) - 1
-    index_T = torch.arange(len(ratio_T), device=ratio_T.device)
-    segment_T = torch.bucketize(index_T, cu_seqlens[1:], right=True)
-    learned_T = (targets_PS.flatten() >= 0).float()
-    both_T2 = torch.stack([ratio_T * learned_T, learned_T], 1)
-    sums_N2 = both_T2.new_zeros(segments, 2).index_add(0, segment_T, both_T2)
-    ratios_PG, numbers_PG = sums_N2.view(len(targets_PS), -1, 2).unbind(2)
-    return ratios_PG, numbers_PG
-
-
 def _dpo(scores: Scores, beta: float) -> torch.Tensor:
     return -F.logsigmoid(beta * (scores.chosen - scores.rejected))
 
@@ -94,14 +100,31 @@ def _ipo(scores: Scores, beta: float) -> torch.Tensor:
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
-def _kto(scores: Scores, beta: float) -> torch.Tensor:
-    liked = 1 - torch.sigmoid(beta * (scores.chosen - scores.kl))
-    return (liked + 1 - torch.sigmoid(beta * (scores.kl - scores.rejected))) / 2
-
-
 LOSSES: dict[str, Callable[[Scores, float], torch.Tensor]] = {
     "dpo": _dpo,  # arXiv 2305.18290
     "ipo": _ipo,  # arXiv 2310.12036
-    "kto": _kto,  # arXiv 2402.01306, for as many liked as disliked answers
 }
 """Each pair's loss [P] of its scores and ``beta``."""
+
+KINDS = (*LOSSES, "kto")
+
+
+def kto_losses(
+    segments: Segments,
+    kl: torch.Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> torch.Tensor:
+    """Return each answer's loss [N], 0 where the label is 0 (arXiv 2402.01306, eq. 7 and 8).
+
+    It is lambda * (1 - sigmoid(beta * label * (ratio - kl))), with lambda the weight of the label's
+    kind.
+
+    Args:
+        kl: 0-d, at least 0: the divergence of the whole batch, without gradient.
+    """
+    label_N = segments.label
+    weight_N = desirable_weight * (label_N > 0) + undesirable_weight * (label_N < 0)
+    return weight_N * (1 - torch.sigmoid(beta * label_N * (segments.ratio - kl)))
