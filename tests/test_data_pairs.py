@@ -61,9 +61,14 @@ PAIRS = {
     "several turns": (LONG_WHOLE, sides(*LONG)),
     "several turns, first question as text": ({"prompt": "Hi", **LONG_WHOLE}, sides(*LONG)),
     "several turns, last question as text": ({"prompt": Q, **LONG_WHOLE}, sides(*LONG)),
+    "several turns, last question as list": ({"prompt": turns(Q), **LONG_WHOLE}, sides(*LONG)),
     "several turns, prompt as list": ({"prompt": turns(*LONG), **LONG_WHOLE}, sides(*LONG)),
     "several turns, all before as text": (
         {"prompt": told([*LONG, ""]).rstrip(), **LONG_WHOLE},
+        sides(*LONG),
+    ),
+    "several turns, all before as ChatML": (
+        {"prompt": chatml(*LONG, A)[0], **LONG_WHOLE},
         sides(*LONG),
     ),
     "system in the dialogues": (
@@ -203,6 +208,33 @@ def test_keys_without_a_value_are_no_difference():
     assert learned(one)[0] == sides(Q)[0]
 
 
+def test_an_answer_that_speaks_the_prompt_again_is_no_repetition():
+    """A list is the whole prompt; a later turn that is alike does not replace it."""
+    said = {"chosen": answer("Hm.") + turns("Hi", A), "rejected": answer("Hm.") + turns("Hi", B)}
+    reader = reader_of(form="preference", reads_pairs=True)
+    found = reader.documents({"prompt": turns("Hi"), **said})
+    before, chosen, rejected = sides("Hi", "Hm.", "Hi")
+    assert [learned(document) for document in found] == [
+        (before, [chosen]),
+        (before, [rejected]),
+    ]
+    found = reader.documents({"prompt": "Assistant", "chosen": "Assistant: a", "rejected": "b"})
+    assert found[0].text == "AssistantAssistant: a"
+    found = reader.documents({"prompt": Q, "chosen": "Assistant: a", "rejected": "Assistant: b"})
+    assert found[0].text == f"{Q}Assistant: a"
+    # One word, which both answers begin with.
+    found = reader.documents({"prompt": "7", "chosen": "70", "rejected": "7!"})
+    assert [learned(document) for document in found] == [("7", ["70"]), ("7", ["7!"])]
+
+
+def test_texts_with_tools_are_turns():
+    template = "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    reader = RecordReader(ChatTemplate(template, {}), form="preference", reads_pairs=True)
+    one, _ = reader.documents({"prompt": Q, **TEXTS, "tools": [{"name": "f"}]})
+    assert learned(one) == (f"[{{'name': 'f'}}]<user>{Q}<assistant>", [A])
+
+
 UNKNOWN = {
     "no prompt": TEXTS,
     "a prompt without a text": {"prompt": " ", **TEXTS},
@@ -223,6 +255,18 @@ OTHERS = {
     "a prompt that whole texts lack": (
         {"prompt": "Is 8 prime?", "chosen": told([Q, A]), "rejected": told([Q, B])},
         "`prompt` is not in the dialogues",
+    ),
+    "a prompt of which the dialogues have a part": (
+        {"prompt": f"Answer in French: {Q}", **WHOLE},
+        "`prompt` is not in the dialogues",
+    ),
+    "a system of which the dialogues have a part": (
+        {"system": ">S. Be brief.", "chosen": turns(">S", Q, A), "rejected": turns(">S", Q, B)},
+        "`system` is not in the dialogues",
+    ),
+    "a question of which the prompt is a part": (
+        {"prompt": Q, "instruction": f"Answer in French: {Q}", **TEXTS},
+        "`instruction` is not in `prompt`",
     ),
     "another system": (
         {"system": ">T", "chosen": turns(">S", Q, A), "rejected": turns(">S", Q, B)},

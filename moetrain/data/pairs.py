@@ -33,6 +33,10 @@ KNOWN_LABELLED = (
 _SYSTEM = ("system", "developer")
 _QUESTIONS = ("prompt", "question", "instruction", "input")
 """Fields that hold what the user asks, in the order in which they are looked for."""
+_NAMES = ("human", "user", "assistant", "system", "question", "answer")
+"""Names of roles in texts that have all turns."""
+_OF_DIALOGUES = ("history", "tools", "documents", "chat_template_kwargs")
+"""Fields that only a chat template can show."""
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 """The beginning of a turn in a whole text."""
 
@@ -87,7 +91,7 @@ def read_answers(
         raise BadLineError(f"{problem}; write all as texts, or all as lists of messages")
     asked = _asked(record, needs_prompt)
     if are_texts:
-        if len(keys) > 1 and all(_MARK.match(text) for text in answers):
+        if len(keys) > 1 and all(_is_whole(text) for text in answers):
             return _whole_texts(record, answers, asked)
         if asked.is_plain and (asked.text.strip() or not needs_prompt):
             return _joined(asked.text, answers)
@@ -150,14 +154,15 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     elif lists:
         name, messages = next(iter(lists.items()))
     for key, other in texts.items():
-        if needs_prompt and not any(_holds(turn, other) for turn in messages):
+        if needs_prompt and not any(_contains(turn, other) for turn in messages):
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
             raise BadLineError(f"{problem}: {shortened(other)}; leave one of them out")
     messages = [*read_history(record), *messages]
-    if system and not any(_holds(turn, system) for turn in _systems(messages)):
+    if system and not any(_contains(turn, system) for turn in _systems(messages)):
         messages = [{"role": "system", "content": system}, *messages]
     # A data set with a column for the system is one of dialogues, also where it is empty.
-    is_plain = name == "prompt" and not (lists or record.get("history") or "system" in record)
+    of_dialogues = lists or "system" in record or any(record.get(key) for key in _OF_DIALOGUES)
+    is_plain = name == "prompt" and not of_dialogues
     return _Asked(name, text or (prompt if isinstance(prompt, str) else ""), messages, is_plain)
 
 
@@ -189,16 +194,36 @@ def _text_of(turn: Message) -> str:
     return "".join(str(x.get("text") or "") if isinstance(x, dict) else str(x) for x in parts)
 
 
-def _holds(turn: Message, text: str) -> bool:
-    """Return whether the content of ``turn`` is in ``text`` or has it, in whole words.
+def _words(text: str) -> str:
+    """Return ``text`` with one blank for all white space, which records often change."""
+    return " ".join(text.split())
 
-    Prompts are often the same as the turn but for white space, or all turns in one text.
+
+def _contains(turn: Message, text: str) -> bool:
+    """Return whether the content of ``turn`` has ``text``, in whole words."""
+    part = re.escape(_words(text))
+    return re.search(rf"(?<!\w){part}(?!\w)", _words(_text_of(turn))) is not None
+
+
+def _is_same(turn: Message, other: Message) -> bool:
+    is_same_role = turn.get("role") == other.get("role")
+    return is_same_role and _words(_text_of(turn)) == _words(_text_of(other))
+
+
+def _writes_out(text: str, turns: Sequence[Message]) -> bool:
+    """Return whether ``text`` has the contents of all ``turns`` and nothing else but their marks.
+
+    The system's turns may be left out. Marks are the names of roles, and what stands in angle or
+    square brackets.
     """
-    both = (" ".join(x.split()) for x in (_text_of(turn), text))
-    shorter, longer = sorted(both, key=len)
-    if not shorter:
-        return not longer
-    return re.search(rf"(?<!\w){re.escape(shorter)}(?!\w)", longer) is not None
+    rest = _words(text)
+    for turn in turns:
+        part = _words(_text_of(turn))
+        if part not in rest and turn.get("role") not in _SYSTEM:
+            return False
+        rest = rest.replace(part, " ", 1)
+    rest = re.sub(r"<[^<>]*>|\[[^\[\]]*\]", " ", rest)
+    return all(word.lower() in _NAMES for word in re.findall(r"\w+", rest))
 
 
 # ---- dialogues -----------------------------------------------------------------------------------
@@ -254,24 +279,43 @@ def _before(
     shared = answers[0][:num_shared]
     systems, own = _systems(asked.messages), _systems(shared)
     turns = asked.messages[len(systems) :]
-    lost = [turn for turn in systems if not any(_holds(x, _text_of(turn)) for x in own)]
+    lost = [turn for turn in systems if not any(_contains(x, _text_of(turn)) for x in own)]
     if lost and own:
         raise _other("system" if record.get("system") else asked.name, lost[0])
-    places = [_place(turn, shared) for turn in turns]
-    missing = [turn for turn, place in zip(turns, places, strict=True) if place is None]
-    if not missing:
-        return lost, max((place + 1 for place in places if place is not None), default=0)
-    begins = {answer[0].get("role") for answer in answers}
-    goes_on = _is_answer(turns[-1]) or begins.isdisjoint((*_SYSTEM, "user"))
-    if own or not goes_on:
-        raise _other(asked.name, missing[0])
+    is_answer = all(answer[0].get("role") not in (*_SYSTEM, "user") for answer in answers)
+    if (num_repeated := _num_repeated(turns, shared, asked.text, is_answer)) is not None:
+        return lost, num_repeated
+    if own or not (is_answer or _is_answer(turns[-1])):
+        raise _other(asked.name, turns[-1])
     return asked.messages, 0
 
 
-def _place(turn: Message, shared: list[Message]) -> int | None:
-    """Return where ``shared`` has ``turn``, the last of such places; None: nowhere."""
-    same = (i for i, x in enumerate(shared) if x.get("role") == turn.get("role"))
-    return max((i for i in same if _holds(shared[i], _text_of(turn))), default=None)
+def _num_repeated(
+    turns: list[Message], shared: list[Message], text: str, is_answer: bool
+) -> int | None:
+    """Return behind which turn of ``shared`` all of ``turns`` have been said; None: they are not.
+
+    Args:
+        text: the question, if it is a text, which may be a part of a turn, or all turns.
+        is_answer: whether the answers begin with the assistant's turn.
+    """
+    if text and len(turns) == 1:
+        found = [
+            i + 1
+            for i, turn in enumerate(shared)
+            if _is_same(turn, turns[0])
+            or (turn.get("role") == "user" and not is_answer and _contains(turn, text))
+        ]
+        if not found and shared and _writes_out(text, shared):
+            return len(shared)
+        return found[-1] if found else None
+    first, size = len(_systems(shared)), len(turns)
+    places = [first] if is_answer else [first, len(shared) - size]
+    for place in places:
+        said = shared[place : place + size] if place >= first else []
+        if len(said) == size and all(map(_is_same, said, turns)):
+            return place + size
+    return None
 
 
 def _other(name: str, turn: Message) -> BadLineError:
@@ -296,10 +340,16 @@ def _joined(prompt: str, answers: Sequence[str]) -> Texts:
 def _learned(text: str, start: int) -> list[tuple[int, int]]:
     """Return what is learned of ``text`` from ``start`` on; of several turns the assistant's."""
     spans = [(start, len(text))]
-    if _MARK.match(text[:start]):
+    if _is_whole(text[:start]):
         turns = [(max(turn.start, start), turn.end) for turn in _turns(text) if turn.is_answer]
         spans = [(a, b) for a, b in turns if a < b]
     return [(a, b) for a, b in spans if text[a:b].strip()]
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether ``text`` begins with what a human says."""
+    mark = _MARK.match(text)
+    return mark is not None and mark[1] == "Human"
 
 
 class _Turn(NamedTuple):
