@@ -33,6 +33,7 @@ PROBES += (
     "cpu",
     "float32",
     "dpo",
+    "kto",
     "next_token",
     "token",
     "k1",

@@ -406,12 +406,13 @@ class PairDataset:
 
     def _segments(self, pair: int) -> list[np.ndarray]:
         """Return which tokens of the cache are in each segment of a preference."""
-        documents, first, last = self._cache.documents, *map(int, self._starts[pair : pair + 2])
-        segments = [np.arange(*map(int, documents[d : d + 2])) for d in range(first, last)]
+        ends = self._cache.documents
+        first, stop = (int(d) for d in self._starts[pair : pair + 2])
+        segments = [np.arange(int(ends[d]), int(ends[d + 1])) for d in range(first, stop)]
         if self._for_kto:
-            other = self._starts[pair + 1 if pair + 1 < self._stop else self._first]
-            prompt = np.arange(documents[first], self._answers_D[first])
-            answer = np.arange(self._answers_D[other], documents[other + 1])
+            other = int(self._starts[pair + 1 if pair + 1 < self._stop else self._first])
+            prompt = np.arange(int(ends[first]), int(self._answers_D[first]))
+            answer = np.arange(int(self._answers_D[other]), int(ends[other + 1]))
             segments.append(np.concatenate([prompt, answer]))
         return segments
 
@@ -437,10 +438,10 @@ class PairDataset:
     def describe(self) -> str:
         """Say in one line what the rows hold, and how many preferences are left out."""
         left_out = len(self.needed_P) - len(self)
-        singles = [self._labels(pair) for pair in self.pairs if self._cache.labels is not None]
-        wanted, unwanted = singles.count([1]), singles.count([-1])
-        found = {"preference pairs": len(self) - wanted - unwanted}
-        found |= {"desirable answers": wanted, "undesirable answers": unwanted}
+        labels = self._cache.labels
+        labels_P = np.full(len(self), -1) if labels is None else labels[self._starts[self.pairs]]
+        named = {"preference pairs": -1, "desirable answers": 1, "undesirable answers": 0}
+        found = {what: int((labels_P == label).sum()) for what, label in named.items()}
         text = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
         text = f"{text or 'no preferences'}, one in a row of {self._seq_len}"
         return text + f"; {left_out:,} that are longer left out" * (left_out > 0)
