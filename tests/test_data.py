@@ -369,6 +369,7 @@ DAMAGE = {
     "documents.bin": [b"", b"\x01" * 16, None],
     "targets.bin": [b"", b"\0" * 16, b"\xff" * 8, None],
     "masked.bin": [b"\0", None],
+    "labels.bin": [b"\0", None],
     "meta.json": [b"", b"{", b"[]", b"\xff", b"{}", None]
     + [
         json.dumps(META | change).encode()
