@@ -71,7 +71,7 @@ class Preference:
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
         found = {"rows": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
         if self.kind == "kto":
-            labels = [_segments(torch.zeros(b.targets_BS.numel()), b).label for b in batches]
+            labels = [_segments(torch.zeros_like(b.targets_BS.flatten()), b).label for b in batches]
             found["desirable"] = sum(int((label_N > 0).sum()) for label_N in labels)
             found["undesirable"] = sum(int((label_N < 0).sum()) for label_N in labels)
             found["answers"] = found["desirable"] + found["undesirable"]
