@@ -66,7 +66,7 @@ def test_texts_begin_as_hugging_faces_call_has_them_begin(tmp_path: Path, name: 
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.bos_ids == bos_ids
     peer = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in ("a b", "<s> a", ""):
+    for text in ("a b", "[SEP] a", ""):
         theirs = peer(text)["input_ids"]
         if text or bos_ids:
             ours = tokenizer.encode_prompt(text)
@@ -78,6 +78,24 @@ def test_texts_begin_as_hugging_faces_call_has_them_begin(tmp_path: Path, name: 
     theirs = peer("a b c")["input_ids"]
     assert built.tokens.tolist() == theirs + [EOS] * (theirs[-1] != EOS)
     assert built.targets.tolist() == [len(built.tokens) - 1]
+
+
+@pytest.mark.parametrize("begin", ["<s> ", "<s> [SEP] "])
+def test_a_text_that_begins_with_its_bos_gets_no_second_one(tmp_path: Path, begin: str):
+    """The right tokens are those of Hugging Face's call on the text without its own BOS."""
+    folder = save(tmp_path / "t", template(f"{begin}$A"))
+    tokenizer = load_tokenizer(str(folder))
+    right = transformers.AutoTokenizer.from_pretrained(folder)("a b")["input_ids"]
+    assert tokenizer.encode_prompt("a b") == tokenizer.encode_prompt(f"{begin}a b") == right
+    path = tmp_path / "texts.jsonl"
+    records: list[object] = [{"text": f"{begin}a b"}, {"text": "a b"}]
+    records.insert(1, {"prompt": f"{begin}a ", "completion": "b"})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"source": "jsonl", "path": str(path), "eval_fraction": 0}
+    data = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={}).data
+    built = TokenCache.of(sources.Source.of(data, tokenizer), tokenizer, tmp_path / "cache")
+    assert built.tokens.tolist() == [*right, EOS] * 3
+    assert built.targets.tolist() == [len(right), 2, len(right)]
 
 
 def test_bos_that_only_the_config_asks_for(tmp_path: Path):

@@ -367,14 +367,14 @@ def _encoded(
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
-    Documents begin with ``bos_ids``, unless a template says how; all end with EOS.
+    Documents begin with ``bos_ids``, once, unless a template says how; all end with EOS.
     """
     is_start = True
     for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         encodings = tokenizer.encode_batch([document.text for document in batch])
         for document, encoded in zip(batch, encodings, strict=True):
             has_bos, masked_T = is_start and not document.is_rendered, None
-            bos_T = np.array(tokenizer.bos_ids if has_bos else (), np.uint32)
+            bos_T = np.array(tokenizer.missing_bos(encoded.ids) if has_bos else (), np.uint32)
             ids_T = np.concatenate([bos_T, encoded.ids])
             lacks_eos = document.is_end and ids_T[-1:].tolist() != [tokenizer.eos_id]
             ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))

@@ -49,7 +49,8 @@ class Tokenizer(Protocol):
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
     """Tokens that Hugging Face's tokenizer call puts before a plain text: BOS, or none. Documents
-    and prompts begin with them; the template of a conversation writes its own."""
+    and prompts begin with them; the template of a conversation writes its own, and so may a text
+    (:meth:`missing_bos`)."""
     fingerprint: str
     """Hash of all that decides the ids of a text or a conversation, except for the template."""
     chat_template: str | None = None
@@ -89,8 +90,12 @@ class Tokenizer(Protocol):
         ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
         return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id})
 
+    def missing_bos(self, ids_T: np.ndarray) -> tuple[int, ...]:
+        """Return ``bos_ids``, or none if a text's own tokens ``ids_T`` begin with them already."""
+        return () if tuple(ids_T[: len(self.bos_ids)].tolist()) == self.bos_ids else self.bos_ids
+
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
+        """Encode ``text`` as a prompt: ``bos_ids``, unless it begins so, and its own tokens.
 
         Raises ValueError: there are no tokens, or ``text`` has surrogates, which bytes of a command
         line become that are not UTF-8.
@@ -99,7 +104,8 @@ class Tokenizer(Protocol):
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{text!r} is not text") from None
-        ids = [*self.bos_ids, *self.encode_batch([text])[0].ids.tolist()]
+        ids_T = self.encode_batch([text])[0].ids
+        ids = [*self.missing_bos(ids_T), *ids_T.tolist()]
         if not ids:
             raise ValueError(f"{text!r} has no tokens to go on from")
         return ids
