@@ -98,6 +98,26 @@ def test_a_text_that_begins_with_its_bos_gets_no_second_one(tmp_path: Path, begi
     assert built.targets.tolist() == [len(right), 2, len(right)]
 
 
+@pytest.mark.parametrize("trims", [True, False])
+def test_blanks_at_the_end_of_what_is_learned_have_loss(tmp_path: Path, trims: bool):
+    """By the characters: all of the completion is learned, however offsets are trimmed."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = {letter: i for i, letter in enumerate(["Ċ", "Ġ", "a", "b", "</s>"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = level
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    record = {"prompt": "a ", "completion": " b \n "}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(record) + "\n")
+    settings = {"source": "jsonl", "path": str(tmp_path / "texts.jsonl"), "eval_fraction": 0}
+    data = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={}).data
+    loaded = load_tokenizer(str(tmp_path))
+    built = TokenCache.of(sources.Source.of(data, loaded), loaded, tmp_path / "cache")
+    assert built.tokens.tolist() == [2, 1, 1, 3, 1, 0, 1, 4]
+    assert built.masked is not None
+    assert built.masked.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
 def test_bos_that_only_the_config_asks_for(tmp_path: Path):
     asked = load_tokenizer(str(save(tmp_path / "t", add_bos_token=True)))
     assert asked.bos_ids == (BOS,)

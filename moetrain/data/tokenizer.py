@@ -194,6 +194,9 @@ class _HFTokenizer(Tokenizer):
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             self.bos_ids = (self._id_of("bos_token"),)
+        # Without the post-processor, whose `trim_offsets` cuts blanks off the characters that a
+        # token covers; what it puts around a text is `bos_ids`.
+        self._tokenizer.post_processor = None
         both = (
             _chat_template(folder, "chat_template.jinja", config, "default"),
             _chat_template(folder, "additional_chat_templates/tool_use.jinja", config, "tool_use"),
