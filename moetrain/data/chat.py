@@ -17,16 +17,18 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.files import read_regular
 from moetrain.config.sources import shortened
 from moetrain.data.template_worker import View
 from moetrain.data.templates import TemplateError, TemplateSyntaxError, render
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.turn_ends import TurnEnds, turn_ends
 
 _CHATML = """\
 {%- for message in messages %}
@@ -52,6 +54,17 @@ _READS_PARTS = re.compile(
     r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
 )
 """How a template looks that takes ``content`` as a list of parts."""
+
+
+_TAG = r"(?:\w+:)?(?:think|thought)\w*"
+_OPENED = rf"[<\[◁]{_TAG}[>\]▷]|<\|channel>thought"
+_CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|<channel\|>"
+_OPENING = re.compile(rf"(?:(?P<open>{_OPENED})(?P<blanks>\s*))?(?P<closed>{_CLOSED})?\s*$", re.I)
+"""The end of a generation prompt: it may open a thought, or say that there is none."""
+_LONGEST_OPENING = 100
+"""Characters at the end of a prompt in which it is looked for."""
+_THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
+"""The beginning of a content that has a thought."""
 
 
 class BadLineError(Exception):
@@ -83,23 +96,26 @@ class ChatTemplate:
     """One time for all texts, by ``strftime_now``."""
     file: str | None = None
     """The file that holds it, for messages."""
+    added_tokens: frozenset[str] = frozenset()
+    """The tokenizer's, of which one may end a turn."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
         """Read ``file_name``, else take the tokenizer's, else ChatML; ConfigError: a bad file."""
-        special = tokenizer.special_tokens
+        special, added = tokenizer.special_tokens, frozenset(tokenizer.added_tokens)
         if file_name is not None:
-            template = cls(_read(file_name), special, file=file_name)
+            template = cls(_read(file_name), special, file=file_name, added_tokens=added)
             list(template._rendered([], {}, []))  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
             files = tokenizer.template_files
-            with_tools = None if tools is None else cls(tools, special, file=files[1])
-            return cls(tokenizer.chat_template, special, with_tools, file=files[0])
+            own: Any = {"special_tokens": special, "added_tokens": added}
+            with_tools = None if tools is None else cls(tools, file=files[1], **own)
+            return cls(tokenizer.chat_template, with_tools=with_tools, file=files[0], **own)
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special)
+        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special, added_tokens=added)
 
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
@@ -149,21 +165,83 @@ class ChatTemplate:
         texts = self._rendered(turns, variables, views)
         for i in learned:
             prompt, text = next(texts), next(texts)
-            if not text.startswith(prompt):
-                said = f"generation prompt does not begin its rendering of messages[{i}]"
-                problem = f"the chat template's {said}; give another template in data.chat_template"
-                raise BadLineError(problem)
-            text = prompt + text[len(prompt) :].rstrip()
+            start, text = self._learned_from(prompt, text, turns[: i + 1], variables)
             content = turns[i].get("content", "")
             content = content.strip() if isinstance(content, str) else content
-            if len(text) == len(prompt) and (content or turns[i].get("tool_calls")):
+            if start == len(text) and (content or turns[i].get("tool_calls")):
                 said = f"renders no text for messages[{i}], an assistant's turn"
                 problem = f"the chat template {said}; give another one"
                 raise BadLineError(problem, "data.chat_template")
+            text += self.turn_ends.behind(turns[i], (turns[i + 1 :] or [{}])[0].get("role"))
             goes_on = bool(documents) and text.startswith(documents[-1][0])
             spans = documents.pop()[1] if goes_on else []
-            documents.append((text, [*spans, (len(prompt), len(text))]))
+            documents.append((text, [*spans, (start, len(text))]))
         return documents
+
+    @property
+    def turn_ends(self) -> TurnEnds:
+        """What ends an assistant's turn."""
+        variables = tuple(sorted(self.special_tokens.items()))
+        return turn_ends(self.source, variables, self.added_tokens)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts at which an assistant's turn is over, with tools too: mostly one token each."""
+        others = self.with_tools.stops if self.with_tools is not None else ()
+        return tuple(dict.fromkeys([*self.turn_ends.stops, *others]))
+
+    def _learned_from(
+        self, prompt: str, text: str, turns: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[int, str]:
+        """Return where the last of ``turns`` begins to be learned, and the conversation's text.
+
+        The model continues the generation prompt, so what that has is not learned. A prompt may
+        open a thought (``<think>``) that the turn does not have: such a turn is learned from where
+        the thought would begin. A template may leave thoughts out even of the last turn: what is
+        learned has them.
+
+        Args:
+            prompt: the conversation up to the turn, with the generation prompt.
+            text: the conversation with the turn.
+            turns: the turns of ``text``.
+            variables: further variables of the template.
+
+        Raises BadLineError: the turn does not begin as the prompt does.
+        """
+        opening = _OPENING.search(prompt, max(0, len(prompt) - _LONGEST_OPENING))
+        assert opening is not None  # it may be empty
+        head = prompt[: opening.start()] if opening[0].strip() else prompt
+        thought = _Thought.of(turns[-1], opening)
+        if thought is not None and not self._shows(thought, text[len(head) :], turns, variables):
+            _, found, behind = self._changed(turns, variables, {"content": _OPEN}).rpartition(_OPEN)
+            text = head + thought.said + behind if found else text
+        if not text.startswith(head):
+            said = f"generation prompt does not begin its rendering of messages[{len(turns) - 1}]"
+            problem = f"the chat template's {said}; give another template in data.chat_template"
+            raise BadLineError(problem)
+        start = len(prompt) if text.startswith(prompt) else len(head)
+        if start < len(prompt) and thought is None and not opening["closed"]:
+            _warn_of_thoughts(opening[0])
+        return start, text[:start] + text[start:].rstrip()
+
+    def _shows(
+        self,
+        thought: "_Thought",
+        text: str,
+        turns: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> bool:
+        """Return whether the template writes the thought of the last of ``turns`` in ``text``."""
+        if re.search(rf"{re.escape(thought.text)}\s*(?:{_CLOSED})", text, re.I):
+            return True
+        return _OPEN in self._changed(turns, variables, thought.marked)
+
+    def _changed(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], changes: dict[str, str]
+    ) -> str:
+        """Render a conversation with ``changes`` in its last turn."""
+        turns = [*turns[:-1], {**turns[-1], **changes}]
+        return next(self._rendered(turns, variables, [View(len(turns), False)]))
 
     def _marked_document(
         self, turns: list[dict[str, Any]], variables: Mapping[str, Any], first: int
@@ -286,6 +364,48 @@ class ChatTemplate:
         except TemplateError as error:
             name = f"chat template {self.file}" if self.file else "chat template"
             raise BadLineError(f"the {name} fails: {error}") from None
+
+
+class _Thought(NamedTuple):
+    """The thought of an assistant's turn."""
+
+    text: str
+    said: str
+    """The turn's content with the thought, as a model writes both."""
+    marked: dict[str, str]
+    """Keys of the turn with a mark in place of the thought."""
+
+    @classmethod
+    def of(cls, turn: Mapping[str, Any], opening: re.Match[str]) -> Self | None:
+        """Return the thought of ``turn``; None: it has none, or nothing tells how it is written.
+
+        A thought in the content stays as it is. One of its own key is written as the model
+        continues ``opening``, the end of a generation prompt: what closes it stands in a line of
+        its own if what opens it does.
+        """
+        content, reasoning = turn.get("content", ""), turn.get("reasoning_content")
+        if not isinstance(content, str):
+            return None
+        begin = opening["open"] or (opening["closed"] or "").replace("/", "", 1)
+        blanks = opening["blanks"] or ""
+        if isinstance(reasoning, str) and begin:
+            thought, line = reasoning.strip(), "\n" if "\n" in blanks else ""
+            close = "<channel|>" if "channel" in begin else f"{begin[0]}/{begin[1:]}"
+            said = f"{begin}{blanks}{thought}{line}{close}{line}{line}{content}"
+            return cls(thought, said, dict.fromkeys(_REASONING, _OPEN))
+        if (found := _THOUGHT.match(content)) is None:
+            return None
+        marked = {"content": f"{found['open'] or ''}{_OPEN}{content[found.start('close') :]}"}
+        said = content if found["open"] else f"{begin}{blanks}{content}"
+        return cls(found["thought"].strip(), said, marked)
+
+
+@lru_cache
+def _warn_of_thoughts(opening: str) -> None:
+    """Warn once that answers are learned that no generation prompt begins."""
+    said = "generation prompts end with %r, and answers without a thought are learned as the chat "
+    said += "template writes them, without it; ask the model for such answers with thinking off, "
+    logger.warning(f"{said}or give thoughts as reasoning_content", opening)
 
 
 def _read(file_name: str) -> str:

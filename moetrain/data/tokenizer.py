@@ -10,10 +10,11 @@ Shapes: T tokens.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import huggingface_hub
@@ -63,6 +64,8 @@ class Tokenizer(Protocol):
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
     special_ids: dict[str, int | None]
     """The ids of those; None: it is no token."""
+    added_tokens: Mapping[str, int]
+    """Ids of texts that are one token each wherever they occur, such as ``<|im_end|>``."""
     byte_ids: frozenset[int]
     """Tokens of one byte each (byte fallback). A run of them is decoded as a whole, and one byte
     that makes it invalid UTF-8 spoils all of it."""
@@ -117,6 +120,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_id = 256
     bos_ids = ()
+    added_tokens: Mapping[str, int] = MappingProxyType({})  # EOS is never read out of a text
     byte_ids = frozenset()  # a bad one spoils nothing beside it
     fingerprint = "byte"
 
@@ -180,6 +184,8 @@ class _HFTokenizer(Tokenizer):
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._file = file
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: i for i, token in added.items()}
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:

@@ -1,0 +1,127 @@
+"""Finds what ends an assistant's turn in a chat template, so that a model learns to stop there.
+
+Most templates write an end behind each answer, such as ``<|im_end|>``. Others write none: GLM's
+turns end where the next one begins, with ``<|user|>`` or ``<|observation|>``, and others end with
+text (``User:``). Such a beginning is what a model generates last, so it is the turn's end, also of
+a conversation's last turn, behind which the template writes nothing.
+
+A template is asked by rendering short conversations with marks as their contents. Left out on
+purpose: templates whose ends depend on variables or on what is said.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from moetrain.data.template_worker import View
+from moetrain.data.templates import TemplateError, render
+
+_ANSWER, _NEXT = (f"x{secrets.token_hex(8)}" for _ in range(2))
+"""Contents that no template writes by itself."""
+_NOW = datetime(2000, 1, 1)
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """The texts that end an assistant's turn."""
+
+    own: str = ""
+    """What the template writes behind an answer, without blanks around it; it may be empty."""
+    by_next_role: Mapping[str, str] = field(default_factory=dict)
+    """What ends a turn if ``own`` is empty, by the role of the next turn: the blanks behind the
+    answer, and the first token of the next turn, or all its text up to its content."""
+    stops: tuple[str, ...] = ()
+    """What a model that learned such turns generates last: the last token of an end, or, where the
+    end is no token, its text."""
+
+    def behind(self, turn: Mapping[str, Any], next_role: str | None) -> str:
+        """Return what ends ``turn`` beyond what the template writes for it.
+
+        ``next_role``: the role of the next turn; None: there is none, and the turn ends as if the
+        user's followed, or the result of its call.
+        """
+        if next_role == "assistant":
+            return ""  # the turn goes on
+        usual = "tool" if turn.get("tool_calls") else "user"
+        return self.by_next_role.get(next_role or usual, self.by_next_role.get(usual, ""))
+
+
+@lru_cache(maxsize=64)
+def turn_ends(
+    source: str, variables: tuple[tuple[str, str], ...], added_tokens: frozenset[str]
+) -> TurnEnds:
+    """Find what ends an assistant's turn in the template ``source``.
+
+    Args:
+        source: the template.
+        variables: its variables, such as ``bos_token``.
+        added_tokens: texts that are one token each wherever they occur.
+
+    Returns:
+        The ends; without any if the template fails with such a conversation.
+    """
+
+    def shown(*turns: dict[str, Any]) -> str | None:
+        user = {"role": "user", "content": "x"}
+        views = [View(1 + len(turns), False)]
+        try:
+            return next(render(source, [user, *turns], dict(variables), _NOW, views))
+        except TemplateError:
+            return None
+
+    for content in (_said, _said_in_parts):
+        answer = {"role": "assistant", "content": content(_ANSWER)}
+        alone = shown(answer)
+        if alone is not None and _ANSWER in alone:
+            break
+    else:
+        return TurnEnds()
+    call = {**answer, "tool_calls": [_CALL]}
+    calling = (shown(call) or "").rstrip()
+    if own := alone.rpartition(_ANSWER)[2].strip():
+        called = _last_token(calling, added_tokens)
+        return TurnEnds(own, stops=_stops([_last_token(own, added_tokens) or own, called]))
+    ends = {}
+    for role, turn, before in [
+        ("user", answer, _ANSWER),
+        ("system", answer, _ANSWER),
+        ("tool", call, calling),
+    ]:
+        text = shown(turn, {"role": role, "name": "f", "content": content(_NEXT)})
+        if before and text is not None and before in text and _NEXT in text:
+            between = text.partition(_NEXT)[0].rpartition(before)[2]
+            if end := _first_token(between, added_tokens):
+                ends[role] = end
+    return TurnEnds(by_next_role=ends, stops=_stops(ends.values()))
+
+
+def _stops(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the texts once each, without single letters, which may occur in any answer."""
+    return tuple(dict.fromkeys(text for text in texts if len(text.strip()) > 1))
+
+
+def _said(text: str) -> object:
+    return text
+
+
+def _said_in_parts(text: str) -> object:
+    return [{"type": "text", "text": text}]
+
+
+def _first_token(text: str, added_tokens: Iterable[str]) -> str:
+    """Return ``text`` up to the end of the token that it begins with; without one, up to its last
+    letter. Blanks before that stay."""
+    blanks, text = text[: len(text) - len(text.lstrip())], text.strip()
+    tokens = [token for token in added_tokens if token and text.startswith(token)]
+    return blanks + max(tokens, key=len, default=text) if text else ""
+
+
+def _last_token(text: str, added_tokens: Iterable[str]) -> str:
+    """Return the token that ``text`` ends with; an empty text: it ends with none."""
+    return max(
+        (token for token in added_tokens if token and text.endswith(token)), key=len, default=""
+    )

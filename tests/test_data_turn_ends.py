@@ -1,0 +1,226 @@
+"""Where an assistant's turn begins and ends to be learned, in templates of every kind.
+
+Each template is our own, with the features of a published family. Texts are written by hand, as is
+what is learned of them, in ``[...]``.
+"""
+
+import re
+
+import pytest
+
+from moetrain.data.chat import ChatTemplate
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+QUESTIONS = [{"role": "user", "content": f"q{i}"} for i in range(4)]
+ANSWERS = [{"role": "assistant", "content": f"a{i}"} for i in range(4)]
+THREE = [turn for i in (1, 2, 3) for turn in (QUESTIONS[i], ANSWERS[i])]
+CALLS = [
+    QUESTIONS[1],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5"},
+    ANSWERS[1],
+]
+THOUGHTS = [
+    QUESTIONS[1],
+    {"role": "assistant", "content": "a1", "reasoning_content": "t1"},
+    QUESTIONS[2],
+    {"role": "assistant", "content": "a2", "reasoning_content": "t2"},
+]
+INLINE = [
+    QUESTIONS[1],
+    {"role": "assistant", "content": "<think>\nt1\n</think>\n\na1"},
+    QUESTIONS[2],
+    {"role": "assistant", "content": "t2\n</think>\n\na2"},
+]
+
+# A turn ends where the next one begins; thoughts are dropped before the user's last turn.
+NO_END = """\
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor -%}
+<bos>
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}<|result|>{{ '\\n' + m.content }}
+{%- elif m.role == 'assistant' -%}<|answer|><think>
+{{- m.reasoning_content if m.reasoning_content and loop.index0 > last.user }}</think>{{ m.content }}
+{%- for c in m.tool_calls or [] -%}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}
+{%- endfor -%}
+{%- else -%}<|{{ m.role }}|>{{ '\\n' + m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|answer|>{%- endif -%}"""
+
+# Roles are words, and nothing but blanks stands between turns.
+WORDS = """\
+{%- for m in messages -%}
+{{ m.role | capitalize + ': ' + m.content + '\\n\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}Assistant:{%- endif -%}"""
+
+# The generation prompt opens a thought, and turns never have one (as DeepSeek-R1's).
+DROPS = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}<|answer|>{{ m.content.split('</think>')[-1] }}<|end|>
+{%- else -%}<|user|>{{ m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|answer|><think>{{ '\\n' }}{%- endif -%}"""
+
+# It opens a thought, of which plain answers have an empty one in another form (as Nemotron's), and
+# a line follows each end.
+OPENS = """\
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor -%}
+{%- for m in messages -%}
+{{- '<|' + m.role + '|>\\n' }}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content and loop.index0 > last.user %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n' }}{% else %}{{ '<think></think>' }}
+{%- endif %}
+{%- endif %}
+{{- m.content + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n<think>\\n' if enable_thinking != false
+    else '<|assistant|>\\n<think></think>' }}{% endif %}"""
+
+# A plain answer has an empty thought, whose beginning the generation prompt has (as Qwen3.5's).
+EMPTY = OPENS.replace("'<think></think>'", "'<think>\\n\\n</think>\\n\\n'")
+
+CASES = {
+    "no end, three turns": (
+        NO_END,
+        THREE,
+        [
+            "<bos><|user|>\nq1<|answer|>[<think></think>a1<|user|>]\nq2<|answer|>"
+            "[<think></think>a2<|user|>]\nq3<|answer|>[<think></think>a3<|user|>]"
+        ],
+    ),
+    "no end, system": (
+        NO_END,
+        [{"role": "system", "content": "s"}, *THREE[:2], {"role": "system", "content": "z"}],
+        ["<bos><|system|>\ns<|user|>\nq1<|answer|>[<think></think>a1<|system|>]"],
+    ),
+    "no end, a call": (
+        NO_END,
+        [*CALLS, *THREE[2:4]],
+        [
+            '<bos><|user|>\nq1<|answer|>[<think></think><call>add{"a": 2}<|result|>]\n5<|answer|>'
+            "[<think></think>a1<|user|>]\nq2<|answer|>[<think></think>a2<|user|>]"
+        ],
+    ),
+    "no end, thoughts": (
+        NO_END,
+        THOUGHTS,
+        [
+            "<bos><|user|>\nq1<|answer|>[<think>t1</think>a1<|user|>]",
+            "<bos><|user|>\nq1<|answer|><think></think>a1<|user|>\nq2<|answer|>"
+            "[<think>t2</think>a2<|user|>]",
+        ],
+    ),
+    "two answers in a row": (
+        NO_END,
+        [*THREE[:2], ANSWERS[2]],
+        [
+            "<bos><|user|>\nq1<|answer|>[<think></think>a1]<|answer|>[<think></think>a2<|user|>]",
+        ],
+    ),
+    "words": (
+        WORDS,
+        THREE,
+        [
+            "User: q1\n\nAssistant:[ a1\n\nUser:] q2\n\nAssistant:[ a2\n\nUser:] q3\n\n"
+            "Assistant:[ a3\n\nUser:]"
+        ],
+    ),
+    "drops thoughts, plain": (
+        DROPS,
+        THREE,
+        [
+            "<|user|>q1<|answer|>[a1<|end|>]<|user|>q2<|answer|>[a2<|end|>]<|user|>q3<|answer|>"
+            "[a3<|end|>]"
+        ],
+    ),
+    "drops thoughts, of their own": (
+        DROPS,
+        THOUGHTS,
+        [
+            "<|user|>q1<|answer|><think>\n[t1\n</think>\n\na1<|end|>]",
+            "<|user|>q1<|answer|>a1<|end|><|user|>q2<|answer|><think>\n[t2\n</think>\n\na2<|end|>]",
+        ],
+    ),
+    "drops thoughts, inline": (
+        DROPS,
+        INLINE,
+        [
+            "<|user|>q1<|answer|><think>\n[t1\n</think>\n\na1<|end|>]",
+            "<|user|>q1<|answer|>\n\na1<|end|><|user|>q2<|answer|><think>\n"
+            "[t2\n</think>\n\na2<|end|>]",
+        ],
+    ),
+    "drops thoughts, where the answer has the same words": (
+        DROPS,
+        [QUESTIONS[1], {"role": "assistant", "content": "<think>a</think>a <b>"}],
+        ["<|user|>q1<|answer|>[<think>a</think>a <b><|end|>]"],
+    ),
+    "opens a thought, plain": (
+        OPENS,
+        THREE,
+        [
+            "<|user|>\nq1<|end|>\n<|assistant|>\n[<think></think>a1<|end|>]\n<|user|>\nq2<|end|>\n"
+            "<|assistant|>\n[<think></think>a2<|end|>]\n<|user|>\nq3<|end|>\n<|assistant|>\n"
+            "[<think></think>a3<|end|>]"
+        ],
+    ),
+    "opens a thought, thoughts": (
+        OPENS,
+        THOUGHTS,
+        [
+            "<|user|>\nq1<|end|>\n<|assistant|>\n<think>\n[t1\n</think>\na1<|end|>]",
+            "<|user|>\nq1<|end|>\n<|assistant|>\n<think></think>a1<|end|>\n<|user|>\nq2<|end|>\n"
+            "<|assistant|>\n<think>\n[t2\n</think>\na2<|end|>]",
+        ],
+    ),
+    "opens an empty thought": (
+        EMPTY,
+        THREE[:4],
+        [
+            "<|user|>\nq1<|end|>\n<|assistant|>\n<think>\n[\n</think>\n\na1<|end|>]\n<|user|>\nq2"
+            "<|end|>\n<|assistant|>\n<think>\n[\n</think>\n\na2<|end|>]"
+        ],
+    ),
+}
+
+
+def template_of(source: str) -> ChatTemplate:
+    """``source`` with a tokenizer that has its ``<|...|>`` as tokens."""
+    return ChatTemplate(source, {}, added_tokens=frozenset(re.findall(r"<\|\w+\|>", source)))
+
+
+@pytest.mark.parametrize(("source", "messages", "expected"), CASES.values(), ids=list(CASES))
+def test_what_is_learned_of_a_turn(
+    source: str, messages: list[dict[str, object]], expected: list[str]
+):
+    found = []
+    for text, spans in template_of(source).documents(messages):
+        for start, end in reversed(spans):
+            text = f"{text[:start]}[{text[start:end]}]{text[end:]}"
+        found.append(text)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "stops"),
+    [
+        (NO_END, ("<|user|>", "<|system|>", "<|result|>")),
+        (WORDS, ("\n\nUser:", "\n\nSystem:", "\n\nTool:")),
+        (DROPS, ("<|end|>",)),
+        (EMPTY, ("<|end|>",)),
+        ("{% for m in messages %}{{ m.content }}.{% endfor %}", ()),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
+        ("{{ raise_exception('no') }}", ()),
+        ("{% for %}", ()),
+    ],
+)
+def test_stops_are_the_ends_that_were_learned(source: str, stops: tuple[str, ...]):
+    assert template_of(source).stops == stops
