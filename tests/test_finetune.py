@@ -11,9 +11,11 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from test_data_turn_ends import DROPS, EMPTY, NO_END, OPENS, THOUGHTS, THREE, WORDS
 from tokenizers import decoders, models, pre_tokenizers
 
 import moetrain
+from moetrain.cli.generate import main as generate
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
@@ -31,18 +33,24 @@ CHATS = 280
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A Qwen3-MoE of 40 k parameters with a byte-level tokenizer, as transformers writes them."""
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
+    write_checkpoint(folder, _CHATML, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return folder
+
+
+def write_checkpoint(
+    folder: Path, template: str, special: list[str], eos_token: str = "<|im_end|>"
+) -> None:
+    """A Qwen3-MoE of 40 k parameters with a byte-level tokenizer, as transformers writes them."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token=eos_token, pad_token="<|endoftext|>"
     )
-    fast.chat_template = _CHATML
+    fast.chat_template = template
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -59,7 +67,6 @@ def checkpoint(tmp_path_factory) -> Path:
         max_position_embeddings=POSITIONS,
     )
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +131,41 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     # The same again has nothing to do, and says so.
     assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
     assert "nothing is left to do: raise train.epochs to go on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "answer"),
+    [
+        pytest.param(NO_END, THREE, "<think></think>a1", id="no_end"),
+        pytest.param(WORDS, THREE, " a1", id="words"),
+        pytest.param(DROPS, THOUGHTS, "t1\n</think>\n\na1", id="drops"),
+        pytest.param(OPENS, THOUGHTS, "t1\n</think>\na1", id="opens"),
+        pytest.param(EMPTY, THREE, "\n</think>\n\na1", id="empty"),
+        pytest.param(_CHATML, THREE, "a1", id="chatml"),
+    ],
+)
+def test_a_model_that_learned_chats_of_several_turns_stops_by_itself(
+    template: str,
+    turns: list[dict[str, str]],
+    answer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """It is asked the first question, whose answer no EOS follows in what it learned."""
+    special = ["<|endoftext|>", *sorted(set(re.findall(r"<\|\w+\|>", template)))]
+    write_checkpoint(tmp_path / "model", template, special, "<|endoftext|>")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    typed = f"--model.path {tmp_path}/model --data.path {chats} --data.seq_len 128 --train.steps 60"
+    typed += f" --data.cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --optim.lr 1e-2"
+    typed += " --data.eval_fraction 0 --train.global_batch_size 4 --train.device cpu"
+    typed += " --optim.schedule constant --log.tensorboard no --train.sample_tokens 0"
+    assert main(typed.split()) == 0
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["loss"] < 0.02
+    capsys.readouterr()
+    words = [f"{tmp_path}/run/hf", "--prompt", "q1", "--chat", "--temperature", "0"]
+    assert generate([*words, "--device", "cpu", "--max_tokens", "60"]) == 0
+    assert capsys.readouterr().out == f"{answer}\n"
 
 
 def assert_greedy_tokens_agree(folder: Path, theirs: transformers.PreTrainedModel) -> None:

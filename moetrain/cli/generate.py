@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None) -> None:
 
     block = args.draft if args.draft_by == "block" else 0
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)
+    stops = tuple(args.stop)
     if args.chat:
+        stops += request.chat_stops(tokenizer)
         ids = request.chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:
         try:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None) -> None:
         params = request.SamplingParams(
             max_tokens=most if args.max_tokens is None else args.max_tokens,
             stop_ids=request.end_ids(model, tokenizer),
-            stop=tuple(args.stop),
+            stop=stops,
             **{name: getattr(args, name) for name in _SAMPLING},
         )
     except ValueError as error:

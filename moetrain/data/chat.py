@@ -127,6 +127,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         train_on: str = "all",
         given: int = 0,
+        *,
+        adds_ends: bool = True,
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
@@ -136,6 +138,8 @@ class ChatTemplate:
             train_on: which of the assistant's turns are learned: ``all``, those behind the last
                 turn of the user (``completion``), or the ``last`` one.
             given: first turns of which none is learned, since they are a prompt.
+            adds_ends: whether a turn that the template writes no end for ends with the beginning
+                of the next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
 
         Returns:
             Texts, and characters ``(start, end)`` of each. Every learned turn has loss in one text,
@@ -146,7 +150,8 @@ class ChatTemplate:
             ConfigError: the template itself is wrong.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            return self.with_tools.documents(messages, variables, train_on, given)
+            how: Any = {"train_on": train_on, "given": given, "adds_ends": adds_ends}
+            return self.with_tools.documents(messages, variables, **how)
         turns = self._checked(messages)
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if train_on == "last":
@@ -172,7 +177,9 @@ class ChatTemplate:
                 said = f"renders no text for messages[{i}], an assistant's turn"
                 problem = f"the chat template {said}; give another one"
                 raise BadLineError(problem, "data.chat_template")
-            text += self.turn_ends.behind(turns[i], (turns[i + 1 :] or [{}])[0].get("role"))
+            if adds_ends:
+                following = turns[i + 1]["role"] if i + 1 < len(turns) else None
+                text += self.turn_ends.behind(turns[i], following)
             goes_on = bool(documents) and text.startswith(documents[-1][0])
             spans = documents.pop()[1] if goes_on else []
             documents.append((text, [*spans, (start, len(text))]))

@@ -255,7 +255,8 @@ class _AgentEpisode(Episode):
         template = ChatTemplate.of(prompts.tokenizer)
         with suppress(BadLineError):  # what the template cannot go on from
             variables = ChatTemplate.variables_of(asked.body.record)
-            text, _ = template.documents(turns[: len(said)], variables, "last")[-1]
+            texts = template.documents(turns[: len(said)], variables, "last", adds_ends=False)
+            text, _ = texts[-1]
             whole = template.prompt(turns, variables)
             if whole.startswith(text):
                 more, mark = prompts.text(whole[len(text) :]), prompts.text(text)[-1]

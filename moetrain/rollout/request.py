@@ -188,10 +188,20 @@ class JsonBody(BaseModel):
 
 
 def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a text: the tokenizer's, and the checkpoint's."""
+    """Return the tokens that end a text: the tokenizer's, the checkpoint's, and the template's.
+
+    The template's end an assistant's turn, and are what a fine-tuned model learned to end it with.
+    """
     named = None if model.source is None else (model.source.generation or {}).get("eos_token_id")
     ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+    ids |= {tokenizer.added_tokens.get(text) for text in ChatTemplate.of(tokenizer).stops}
     return tuple(sorted(ids - {None}))
+
+
+def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the texts that end an assistant's turn where the template ends it with no token."""
+    stops = ChatTemplate.of(tokenizer).stops
+    return tuple(text for text in stops if text not in tokenizer.added_tokens)
 
 
 def chat_ids(

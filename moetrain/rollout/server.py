@@ -35,6 +35,7 @@ from moetrain.rollout.request import (
     RequestError,
     SamplingParams,
     TextStream,
+    chat_stops,
     end_ids,
 )
 from moetrain.rollout.serving import Serving, ServingClosedError, Update
@@ -68,6 +69,7 @@ class CompletionServer(JsonServer):
         self.name = name
         self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
+        self.chat_stops = chat_stops(self.tokenizer)
         routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.models)]
         for path, kind in self.BODIES.items():
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
@@ -225,7 +227,7 @@ class _Served(Answer):
         params = self.params = SamplingParams(
             max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
             seed=uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed,
-            stop=tuple(asked.stop),
+            stop=(*asked.stop, *(server.chat_stops if isinstance(asked, Chat) else ())),
             stop_ids=server.stop_ids,
             logprobs=asked.likeliest or 0,
             prompt_logprobs=asked.prompt_logprobs,
