@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from moetrain.data import chat
 from moetrain.data.chat import ChatTemplate
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -207,6 +208,52 @@ def test_what_is_learned_of_a_turn(
             text = f"{text[:start]}[{text[start:end]}]{text[end:]}"
         found.append(text)
     assert found == expected
+
+
+# Thinking is off unless it is asked for, which the prompt says (as DeepSeek-V3.1's).
+OFF = """\
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}<|answer|></think>{{ m.content.split('</think>')[-1] }}<|end|>
+{%- else -%}<|user|>{{ m.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|answer|>{{ '<think>' if thinking else '</think>' }}
+{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "turn", "expected", "warns"),
+    [
+        (OPENS, {}, {"content": "a"}, "[<think></think>a<|end|>]", True),
+        (OPENS, {"enable_thinking": False}, {"content": "a"}, "<think></think>[a<|end|>]", False),
+        (OFF, {}, {"content": "a"}, "</think>[a<|end|>]", False),
+        (OFF, {}, {"content": "<think>t</think>a"}, "[<think>t</think>a<|end|>]", False),
+        (OFF, {"thinking": True}, {"content": "t</think>a"}, "<think>[t</think>a<|end|>]", False),
+        (
+            OFF,
+            {"thinking": True},
+            {"content": "a", "reasoning_content": "t"},
+            "<think>[t</think>a<|end|>]",
+            False,
+        ),
+    ],
+)
+def test_thoughts_follow_the_variables_of_the_record(
+    source: str,
+    variables: dict[str, bool],
+    turn: dict[str, str],
+    expected: str,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]
+    chat._warn_of_thoughts.cache_clear()
+    with caplog.at_level("WARNING", logger="moetrain"):
+        ((text, ((start, end),)),) = template_of(source).documents(messages, variables)
+    marked = f"{text[:start]}[{text[start:end]}]"
+    assert re.split(r"<\|(?:answer|assistant)\|>\n?", marked)[1] == expected
+    assert ("answers without a thought are learned" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from architectures import make_architecture, put_weights
 from pydantic import ValidationError
+from test_data_turn_ends import NO_END
 from test_models import CASES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +24,13 @@ from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
-from moetrain.rollout.request import Request, RequestError, SamplingParams
+from moetrain.rollout.request import (
+    Request,
+    RequestError,
+    SamplingParams,
+    chat_stops,
+    end_ids,
+)
 from moetrain.rollout.steps import _choose_filtered
 
 ARCH = make_architecture(
@@ -605,6 +613,19 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     save_hf(make_model(), folder, tokenizer=ByteTokenizer().export())
     return folder
+
+
+def test_chats_stop_where_their_template_ends_a_turn(tmp_path):
+    """At tokens where it has them, else before the text."""
+    assert chat_stops(ByteTokenizer()) == ("<|im_end|>",)
+    for file, content in ByteTokenizer().export(NO_END).files.items():
+        (tmp_path / file).write_text(str(content))
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<|user|>", "<|result|>", "<|elsewhere|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert end_ids(make_model(), tokenizer) == (256, 257, 258)
+    assert chat_stops(tokenizer) == ("<|system|>",)
 
 
 def test_the_command_continues_a_text(checkpoint, capsys):
