@@ -310,6 +310,9 @@ class Architecture(BaseModel):
     shared_gate: bool = False
     """Whether the shared experts' result is multiplied by a sigmoid of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
+    """The weight of the load-balancing loss."""
+    output_router_logits: bool = False
+    """Whether the config.json asks for that loss in training, as ``transformers`` reads it."""
     mtp_layers: _Count = 0
     """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
 

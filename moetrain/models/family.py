@@ -108,6 +108,7 @@ def match(template: str, name: str) -> dict[str, str] | None:
 
 _SAME = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "rope_theta", "mlp_bias")
 _SAME += ("num_experts", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
+_SAME += ("output_router_logits",)
 _FIELDS = {name: name for name in (*_SAME, "partial_rotary_factor")} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",

@@ -96,7 +96,8 @@ class Learner:
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.world = config, engine, engine.world
-        self.policy = Pretraining.of(config, engine.arch, own=PolicyObjective(config.rl))
+        own = PolicyObjective(config.rl)
+        self.policy = Pretraining.of(config, engine.arch, own=own, is_rl=True)
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
         self.teacher = None

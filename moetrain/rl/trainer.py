@@ -127,7 +127,7 @@ class RlTrainer(Run):
         self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
-        self.supervised = Pretraining.of(config, arch)
+        self.supervised = Pretraining.of(config, arch, is_rl=True)
         model, experts = replica(self.engine)
         sizes: Any = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
         heads, self.leaders = sharing_heads(self.world, experts)

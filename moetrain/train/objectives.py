@@ -147,6 +147,36 @@ def token_losses(
     return model.vocabulary.token_losses(*what, temperature=temperature)
 
 
+class RouterLoss(NamedTuple):
+    """The weight of the routers' load-balancing loss, and the words for what decides it."""
+
+    coefficient: float
+    origin: str
+
+
+def router_loss(config: Config, arch: Architecture, *, is_rl: bool) -> RouterLoss:
+    """Decide whether routers are balanced: ``moe.aux_loss_coef``, or what the model asks for.
+
+    A config.json asks for the loss by ``output_router_logits``, as in ``transformers``. Without the
+    setting there is none in reinforcement learning (``is_rl``) and beside adapters, whose routers
+    are frozen by default.
+    """
+    name, own = "moe.aux_loss_coef", arch.router_aux_loss_coef
+    if config.moe.aux_loss_coef is not None:
+        return RouterLoss(
+            config.moe.aux_loss_coef, f"{name}: {config.origins.get(name, 'default')}"
+        )
+    if is_rl or config.lora.rank:
+        kind = "reinforcement learning" if is_rl else "training adapters (lora.rank)"
+        return RouterLoss(0.0, f"{name} is unset, which is 0 when {kind}")
+    if config.model.path is None:
+        return RouterLoss(own, f"{name} is unset: router_aux_loss_coef of model.preset")
+    if arch.output_router_logits:
+        return RouterLoss(own, f"{name} is unset: router_aux_loss_coef of the model's config.json")
+    why = "the model's config.json does not set output_router_logits"
+    return RouterLoss(0.0, f"{name} is unset, and {why}")
+
+
 @dataclass(frozen=True)
 class Pretraining:
     """The terms of an objective, the routers' auxiliary losses, and further tokens' loss."""
@@ -160,13 +190,23 @@ class Pretraining:
     mtp_layers: int = 0
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture, own: Objective[Any] | None = None) -> Self:
-        """Add to ``own``, or cross-entropy, the losses that ``config``, or else ``arch``, wants."""
-        moe, layers = config.moe, config.moe.aux_loss_layers
-        aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
+    def of(
+        cls,
+        config: Config,
+        arch: Architecture,
+        own: Objective[Any] | None = None,
+        *,
+        is_rl: bool = False,
+    ) -> Self:
+        """Add to ``own``, or cross-entropy, the losses that ``config``, or else ``arch``, wants.
+
+        ``is_rl``: as :func:`router_loss`.
+        """
+        layers, aux = config.moe.aux_loss_layers, router_loss(config, arch, is_rl=is_rl)
         pooled = layers == "pooled" or (layers == "auto" and config.model.path is not None)
         further = config.train.mtp_weight, arch.mtp_layers
-        return cls(aux, moe.z_loss_coef, pooled, own or CrossEntropy(), *further)
+        own = own or CrossEntropy()
+        return cls(aux.coefficient, config.moe.z_loss_coef, pooled, own, *further)
 
     @property
     def balances(self) -> bool:

@@ -34,6 +34,7 @@ from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result,
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas
 from moetrain.train.metrics import MetricsLog, RankWatch, RoutingWatch, Throughput
+from moetrain.train.objectives import router_loss
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
@@ -373,6 +374,9 @@ class Run(ABC):
             f"{self.device.type}, {dtype}; {self.trained_on}; output in {config.output_dir}"
         )
         say(f"settings:\n{config.describe()}")
+        if arch.moe_layer_indices:
+            balance = router_loss(config, arch, is_rl=self.generates)
+            say(f"load-balancing loss: coefficient {balance.coefficient:g} ({balance.origin})")
         say(f"{self.total_steps:,} steps, by {self._length}")
         if self.step >= self.total_steps:
             say(

@@ -93,6 +93,7 @@ register(
             "moe_layer_interval": 1,
             "moe_norm_min": 1e-12,
             "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
         },
         weight_map=DENSE
         + moe_block(

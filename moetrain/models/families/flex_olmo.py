@@ -66,6 +66,7 @@ register(
             "num_experts": 7,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
+            "output_router_logits": False,
         },
         weight_map=(
             *(one for one in DENSE if not one.ours.endswith(("attn_norm", "mlp_norm"))),

@@ -130,6 +130,7 @@ register(
             "swiglu_limit": 7.0,
             "swiglu_alpha": 1.702,
             "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
         },
         weight_map=_WEIGHT_MAP,
         fields={

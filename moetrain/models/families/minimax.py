@@ -54,6 +54,7 @@ register(
             "num_experts_per_tok": 8,
             "num_local_experts": 256,
             "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
         },
         weight_map=DENSE
         + moe_block(

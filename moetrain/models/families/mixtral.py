@@ -33,6 +33,7 @@ register(
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
             "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
             "rope_theta": 1000000.0,
         },
         weight_map=DENSE + moe_block("block_sparse_moe", gate="w1", up="w3", down="w2"),

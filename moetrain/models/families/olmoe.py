@@ -50,6 +50,7 @@ register(
             "num_experts": 64,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
+            "output_router_logits": False,
         },
         weight_map=DENSE + moe_block(),
         fields={"moe_intermediate_size": "intermediate_size"},

@@ -153,6 +153,7 @@ register(
             "num_experts": 128,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
             "mlp_only_layers": None,
         },
         weight_map=DENSE + moe_block(),

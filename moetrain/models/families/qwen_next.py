@@ -75,6 +75,7 @@ _EXPERTS_DEFAULTS: Mapping[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
 }
 _NULLABLE = {"layer_types": list}
 

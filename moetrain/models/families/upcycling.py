@@ -86,6 +86,8 @@ class Upcycling:
             "num_experts_per_token": self.num_experts_per_token,
             "norm_topk_prob": True,
             "router_aux_loss_coef": family.defaults.get("router_aux_loss_coef", 0.0),
+            # New routers need balancing, where the family's files can ask for it.
+            "output_router_logits": "output_router_logits" in family.defaults,
         }
         own = {key: x for key, x in family.fixed.items() if key not in given or key in _ROUTING}
         lost = [key for key in family.fixed if key not in own and family.fixed[key] != given[key]]
