@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
@@ -292,3 +292,110 @@ def test_the_end_of_a_text_is_no_part_of_it(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.decode(ids, skip_special_tokens=True) == "aé"
     assert tokenizer.decode(b"<|endoftext|>") == "<|endoftext|>"
+
+
+# Tokens that only the files beside tokenizer.json have
+
+
+def save_letters(folder: Path, config: dict[str, object], **files: object) -> Path:
+    """A byte-level tokenizer without merges, whose tokenizer.json has one added token, "</s>"."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)} | {"[PLAIN]": 256}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"} | config
+    for name, content in {"tokenizer_config": about, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def listed(content: str, **fields: bool) -> dict[str, object]:
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+    return {"content": content} | flags | fields
+
+
+def marked(content: str, **fields: bool) -> dict[str, object]:
+    return {"__type": "AddedToken"} | listed(content, **fields)
+
+
+DECODER = {"258": listed("<tool>"), "257": listed("</s>", special=True), "259": listed("<b>")}
+ONLY_BESIDE: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "extra": ({"extra_special_tokens": ["<tool>", "<b>"]}, {}),
+    "extra with flags": ({"extra_special_tokens": [marked("<tool>", lstrip=True), "<b>"]}, {}),
+    "extra by name": ({"extra_special_tokens": {"tool_token": "<tool>"}}, {}),
+    "a name of its own": ({"tool_token": "<tool>", "b_token": marked("<b>")}, {}),
+    "additional": ({"additional_special_tokens": ["<tool>"]}, {}),
+    "by id": ({"added_tokens_decoder": DECODER}, {}),
+    "by id, extra and named": (
+        {
+            "added_tokens_decoder": DECODER,
+            "extra_special_tokens": ["<c>", "<b>"],
+            "pad_token": "<pad>",
+            "bos_token": "<b>",
+        },
+        {},
+    ),
+    "in the vocabulary": ({"pad_token": "[PLAIN]"}, {}),
+    "split": ({"extra_special_tokens": ["<tool>"], "split_special_tokens": True}, {}),
+    "plain ones are not split": (
+        {"added_tokens_decoder": DECODER, "split_special_tokens": True},
+        {},
+    ),
+    "older files": (
+        {},
+        {
+            "added_tokens": {"<tool>": 258, "<b>": 259},
+            "special_tokens_map": {"additional_special_tokens": ["<b>", "<c>"], "pad_token": "<b>"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONLY_BESIDE)
+def test_tokens_of_the_config_alone_have_the_ids_of_transformers(case: str, tmp_path: Path):
+    config, files = ONLY_BESIDE[case]
+    folder = save_letters(tmp_path / "t", config, **files)
+    ours, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    text = "a<tool>x </tool> <b> <tool><c> <pad>é [PLAIN]</s><|x|>"
+    ids = ours.encode_prompt(text)
+    assert ids == theirs(text)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+    # Readers of tokenizer.json alone, as grammars', have the same tokens.
+    alone = tokenizers.Tokenizer.from_str(ours.whole_json())
+    assert alone.get_vocab() == theirs.get_vocab()
+    plain = save_letters(tmp_path / "plain", {})
+    assert ours.fingerprint != load_tokenizer(str(plain)).fingerprint
+
+
+def test_a_template_reads_the_names_that_a_model_gives_its_tokens(tmp_path: Path):
+    config = {"extra_special_tokens": {"tool_token": "<tool>"}, "b_token": "<b>"}
+    config["chat_template"] = "{{ tool_token }}{{ b_token }}{{ eos_token }}"
+    folder = save_letters(tmp_path / "t", config)
+    ours = load_tokenizer(str(folder)).special_tokens
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).special_tokens_map
+    assert ours == theirs == {"eos_token": "</s>", "tool_token": "<tool>", "b_token": "<b>"}
+
+
+def test_files_that_contradict_each_other_about_an_id_are_named(tmp_path: Path, caplog):
+    decoder = {"257": listed("<tool>"), "400": listed("<b>")}
+    load_tokenizer(str(save_letters(tmp_path / "t", {"added_tokens_decoder": decoder})))
+    [line] = [r.getMessage() for r in caplog.records if "gives" in r.getMessage()]
+    assert "'<tool>' the id 257" in line
+    assert "has it as 258" in line
+    assert line.endswith("(2 such)")
+
+
+def test_tokens_of_the_config_that_the_model_has_no_row_for_are_refused(tmp_path: Path):
+    folder = save_letters(tmp_path / "t", {"pad_token": "<pad>"})
+    assert load_tokenizer(str(folder), 259).special_ids["pad_token"] == 258
+    wanted = "more than the model's vocabulary of 258: tokenizer_config.json alone adds '<pad>' "
+    with pytest.raises(ConfigError, match=wanted) as raised:
+        load_tokenizer(str(folder), 258)
+    assert str(raised.value).endswith("; remove these there")
+    write(folder, "tokenizer_config.json", '{"eos_token": "</s>"}')
+    assert load_tokenizer(str(folder), 258).vocab_size == 258

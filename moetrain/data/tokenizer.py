@@ -52,6 +52,8 @@ class Tokenizer(Protocol):
     """Tokens that Hugging Face's tokenizer call puts before a plain text: BOS, or none. Documents
     and prompts begin with them; the template of a conversation writes its own, and so may a text
     (:meth:`missing_bos`)."""
+    added_ids: Mapping[str, int] = MappingProxyType({})
+    """Tokens that the files beside ``tokenizer.json`` add to it, and their ids."""
     fingerprint: str
     """Hash of all that decides the ids of a text or a conversation, except for the template."""
     chat_template: str | None = None
@@ -77,6 +79,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
+
+    def whole_json(self) -> str:
+        """Return a tokenizer.json that has every token, for readers of that file alone."""
+        file = self._files()["tokenizer.json"]
+        return file if isinstance(file, str) else file.read_text("utf-8")
 
     def _files(self) -> dict[str, Path | str]:
         """Make what :meth:`export` returns, apart from another template."""
@@ -181,13 +188,21 @@ class _HFTokenizer(Tokenizer):
             padding = self._tokenizer.padding
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
-            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            own = self._tokenizer.get_vocab(with_added_tokens=True)
         self._file = file
+        named = _named_tokens(config, folder)
+        self._added = _tokens_of_config(self._tokenizer, config, named, folder)
+        with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
+            self._tokenizer.add_tokens(self._added)
+            # As in transformers: a text's special tokens are then split like any other characters.
+            self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: i for i, token in added.items()}
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
-        self.special_tokens = _special_tokens(config, folder)
+        self.special_tokens = {key: token.content for key, token in named.items()}
         if "eos_token" not in self.special_tokens:
             name = next((name for name in _EOS_NAMES if name in vocabulary), None)
             if name is None:
@@ -196,6 +211,14 @@ class _HFTokenizer(Tokenizer):
             logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
             self.special_tokens["eos_token"] = name
         self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
+        listed = {token.content: i for i, token in _listed_tokens(config, named, folder)}
+        wrong = [(text, i) for text, i in listed.items() if vocabulary[text] != i]
+        for text, i in wrong[:1]:
+            said = f"{text!r} the id {i}, {file} has it as {vocabulary[text]}, which is taken"
+            logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
+        for key in ("eos_token", "bos_token"):  # a new token ends nothing that a model has learned
+            if self.special_tokens.get(key) in self.added_ids.keys() - listed.keys():
+                self.special_ids[key] = None
         self.eos_id = self._id_of("eos_token")
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
@@ -209,7 +232,9 @@ class _HFTokenizer(Tokenizer):
         )
         (self.chat_template, chat_file), (self.tool_template, tool_file) = both
         self.template_files = (str(chat_file), str(tool_file))
-        special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
+        added = [repr(token) for token in self._added]
+        about = [self.special_tokens, self.bos_ids, added, self._tokenizer.encode_special_tokens]
+        special = json.dumps(about, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
         for pad in sorted(pads - {None}):
@@ -256,6 +281,13 @@ class _HFTokenizer(Tokenizer):
         with _library_errors(f"the tokenizer cannot decode tokens: {self._file}"):
             return self._tokenizer.decode(own, skip_special_tokens=True)
 
+    def whole_json(self) -> str:
+        if not self.added_ids:
+            return super().whole_json()
+        whole = tokenizers.Tokenizer.from_file(str(self._file))
+        whole.add_tokens(self._added)
+        return whole.to_str()
+
     def _files(self) -> dict[str, Path | str]:
         """List the files beside tokenizer.json; the config must name the token that ends a text."""
         folder = self._file.parent
@@ -279,8 +311,14 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """
     tokenizer = ByteTokenizer() if name == "byte" else _HFTokenizer(_file_of(name))
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        problem = f"{tokenizer.vocab_size} tokens, more than the model's vocabulary of {vocab_size}"
-        raise _wrong(f"{name!r} has {problem}; use the model's own, or raise model.vocab_size")
+        count = tokenizer.vocab_size
+        problem = f"{name!r} has {count} tokens, more than the model's vocabulary of {vocab_size}"
+        beyond = [token for token, i in tokenizer.added_ids.items() if i >= vocab_size]
+        if len(beyond) == count - vocab_size:
+            which = f"{_CONFIG} alone adds {', '.join(map(repr, beyond[:3]))} behind the last"
+            raise _wrong(f"{problem}: {which}; remove these there")
+        remedy = f"use the model's own, or for a model.preset set model.vocab_size {count}"
+        raise _wrong(f"{problem}; {remedy}")
     return tokenizer
 
 
@@ -329,16 +367,99 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, "data.tokenizer") if os.path.lexists(path) else {}
 
 
-def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Read ``{"eos_token": "</s>", ...}``; files have strings, or objects with ``content``."""
-    tokens = {}
-    for key in (f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")):
-        value = config.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[key] = text
-        elif value is not None:
-            raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r} is no token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""The special tokens that every tokenizer may have, in the order of ``transformers``."""
+
+
+def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizers.AddedToken:
+    """Make a token of what a file has: a string, or an object with ``content``."""
+    fields: Any = {"content": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r:.80} is no token")
+    own = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    fields = {name: fields[name] for name in own if name in fields}
+    try:
+        return tokenizers.AddedToken(**(fields | defaults))
+    except TypeError as error:
+        raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r:.80} is no token: {error}") from None
+
+
+def _named_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, tokenizers.AddedToken]:
+    """Read ``{"eos_token": AddedToken("</s>"), ...}``, the variables of a template.
+
+    A model may have names of its own (``image_token``), also within ``extra_special_tokens``.
+    """
+    extra = config.get("extra_special_tokens")
+    own = {key: x for key, x in config.items() if key.endswith("_token") and key not in _NAMED}
+    texts = {key: x for key, x in own.items() if isinstance(x, str)}  # numbers are switches
+    objects = {key: x for key, x in own.items() if isinstance(x, dict) and "__type" in x}
+    given = {key: config[key] for key in _NAMED if config.get(key) is not None} | objects | texts
+    given |= extra if isinstance(extra, dict) else {}
+    return {key: _token_of(value, key, folder, special=True) for key, value in given.items()}
+
+
+def _listed_tokens(
+    config: Mapping[str, Any], named: Mapping[str, tokenizers.AddedToken], folder: Path
+) -> list[tuple[int, tokenizers.AddedToken]]:
+    """Read (id, token) of ``added_tokens_decoder``, or of an older checkpoint's file, by id."""
+    special = {token.content for token in named.values()}
+    if "added_tokens_decoder" in config:
+        key, given = "added_tokens_decoder", config["added_tokens_decoder"]
+    else:
+        key, given = "added_tokens.json", {}
+        for text, index in _read_json(folder / key).items():
+            is_special = text in special
+            about = {"content": text, "special": is_special, "normalized": not is_special}
+            given[index] = about
+    if not isinstance(given, dict):
+        raise _wrong(f"{folder}/{_CONFIG}: {key} is {given!r:.80}, expected an object")
+    found: list[tuple[int, tokenizers.AddedToken]] = []
+    for index, value in given.items():
+        if not str(index).isdecimal():
+            raise _wrong(f"{folder}: {key} has {index!r:.80}, expected an id")
+        content = value.get("content") if isinstance(value, dict) else value
+        more = {"special": True} if content in special else {}
+        found.append((int(index), _token_of(value, key, folder, **more)))
+    return sorted(found, key=lambda item: item[0])
+
+
+def _tokens_of_config(
+    tokenizer: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, tokenizers.AddedToken],
+    folder: Path,
+) -> list[tokenizers.AddedToken]:
+    """List what the files beside tokenizer.json add to it, in the order of ``transformers``.
+
+    These are the tokens that have an id there, then the named ones, then ``extra_special_tokens``;
+    each becomes one token, with the next free id unless it is in the vocabulary. A text is never
+    split within it.
+    """
+    tokens = [token for _, token in _listed_tokens(config, named, folder)]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, list | dict):
+        raise _wrong(f"{folder}/{_CONFIG}: extra_special_tokens is {extra!r:.80}, expected a list")
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known |= {token.content for token in tokens}
+    others = [*named.values()]
+    if isinstance(extra, list):
+        key = "extra_special_tokens"
+        for value in extra:
+            # An object says itself whether its token is special.
+            is_special = not isinstance(value, dict) or value.get("special", True)
+            others.append(_token_of(value, key, folder, special=is_special))
+    for token in others:
+        if token.content not in known:
+            known.add(token.content)
+            tokens.append(token)
     return tokens
 
 

@@ -250,9 +250,8 @@ class Grammars:
     def _start(self) -> None:
         """Start the process that forks others."""
         assert self._tokenizer is not None
-        file = self._tokenizer.export().files["tokenizer.json"]
         about = {
-            "tokenizer": file if isinstance(file, str) else file.read_text(),
+            "tokenizer": self._tokenizer.whole_json(),
             "ends": self.ends,
             "seconds": self.limits.seconds,
             "mib": self.limits.mib,
