@@ -8,10 +8,12 @@ import time
 
 import numpy as np
 import pytest
+import transformers
+from test_tokenizer import save_letters
 from toy_environments import CALCULATOR, YES_NO_MAYBE, evaluate
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.rl.collect import _Calls, _Failed
 from moetrain.rl.envs import Turn
 from moetrain.rl.envs.shipped import _GENERATED, _load_function, open_environment
@@ -167,6 +169,47 @@ def test_tools_of_a_conversation_are_in_its_prompt(lines):
     lines.write_text(json.dumps(row | {"tools": ["a"]}))
     with pytest.raises(ConfigError, match=r"rl\.prompts: .*:1: tools\[0\] is not an object"):
         opened("jsonl", prompts=lines, reward="exact")
+
+
+VARIABLES = {
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+    "documents": [{"title": "a", "text": "b"}],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+RENDERS_ALL = (
+    "{{ tools | tojson }}{{ documents | tojson }}{{ enable_thinking }}|"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["hi", [{"role": "user", "content": "hi"}]])
+def test_a_prompts_tools_and_variables_are_in_its_chat_as_transformers_renders_it(
+    prompt, lines, tmp_path
+):
+    folder = save_letters(tmp_path / "model", {"chat_template": RENDERS_ALL})
+    lines.write_text(json.dumps({"prompt": prompt, "answer": 1, **VARIABLES}))
+    given = settings(env="jsonl", prompts=lines, reward="exact", chat="yes")
+    environment = open_environment(given, load_tokenizer(str(folder)))
+    variables = {k: VARIABLES[k] for k in ("tools", "documents")}
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "hi"}],
+        add_generation_prompt=True,
+        return_dict=False,
+        **variables,
+        **VARIABLES["chat_template_kwargs"],
+    )
+    assert [*environment.episode(0).reset().tokens] == theirs
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_beside_a_prompt_that_is_no_chat_are_refused(name, lines):
+    lines.write_text(json.dumps({"prompt": "hi", "answer": 1, name: VARIABLES[name]}))
+    with pytest.raises(ConfigError, match=f"line 1: `{name}` beside a `prompt` .* rl.chat yes"):
+        opened("jsonl", prompts=lines, reward="exact")
+    row = {"prompt": "hi", "answer": 1, **dict.fromkeys(VARIABLES), "tools": []}
+    lines.write_text(json.dumps(row))  # as a table has what is not there
+    assert bytes(opened("jsonl", prompts=lines, reward="exact").episode(0).reset().tokens) == b"hi"
 
 
 def test_rewards_of_a_user(lines):

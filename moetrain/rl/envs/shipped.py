@@ -4,9 +4,10 @@ Each problem that is made up comes from a random generator that its number seeds
 means the same problem.
 
 ``jsonl`` reads prompts from a file, and has answers scored by a function, of the user or of ours. A
-line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template, with the
-``tools``, ``documents`` and ``chat_template_kwargs`` of the line), and whatever the reward function
-needs: ``answer``, for ours.
+line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation), and whatever the
+reward function needs: ``answer``, for ours. The chat template, by which a conversation is written
+and with ``rl.chat`` also a text, gets the line's ``tools``, ``documents`` and
+``chat_template_kwargs``.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
     rl.reward = "file.py:reward"
@@ -38,6 +39,9 @@ _MOST_DIGITS, _MOST_TERMS = 20, 200
 """Digits of a number in a sum, and its terms: Python writes no product of more such numbers."""
 _GYM_SIZE = 2**31 - 1
 """Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
+
+_VARIABLES = ("tools", "documents", "chat_template_kwargs")
+"""What a line gives the chat template beside its messages."""
 
 
 class _Sort(SolvedEnvironment):
@@ -144,16 +148,20 @@ class Jsonl(TextEnvironment):
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
+            given = next((key for key in _VARIABLES if line.get(key)), None)
+            if given and isinstance(line.get("prompt"), str) and not prompts.chat:
+                problem = f"`{given}` beside a `prompt` that no chat template writes"
+                remedy = "set rl.chat yes, or give `messages`"
+                raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
             if reward in {*_SHIPPED} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
                 raise ConfigError("rl.prompts", problem)
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
-        prompt = line.get("prompt")  # null in files made of tables, where messages has a value
-        if prompt is None:
-            return Problem(line["messages"], facts=line, record=line)
-        return Problem(prompt, facts=line)
+        prompt = line.get("prompt")
+        asked = line["messages"] if prompt is None else prompt
+        return Problem(asked, facts=line, record=line)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
@@ -234,11 +242,13 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     for raw in (raw for piece in pieces for raw in files.records(piece)):
         try:
             line: Any = raw.value()
-            prompt = line.get("prompt") if isinstance(line, dict) else 0
-            if not isinstance(prompt, str):
-                if prompt is not None or not isinstance(line.get("messages"), list):
-                    raise BadLineError("has neither a prompt nor messages")
-                ChatTemplate.variables_of(line)
+            asked = line.get("prompt") if isinstance(line, dict) else 0
+            if asked is None:  # null in files made of tables, where messages has a value
+                asked = line.get("messages") if isinstance(line.get("messages"), list) else 0
+            if not isinstance(asked, str | list):
+                problem = "has neither a `prompt`, a text or a list of messages, nor `messages`"
+                raise BadLineError(problem)
+            ChatTemplate.variables_of(line)
         except BadLineError as error:
             raise ConfigError("rl.prompts", f"{raw.where}: {error}") from None
         lines.append(line)
