@@ -185,7 +185,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.source text --data.path a.txt,b.txt", SOME_TEXT, "data.path", "No such file"),
     ("--data.source jsonl --data.path https://a.b/c.jsonl", {}, "data.path", "No such file"),
     ("--data.source jsonl --data.path /dev/zero", {}, "data.path", "neither a file nor a folder"),
-    ("--data.source jsonl --data.path x", {"x/a.json": "{}"}, "data.path", "holds no .jsonl files"),
+    ("--data.source jsonl --data.path x", {"x/a.json": "{}"}, "data.path", "x/a.json:1: no 'text'"),
     ("--data.source text --data.path x", {"x/.a": "text"}, "data.path", "holds no text files"),
     # Data sets that are no text, and folders of them.
     (
@@ -209,7 +209,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),
     (TEXT, {"a.txt": "tiny"}, "data.eval_fraction", "of the 0 rows .* lower data.seq_len 256, add"),
     # Other trainers' lines.
-    (JSONL, {"a.jsonl": f"[{CHAT.strip()}]"}, "data.path", "a.jsonl:1: not a JSON object"),
+    (JSONL, {"a.jsonl": f"[[{CHAT.strip()}]]"}, "data.path", "a.jsonl:1, record 1: not a JSON ob"),
     (JSONL, {"a.jsonl": "{\n" + CHAT[1:]}, "data.path", "a.jsonl:1: not JSON"),
     (JSONL, {"a.jsonl": CHAT.replace("\n", "\r") * 2}, "data.path", "a.jsonl:1: not JSON: Extra"),
     (JSONL, {"a.jsonl": CHAT + CHAT[:30]}, "data.path", "a.jsonl:2: not JSON"),

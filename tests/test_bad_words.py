@@ -196,7 +196,7 @@ VALUES = [
         "data.source",
         "not set, and data.path 'chats.csv' ends in none of .* set text",
     ),
-    ("--model.path x --data.path a.json", "data.source", "not set, and data.path 'a.json' ends"),
+    ("--model.path x --data.path a.md", "data.source", "not set, and data.path 'a.md' ends"),
     ("--output_dir=", "output_dir", "is empty"),
     ("--output_dir none", "output_dir", "'none': a run needs a folder"),
     ("--output_dir NULL", "output_dir", "'NULL': a run needs a folder"),

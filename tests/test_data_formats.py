@@ -16,6 +16,7 @@ from test_data_chat_records import CALLING, TOOL_TEMPLATE, TOOLS
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.containers import Files
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, Dataset
 from moetrain.data.sources import RecordReader
@@ -135,9 +136,15 @@ def _parquet(path: Path, records: list[dict]) -> Path:
     return path
 
 
+def _array(path: Path, records: list[dict]) -> Path:
+    path.write_text(json.dumps(records, indent=2))
+    return path
+
+
 CONTAINERS: dict[str, Callable[[Path, list[dict]], Path]] = {
     "a.jsonl": lambda path, records: write_lines(path, *records),
     "a.jsonl.gz": _compressed(gzip.open),
+    "a.json": _array,
     "a.jsonl.zst": _compressed(zstandard.open),
     "a.parquet": _parquet,
     "a.arrow": _arrow,
@@ -342,3 +349,15 @@ def test_a_file_that_is_cut_short_is_named(container: str, marked: Path, tmp_pat
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=rf"data\.path: '.*{container}' cannot be read: "):
         rows_of(path, marked)
+
+
+def test_an_array_has_the_records_of_datasets(tmp_path: Path):
+    path = tmp_path / "a.json"
+    rows = [{"text": f"{i} [é]", "n": i} for i in range(20)]
+    path.write_text(json.dumps(rows, indent=1))
+    theirs = datasets.load_dataset(
+        "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    files = Files("data.path", str(path), [path])
+    [piece] = files.pieces()
+    assert [raw.value() for raw in files.records(piece)] == theirs.to_list() == rows

@@ -306,18 +306,22 @@ def _source_of_path(layers: _Layers) -> _Layers:
 
 
 _RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
-_OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "records")
+_OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text", ".json": "records"} | dict.fromkeys(
+    _RECORDS, "records"
+)
 
 
 def source_by_suffix(path: object, field: str = "data.path") -> str:
     """Return the ``data.source`` of what the setting ``field`` names, by the end of its name.
+
+    A folder is one of texts if all of its files end in .txt.
 
     Raises ConfigError: the end tells nothing.
     """
     # To guess text for other files would train on their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # the end of a folder's or a hub's name
-        suffix = ""
+        suffix = ".txt" if _holds_texts_alone(str(path)) else ""
     kind = _OF_SUFFIX.get(suffix)
     if kind is None:
         raise ConfigError(
@@ -328,6 +332,18 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
             "synthetic take no path",
         )
     return kind
+
+
+def _holds_texts_alone(folder: str) -> bool:
+    """Return whether ``folder`` has visible files, and all of them end in .txt."""
+    number = 0
+    for _, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in (name for name in names if not name.startswith(".")):
+            if not name.endswith(".txt"):
+                return False
+            number += 1
+    return number > 0
 
 
 def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:

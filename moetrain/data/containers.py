@@ -1,4 +1,5 @@
-"""Finds and reads files of records: lines of JSON, compressed or not, Parquet, Arrow, data sets.
+"""Finds and reads files of records: lines of JSON or an array, compressed or not, Parquet, Arrow,
+data sets.
 
 They are read in pieces, each by itself and in any order. ``pyarrow`` reads tables and ``.zst``,
 ``datasets`` opens what it saved and what a hub has. Both are of the extra ``data``; without it
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError
+from moetrain.data.json_array import TooLargeError, array_elements, is_array
 from moetrain.data.parquet_pages import group_size
 
 _TABLES = {".arrow", ".parquet"}
@@ -41,9 +43,20 @@ _COMPRESSED = {*_OPEN, ".zst"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
 _RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
 """Ends of the names of files of records that are found in a folder."""
+_JSON_FILES = (".json", *(f".json{c}" for c in sorted(_COMPRESSED)))
+"""Further ones, which are read in a folder that has none of the others."""
+_ABOUT = {
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
+"""Names of files that say something about a data set. The library ``datasets`` passes over them."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
+OBJECTS = "give one object a line, or all in one array: [{...}, {...}]"
 _RATIO = 4
 """About how many bytes of text there are in one that is compressed."""
 _MOST_BYTES = 64 << 20
@@ -73,7 +86,7 @@ class Raw(NamedTuple):
             return json.loads(self.content)
         except (ValueError, RecursionError) as error:
             said = f"not JSON: {getattr(error, 'msg', error)}: {shortened(self.content)}"
-            raise BadLineError(f"{said}; give one object a line") from None
+            raise BadLineError(f"{said}; {OBJECTS}") from None
 
 
 class FilePart(NamedTuple):
@@ -128,7 +141,7 @@ class Files:
                     for i in range(found.num_row_groups):
                         group_size = found.row_group(i).total_byte_size
                         pieces.append(FilePart(file, i, i + 1, group_size))
-            elif suffix in _TABLES | _COMPRESSED or line_bytes is None:
+            elif suffix in _TABLES | _COMPRESSED or line_bytes is None or self._is_array(file):
                 ratio = _RATIO if suffix in _COMPRESSED else 1
                 pieces.append(FilePart(file, size=ratio * size))
             else:
@@ -136,6 +149,10 @@ class Files:
                     stop = min(start + line_bytes, size)
                     pieces.append(FilePart(file, start, stop, stop - start))
         return pieces
+
+    def _is_array(self, file: Path) -> bool:
+        with self.reading(file), file.open("rb") as opened:
+            return is_array(opened)
 
     def records(self, piece: FilePart) -> Iterator[Raw]:
         """Yield the records of ``piece``; ConfigError if they cannot be read."""
@@ -156,7 +173,7 @@ class Files:
             elif suffix == ".arrow":
                 yield from _rows(piece, _arrow(piece.file))
             else:
-                yield from _lines(piece)
+                yield from _json(piece)
 
     @contextmanager
     def reading(self, file: Path) -> Iterator[None]:
@@ -252,8 +269,11 @@ def _arrow(path: Path) -> Iterator[Any]:
             yield from ipc.open_stream(source)
 
 
-def _lines(piece: FilePart) -> Iterator[Raw]:
-    """Yield the lines that begin in ``piece``; a compressed file's are all of its lines."""
+def _json(piece: FilePart) -> Iterator[Raw]:
+    """Yield the lines that begin in ``piece``, or the elements of an array that the file is.
+
+    A compressed file's lines are all of its lines.
+    """
     suffix = piece.file.suffix.lower()
     if suffix == ".zst":
         # Unlike the library zstandard, it tells a file that is cut short.
@@ -262,6 +282,9 @@ def _lines(piece: FilePart) -> Iterator[Raw]:
         opened = _OPEN.get(suffix, Path.open)(piece.file, "rb")
     with opened as file:
         at = piece.start
+        if not piece.start and is_array(file):
+            yield from _array(piece.file, file)
+            return
         if piece.start:
             file.seek(piece.start - 1)
             at += len(file.readline(piece.stop - at + 2)) - 1  # a later line is not of this piece
@@ -274,6 +297,15 @@ def _lines(piece: FilePart) -> Iterator[Raw]:
             if line.strip():
                 yield Raw(where, line.strip(), line, len(line))
             at += len(line)
+
+
+def _array(path: Path, file: Any) -> Iterator[Raw]:
+    try:
+        for number, element in enumerate(array_elements(file, _MOST_BYTES), 1):
+            where = f"{path}:{element.line}, record {number}"
+            yield Raw(where, element.text, element.text, len(element.text))
+    except TooLargeError as error:
+        raise _too_large(f"{path}:{error.line}, record {error.number}") from None
 
 
 # ---- finding files ------------------------------------------------------------------------------
@@ -292,7 +324,8 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Raises ConfigError: there is nothing there, or it cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
-    is_file = os.path.splitext(path)[1] in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
+    kinds = {".jsonl", ".json", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
+    is_file = os.path.splitext(path)[1] in kinds
     is_of_hub = _HUB_ID.fullmatch(path) and not is_file and not os.path.lexists(path)
     if not is_saved and not is_of_hub:
         return list_files(field, path, _RECORD_FILES), None
@@ -339,19 +372,28 @@ def list_files(
         return [root]
     if not stat.S_ISDIR(mode):
         raise ConfigError(field, f"{path!r} is neither a file nor a folder")
-    found = []
-    for file in _walk(field, root, skipped):
-        if takes_all and file.suffix.lower() in _TABLES:
-            _check_format(field, path, file, takes_all)
-        if file.name.endswith(suffixes) and not file.name.startswith("."):
-            if os.path.isfile(file):
-                found.append(file)
-            else:
-                logger.info("%s is no file, or a link to none; skipped", file)
+    visible = [file for file in _walk(field, root, skipped) if not file.name.startswith(".")]
+    found = [file for file in visible if file.name.endswith(suffixes)]
+    arrays = [file for file in visible if file.name.endswith(_JSON_FILES)]
+    arrays = [file for file in arrays if file.name not in _ABOUT]
+    if takes_all:
+        for file in visible:
+            if file.suffix.lower() in _TABLES:
+                _check_format(field, path, file, takes_all)
+    elif not found:
+        found = arrays
+    elif arrays:
+        said = "%s: %s of its files end in .json and are not read beside others; name them as %s"
+        logger.info(said, path, len(arrays), shortened(f"{path}/*.json"))
+    for file in (file for file in found if not os.path.isfile(file)):
+        logger.info("%s is no file, or a link to none; skipped", file)
+    found = [file for file in found if os.path.isfile(file)]
     if not found:
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
-        problem = f"holds no {ends} files; name a file, or a folder with some"
-        raise ConfigError(field, f"{path!r} {problem}")
+        remedy = "name a file, or a folder with some"
+        if any(file.suffix == ".txt" for file in visible):
+            remedy = "it holds .txt files: set data.source text, or name a file"
+        raise ConfigError(field, f"{path!r} holds no {ends} files; {remedy}")
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
+from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
 from moetrain.data.pairs import (
     KNOWN_FORMS,
     KNOWN_LABELLED,
@@ -267,7 +267,7 @@ class RecordReader:
     def form_of(self, record: Any) -> str:
         """Return the form of ``record``; BadLineError, with the nearest form: it has none."""
         if not isinstance(record, dict):
-            raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
+            raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if key not in record]
             if missing and self.reads_pairs:

@@ -1,0 +1,148 @@
+"""Records in a JSON array, and folders of texts: what json.load and ``datasets`` read of them."""
+
+import gzip
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.data import json_array
+from moetrain.data.containers import Files, find_records
+from moetrain.data.loader import build_data
+from moetrain.data.sources import Source
+from moetrain.data.tokenizer import ByteTokenizer
+
+RECORDS = [
+    {"text": 'a "quoted" [b], {c}\\'},
+    {"text": "é\u2028\n", "more": {"deep": [[1, {"x": "]}"}], []]}},
+    {"messages": [{"role": "user", "content": '\\"'}, {"role": "assistant", "content": ","}]},
+]
+WRITTEN = {
+    "one line": lambda: json.dumps(RECORDS),
+    "indented": lambda: json.dumps(RECORDS, indent=2, ensure_ascii=False),
+    "an element a line": lambda: "\n[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]\n",
+    "marked": lambda: "\ufeff" + json.dumps(RECORDS),
+    "lines": lambda: "\n".join(map(json.dumps, RECORDS)),
+    "one element": lambda: json.dumps(RECORDS[:1]),
+    "no element": lambda: "[ \n]",
+}
+
+
+def values_of(path: Path) -> list[object]:
+    files = Files("data.path", str(path), [path])
+    return [raw.value() for piece in files.pieces() for raw in files.records(piece)]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
+@pytest.mark.parametrize("case", WRITTEN)
+def test_records_of_an_array_are_those_of_json(case: str, suffix: str, tmp_path: Path):
+    content = WRITTEN[case]().encode()
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    wanted = RECORDS if case == "lines" else json.loads(content.decode("utf-8-sig"))
+    assert values_of(path) == wanted
+
+
+def drawn(d: random.Random, depth: int = 0) -> object:
+    kinds = ["text", "number", "none"] + ["list", "object"] * (depth < 3)
+    kind = d.choice(kinds)
+    if kind == "list":
+        return [drawn(d, depth + 1) for _ in range(d.randrange(3))]
+    if kind == "object":
+        return {d.choice('[]{},"\\'): drawn(d, depth + 1) for _ in range(d.randrange(3))}
+    text = "".join(d.choice('ab[]{},:"\\é\n\t ') for _ in range(d.randrange(12)))
+    return {"text": text, "number": d.uniform(-1e9, 1e9), "none": None}[kind]
+
+
+def test_elements_are_found_wherever_a_read_ends(monkeypatch):
+    for number in range(150):
+        d = random.Random(number)
+        monkeypatch.setattr(json_array, "_READ", d.choice([1, 2, 3, 7]))
+        wanted = [drawn(d) for _ in range(d.randrange(5))]
+        content = json.dumps(wanted, indent=d.choice([None, 1]), ensure_ascii=d.random() < 0.5)
+        file = io.BufferedReader(io.BytesIO(content.encode()))
+        if d.choice([True, False]) and not json_array.is_array(file):
+            raise AssertionError(content)
+        found = list(json_array.array_elements(file, 1 << 20))
+        assert [json.loads(element.text) for element in found] == wanted, content
+        at = [content.encode().count(b"\n", 0, content.encode().index(e.text)) for e in found[:1]]
+        assert [e.line - 1 for e in found[:1]] == at
+
+
+BROKEN = {
+    "no end": ('[{"text": "a"}', "cannot be read: the array has no end; it is damaged"),
+    "no end of a string": ('[{"text": "a', "cannot be read: the array has no end; it is damaged"),
+    "more behind": ('[{"text": "a"}] x', "cannot be read: something follows the array: b'x'"),
+    "two arrays": ('[{"text": "a"}]\n[{"text": "b"}]', "something follows the array"),
+    "another bracket": ('[{"text": "a"}}', "something follows the array"),
+    "no comma": ('[{"text": "a"}\n{"text": "b"}]', r"a.json:1, record 1: not JSON: Extra data"),
+    "a comma too many": ('[{"text": "a"},\n]', r"a.json:2, record 2: not JSON: Expecting value"),
+    "a number": ('[{"text": "a"},\n\n3]', r"a.json:3, record 2: not a JSON object: 3; give one"),
+    "large": ('[{"text": "a"},\n{"text": "' + "b" * 2000, r"a.json:2, record 2: the record has mo"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_arrays_are_one_line_that_says_where(case: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 1000)
+    content, problem = BROKEN[case]
+    (tmp_path / "a.json").write_text(content)
+    settings = {"path": str(tmp_path / "a.json"), "eval_fraction": 0}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={})
+    assert config.data.source == "records"
+    source = Source.of(config.data, ByteTokenizer())
+    with pytest.raises(ConfigError, match=problem):
+        list(source.documents())
+
+
+def test_an_array_is_streamed_as_lines_are(tmp_path: Path, token_cache: Path):
+    rows = [{"text": f"text number {i} " * 20} for i in range(400)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    for name in ("a.json", "b.jsonl"):
+        settings = {"path": str(tmp_path / name), "seq_len": 512, "cache_dir": str(token_cache)}
+        settings |= {"streaming": "yes", "workers": 0, "packing": "whole", "eval_fraction": 0}
+        config = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={})
+        train = build_data(config, 257).train
+        tokens = [train.row(i).tokens_S for i in range(len(train))]
+        texts = [bytes(x for x in row if x not in (0, 256)).decode() for row in tokens]
+        found.append({*texts})
+    assert found[0] == found[1] == {row["text"] for row in rows}
+
+
+FOLDERS = {
+    "arrays": ({"a.json": "[]", "b.json": "[]", "c/d.json.gz": ""}, "a.json b.json c/d.json.gz"),
+    "about them": ({"a.json": "[]", "dataset_infos.json": "{}", "config.json": "{}"}, "a.json"),
+    "lines beside": ({"a.json": "[]", "b.jsonl": ""}, "b.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_files_of_arrays_in_a_folder_that_has_no_others(case: str, tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    files, wanted = FOLDERS[case]
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found, _ = find_records("data.path", str(tmp_path), "train", None)
+    assert [file.relative_to(tmp_path).as_posix() for file in found] == wanted.split()
+    skipped = "1 of its files end in .json and are not read" in caplog.text
+    assert skipped == (case == "lines beside")
+
+
+def source_of(path: Path) -> str:
+    return Config.load({"model": {"preset": "debug"}, "data": {"path": str(path)}}).data.source
+
+
+def test_a_folder_of_txt_files_is_text(tmp_path: Path):
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    (tmp_path / "texts" / "more" / "a.txt").write_text("a")
+    (tmp_path / "texts" / ".hidden").write_text("a")
+    assert source_of(tmp_path / "texts") == "text"
+    (tmp_path / "texts" / "b.jsonl").write_text('{"text": "b"}')
+    assert source_of(tmp_path / "texts") == "records"
+    assert source_of(tmp_path / "nothing") == "records"  # as a hub's name has no end
