@@ -127,6 +127,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
     _Need("data.mix data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
+    _Need("data.bad_records data.overlong", {"data.source": _RECORDS}),
+    _Need("data.overlong", {"data.packing": {"auto", "whole"}}),
     _Need("data.text_field", {"data.format": {"auto", "text"}}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one

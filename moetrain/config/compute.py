@@ -168,8 +168,9 @@ class MoeSection(Section):
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss; unset: router_aux_loss_coef of the preset, or of config.json
-    if output_router_logits is true there, else 0. With adapters and in reinforcement learning 0."""
+    """Weight of the load-balancing loss; unset: router_aux_loss_coef of the preset, or of
+    config.json if output_router_logits is true there, else 0. With adapters and in reinforcement
+    learning 0."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
     """How that loss treats layers. each: a mean of every layer's own; pooled: all layers together,
     as in Hugging Face's models, so that a single one may stay uneven; auto: each for random

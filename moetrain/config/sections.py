@@ -203,9 +203,16 @@ class DataSection(Section):
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: uncut, with padding; a conversation longer than a row loses
-    its end, and a longer text is cut into parts. stream: documents follow one another and are cut
-    at the end of each row. auto: whole for conversations, else stream."""
+    """How documents fill rows. whole: uncut, with padding; a text longer than a row is cut into
+    parts, and for conversations data.overlong decides. stream: documents follow one another and are
+    cut at the end of each row. auto: whole for conversations, else stream."""
+    overlong: Literal["cut", "drop", "error"] = "cut"
+    """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
+    error: they end the run. The log says how many. Preference pairs are left out, or end it."""
+    bad_records: Literal["error", "skip"] = "error"
+    """Records that are not JSON, of no known form, or that the chat template refuses. error: the
+    first one ends the run; skip: they are left out, and the log has their number and the first
+    ones."""
     streaming: Literal["auto", "yes", "no"] = "auto"
     """Whether training begins while later blocks of the data are tokenised. The number of rows in a
     pass over a stream is estimated from its first block. auto: for files over 64 MiB, of which no
@@ -224,6 +231,11 @@ class DataSection(Section):
             return json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether bad records are left out."""
+        return self.bad_records == "skip"
 
     def check(self) -> None:
         """Raise ConfigError unless the source has what it reads."""

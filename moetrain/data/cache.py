@@ -46,7 +46,7 @@ from rich.progress import Progress
 from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.config.locks import file_lock
-from moetrain.data.sources import Document, HashRange, Source
+from moetrain.data.sources import Document, HashRange, Skipped, Source
 from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -86,6 +86,8 @@ class TokenCache(NamedTuple):
     labels: np.ndarray | None = None
     """[num_documents] int8: whether an answer is wanted (KTO), 1 or 0, -1 without a label; None:
     there are no labels."""
+    skipped: Skipped = Skipped()
+    """Records that were left out as bad."""
 
     @property
     def num_documents(self) -> int:
@@ -101,7 +103,8 @@ class TokenCache(NamedTuple):
         identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         folder = cache_dir / key
-        _build(source.documents(), tokenizer, folder, source.total_bytes)
+        skipped = Skipped()
+        _build(source.documents(skipped), tokenizer, folder, source.total_bytes, skipped)
         return cls.opened(folder)
 
     @classmethod
@@ -132,6 +135,7 @@ class TokenCache(NamedTuple):
                 mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
                 str(meta["content"]),
                 mapped("labels.bin", "int8", num_documents) if has_labels else None,
+                Skipped(**meta.get("skipped", {})),
             )
         except (OSError, ValueError, TypeError, LookupError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -162,6 +166,7 @@ class Blocks:
         self._groups = list(_grouped(shuffled, lambda part: part.size, _BLOCK_BYTES)) or [[]]
         self.num_bytes = sum(part.size for part in parts)
         self._source, self._share, self._tokenizer = source, share, tokenizer
+        self._warned: set[str] = set()
         names = [[part.file.name, *part[1:]] for part in parts]
         self.identity = ["blocks", _FORMAT, tokenizer.fingerprint, share, names]
         self.identity += source.identity()[2:]  # without the files' places
@@ -211,9 +216,13 @@ class Blocks:
                 disk = shutil.disk_usage(self._folder)
 
     def _made(self, found: list[Any], name: str) -> TokenCache:
-        documents, folder = self._source.documents_of(found), self._folder / name
-        _build(documents, self._tokenizer, folder)
-        return TokenCache.opened(folder)
+        folder = self._folder / name
+        _build_block(self._source, found, self._tokenizer, folder)
+        made = TokenCache.opened(folder)
+        if name not in self._warned:  # a block is opened again, in the next pass at the latest
+            self._warned.add(name)
+            made.skipped.warn(self._source.path)
+        return made
 
     def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
         """Yield the place, the name and the records of each block, without end."""
@@ -267,7 +276,12 @@ def _begin_worker(given: Path) -> None:
 
 def _work(found: list[Any], folder: Path) -> None:
     source, tokenizer = _worker
-    _build(source.documents_of(found), tokenizer, folder)
+    _build_block(source, found, tokenizer, folder)
+
+
+def _build_block(source: Source, found: list[Any], tokenizer: Tokenizer, folder: Path) -> None:
+    skipped = Skipped()
+    _build(source.documents_of(found, skipped), tokenizer, folder, skipped=skipped)
 
 
 def _checksum(file: Path) -> int:
@@ -280,10 +294,13 @@ def _build(
     tokenizer: Tokenizer,
     folder: Path,
     total: Callable[[], int] | None = None,
+    skipped: Skipped | None = None,
 ) -> None:
     """Write a cache, unless it is there; if another process writes it, wait for that.
 
-    ``total`` counts the bytes of all documents, for the progress bar; None: there is none.
+    Args:
+        total: counts the bytes of all documents, for the progress bar; None: there is none.
+        skipped: what ``documents`` leaves out, once all are read.
     """
     if os.path.isdir(folder):  # not if its name is too long to ask
         return
@@ -301,6 +318,9 @@ def _build(
                 return
             task = progress.add_task("Tokenising", total=total and total())
             meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
+            if skipped is not None and skipped.count:
+                meta["skipped"] = {"count": skipped.count, "first": skipped.first}
+                (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
         if os.path.isdir(folder):

@@ -29,7 +29,7 @@ from moetrain.config.sections import MixEntry
 from moetrain.data import packing
 from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, Shuffled
-from moetrain.data.sources import HashRange, RecordReader, Source
+from moetrain.data.sources import HashRange, RecordReader, Skipped, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -155,7 +155,12 @@ def _tokenised(
         held_out = read(source.only(HashRange(high=data.eval_fraction)))
     else:
         train, held_out = read(source), None if other is None else read(other)
-    has_chats = any(cache and cache.masked is not None for cache in (train, held_out))
+    both = [cache for cache in (train, held_out) if cache is not None]
+    has_chats = any(cache.masked is not None for cache in both)
+    skipped = Skipped()
+    for cache in both:
+        skipped.add(cache.skipped)
+    skipped.warn(source.path)
     if held_out is None:
         return _all_rows(train, source, data), None, has_chats
     if other is not None:
@@ -191,7 +196,9 @@ def _streamed(
         rest, share, held_out = source, HashRange(low=border), HashRange(high=border)
     blocks = Blocks(source, share, tokenizer, cache_dir, data.workers)
     first, _ = blocks.first()
-    _all_rows(first, source, data)
+    rows = _all_rows(first, source, data)
+    if isinstance(rows, packing.WholeDataset):
+        logger.info("the first block: %s", rows.describe())
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = packing.Streamed(blocks, partial(_rows, data=fixed), seed)
     size = f"a pass has about {len(train):,} rows (data.streaming no: all at once)"
@@ -216,9 +223,20 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
     if data.packing in RecordReader.PAIRED:
         for_kto = data.packing == "answers"
-        return packing.PairDataset(cache, data.seq_len, for_kto, first, stop)
-    packed = packing.WholeDataset if _is_whole(cache, data) else packing.StreamDataset
-    return packed(cache, data.seq_len, first, stop)
+        rows = packing.PairDataset(cache, data.seq_len, for_kto, first, stop)
+    elif _is_whole(cache, data):
+        drops = data.overlong == "drop"
+        rows = packing.WholeDataset(cache, data.seq_len, first, stop, drops_overlong=drops)
+    else:
+        return packing.StreamDataset(cache, data.seq_len, first, stop)
+    if data.overlong == "error" and (number := len(rows.overlong_lengths)):
+        longest = int(rows.overlong_lengths.max())
+        problem = (
+            f"{number:,} are longer than data.seq_len {data.seq_len}, the longest has {longest}"
+        )
+        remedy = f"raise data.seq_len to {longest}, or set data.overlong drop"
+        raise ConfigError("data.overlong", f"'error', and {problem} tokens; {remedy}")
+    return rows
 
 
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
@@ -238,6 +256,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     if data.packing in RecordReader.PAIRED:
         total = len(packing.preference_starts(cache)) - 1
         what = "pairs" if cache.labels is None else "pairs and answers"
+    if total == 0:
+        _all_rows(cache, source, data)  # which says why there are no rows
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         sides = _rows(cache, data, 0, border), _rows(cache, data, border)
@@ -246,18 +266,24 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
             moved = f"held out are the last {total - border} of all {total} {what} instead"
             logger.info("data.eval_fraction %s: %s", problem, moved)
             return sides
+    remedy = "add data, name some in data.eval_path, or set it to 0"
+    if is_stream and len(cache.tokens) > 3:
+        remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
+    elif total > 1:  # all that one side can learn lies behind a row's end
+        longest = int(np.diff(cache.documents).max())
+        remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
         "data.eval_fraction",
         f"{data.eval_fraction}: of the {total} {what} of {source.field} none can be held out that "
-        f"leaves both sides something to learn; {'lower' if is_stream else 'raise'} data.seq_len "
-        f"{data.seq_len}, add data, name some in data.eval_path, or set it to 0",
+        f"leaves both sides something to learn; {remedy}",
     )
 
 
 def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     """Return ``cache``; ConfigError if there is no text, or no token of it has loss."""
     if cache.num_documents == 0:
-        raise ConfigError(source.field, f"{source.path!r} holds no text")
+        why = f"; the first bad record: {cache.skipped.first[0]}" if cache.skipped.count else ""
+        raise ConfigError(source.field, f"{source.path!r} holds no text{why}")
     if cache.targets.any():
         return cache
     if cache.masked is None:

@@ -289,16 +289,24 @@ class WholeDataset:
         row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
 
     A conversation longer than a row keeps its beginning: every answer that stays has all that it
-    answers. A longer document in which nothing is masked is a text, and is cut into parts.
-    Documents with nothing to learn are left out, so every row has a target.
+    answers; or it is left out (``drops_overlong``). A longer document in which nothing is masked is
+    a text, and is cut into parts. Documents with nothing to learn are left out, so every row has a
+    target.
     """
 
     def __init__(
-        self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        first: int = 0,
+        stop: int | None = None,
+        *,
+        drops_overlong: bool = False,
     ) -> None:
         """Pack documents ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
         stop = cache.num_documents if stop is None else stop
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
+        self.identity += ["drop"] * drops_overlong
         self._cache = cache
         self._seq_len = seq_len
         starts_D = cache.documents[first:stop].astype(np.int64)
@@ -308,7 +316,12 @@ class WholeDataset:
         is_long_D = lengths_D > seq_len + 1
         is_text_D = targets_D == lengths_D - 1
         kept_D = targets_D.copy()
-        for d in np.flatnonzero(is_long_D & ~is_text_D):
+        is_overlong_D = is_long_D & ~is_text_D
+        self.overlong_lengths = lengths_D[is_overlong_D]
+        self._dropped = int(is_overlong_D.sum()) if drops_overlong else 0
+        if drops_overlong:
+            targets_D[is_overlong_D] = kept_D[is_overlong_D] = 0
+        for d in np.flatnonzero(is_overlong_D & (kept_D > 0)):
             assert cache.masked is not None  # else every document is a text
             start = starts_D[d] + 1
             kept_D[d] = seq_len - int(cache.masked[start : start + seq_len].sum())
@@ -351,7 +364,9 @@ class WholeDataset:
             lost = int((targets_D - kept_D).sum()) / int(targets_D[was_cut_D].sum())
             text += f"; {int(was_cut_D.sum()):,} longer than a row were cut, {lost:.1%} of their "
             text += "trained tokens lost"
-        if num_left_out := int((kept_D == 0).sum()):
+        if self._dropped:
+            text += f"; {self._dropped:,} longer than a row were left out"
+        if num_left_out := int((kept_D == 0).sum()) - self._dropped:
             text += f"; {num_left_out:,} with nothing to learn in a row's length left out"
         return text
 
@@ -398,6 +413,7 @@ class PairDataset:
             others_P = np.roll(answers_D[begins_P], -1)
             self.needed_P = self.needed_P + prompts_D[begins_P] + others_P
         fewest_P = np.minimum.reduceat(cache.targets[: starts[stop]], begins_P)
+        self.overlong_lengths = self.needed_P[self.needed_P > seq_len]
         self.pairs = first + np.flatnonzero((fewest_P > 0) & (self.needed_P <= seq_len))
         self.reference_PS = np.zeros((len(self.pairs), seq_len), np.float32)
 

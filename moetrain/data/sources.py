@@ -20,7 +20,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
@@ -79,7 +79,36 @@ class HashRange(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
+@dataclass
+class Skipped:
+    """The records that ``data.bad_records skip`` leaves out: how many, and the first ones."""
+
+    MOST_NAMED: ClassVar = 3
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    """File, line and problem of each."""
+
+    def add(self, other: "Skipped") -> None:
+        """Count ``other``'s records too."""
+        self.count += other.count
+        self.first = [*self.first, *other.first][: self.MOST_NAMED]
+
+    def warn(self, path: str) -> None:
+        """Name the records of ``path`` in the log, if there are any."""
+        if self.count:
+            said = "; ".join(self.first)
+            logger.warning("%s: %s bad records were left out: %s", path, f"{self.count:,}", said)
+
+
 _EVERYTHING = HashRange()
+
+
+class _BadRecord(ConfigError):
+    """A record that cannot be used, with its file and line."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -140,9 +169,10 @@ class Source(Files):
         every = (raw for piece in self.pieces() for raw in self.records(piece))
         return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+        """Yield all documents; ``skipped`` counts bad records as :meth:`documents_of` does."""
         texts = (text for part in self.pieces() for text in self.read(part, self.share))
-        yield from self.documents_of(texts if self.reader is None else self._raws())
+        yield from self.documents_of(texts if self.reader is None else self._raws(), skipped)
 
     def file_parts(self, share: HashRange) -> list[FilePart]:
         """List the parts of the files that a stream reads in any order.
@@ -168,29 +198,51 @@ class Source(Files):
                 text = _lines_from(part)
                 yield Document(text, num_bytes=len(text))
 
-    def documents_of(self, found: Iterable[Raw | Document]) -> Iterator[Document]:
-        """Yield the documents of what :meth:`read` yields."""
+    def documents_of(
+        self, found: Iterable[Raw | Document], skipped: Skipped | None = None
+    ) -> Iterator[Document]:
+        """Yield the documents of what :meth:`read` yields.
+
+        A bad record raises ConfigError, or with ``data.bad_records skip`` is added to ``skipped``.
+        """
         for each in found:
             if isinstance(each, Document):
                 yield each
                 continue
             num_bytes = each.num_bytes
-            for document in self._told(each, RecordReader.documents):
+            try:
+                documents = self._told(each, RecordReader.documents)
+            except _BadRecord as error:
+                assert self.reader is not None
+                if not self.reader.skips_bad:
+                    raise
+                if skipped is not None:
+                    skipped.add(Skipped(1, [error.problem]))
+                continue
+            for document in documents:
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
 
     def _told(self, raw: Raw, read: "Callable[[RecordReader, Any], _T]") -> _T:
-        """Return what ``read`` makes of a record; ConfigError says where it is, if it is bad."""
+        """Return what ``read`` makes of a record; _BadRecord says where it is, if it is bad."""
         assert self.reader is not None
         try:
             return read(self.reader, raw.value())
         except BadLineError as error:
-            raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
+            raise _BadRecord(error.field or self.field, f"{raw.where}: {error}") from None
+
+    def _form_of(self, raw: Raw) -> str:
+        try:
+            return self._told(raw, RecordReader.form_of)
+        except _BadRecord:
+            if self.reader is None or not self.reader.skips_bad:
+                raise
+            return "bad"
 
     def describe(self) -> str:
         """Say in a line which forms the first records have."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()
-        forms = Counter(self._told(raw, RecordReader.form_of) for raw in first)
+        forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
@@ -220,12 +272,15 @@ class RecordReader:
     one alone."""
     reads_labels: bool = False
     """Whether single answers with a label are read beside pairs, and nothing else."""
+    skips_bad: bool = False
+    """Whether bad records are left out."""
 
     @classmethod
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template)
-        reader = cls(template, data.format, data.text_field, data.train_on)
+        own = template, data.format, data.text_field, data.train_on
+        reader = cls(*own, skips_bad=data.skips_bad)
         if data.packing not in cls.PAIRED:
             return reader
         if data.packing == "answers":
@@ -242,7 +297,7 @@ class RecordReader:
         """Return what decides the documents of a record, as JSON."""
         found = [self.form, self.text_field, self.train_on, self.template.identity()]
         reads = ["pairs"] * self.reads_pairs + ["labels"] * self.reads_labels
-        return [*found, *reads]
+        return [*found, *["skip"] * self.skips_bad, *reads]
 
     def documents(self, record: Any) -> list[Document]:
         """Return the documents of ``record``; none if its text is blank.
