@@ -194,7 +194,7 @@ VALUES = [
     (
         "--model.path x --data.path chats.csv",
         "data.source",
-        "not set, and data.path 'chats.csv' ends in none of .* set text",
+        "not set, and data.path 'chats.csv' is a table .* convert it .* set text",
     ),
     ("--model.path x --data.path a.md", "data.source", "not set, and data.path 'a.md' ends"),
     ("--output_dir=", "output_dir", "is empty"),

@@ -305,6 +305,7 @@ def _source_of_path(layers: _Layers) -> _Layers:
     return {"end of data.path": {"data.source": source_by_suffix(path)}}
 
 
+_TABLES_OF_TEXT = {".csv", ".tsv"}
 _RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
 _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text", ".json": "records"} | dict.fromkeys(
     _RECORDS, "records"
@@ -323,6 +324,10 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # the end of a folder's or a hub's name
         suffix = ".txt" if _holds_texts_alone(str(path)) else ""
     kind = _OF_SUFFIX.get(suffix)
+    if suffix in _TABLES_OF_TEXT:
+        problem = f"not set, and {field} {shortened(path)} is a table that is not read as records"
+        remedy = "convert it to .jsonl or .parquet, or set text to learn the file as it is"
+        raise ConfigError("data.source", f"{problem}; {remedy}")
     if kind is None:
         raise ConfigError(
             "data.source",

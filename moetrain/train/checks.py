@@ -20,6 +20,7 @@ from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
 from moetrain.models.families.qk_clip import QKClip
+from moetrain.models.hf.load import stretched_by
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.world import check_layout
@@ -70,11 +71,14 @@ def check_model(config: Config, arch: Architecture) -> Config:
     longest = config.model.max_positions or arch.reach
     if config.data.seq_len > longest:
         name = "preset" if config.model.path is None else "path"
-        remedy = "model.max_positions" + " with model.rope yarn" * arch.has_rotary
+        kind = stretched_by(arch)
+        remedy = f", or raise model.max_positions with model.rope {kind}" if kind else ""
+        if not arch.has_rotary:
+            remedy = ", or raise model.max_positions"
         raise ConfigError(
             "data.seq_len",
             f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
-            f"of model.{name} {getattr(config.model, name)!r}; lower it, or raise {remedy}",
+            f"of model.{name} {getattr(config.model, name)!r}; lower it{remedy}",
         )
     return config
 

@@ -267,9 +267,11 @@ def resolve_architecture(
     if section.rope is None:
         if wanted > arch.reach and arch.has_rotary:
             problem = f"{wanted} is more than the {arch.reach} positions that the model is made for"
-            raise ConfigError("model.max_positions", f"{problem}; lower it, or set model.rope yarn")
+            kind = stretched_by(arch)
+            remedy = f"lower it, or set model.rope {kind}" if kind else "lower it"
+            raise ConfigError("model.max_positions", f"{problem}; {remedy}")
         return arch.model_copy(update={"max_positions": wanted})
-    if any(arch.rotation(i).scaling != rope for i in range(arch.num_layers)):
+    if _differ_in_angles(arch):
         problem = f"{section.rope!r}, but layers of a {arch.family} differ in their angles"
         raise ConfigError("model.rope", f"{problem}; unset it")
     if rope.kind not in ("default", section.rope) or wanted <= original:
@@ -280,6 +282,18 @@ def resolve_architecture(
         how["original_max_positions"] = original
     scaled = RopeScaling.model_validate({**rope.model_dump(), **how})
     return arch.model_copy(update={"max_positions": wanted, "rope": scaled})
+
+
+def _differ_in_angles(arch: Architecture) -> bool:
+    return any(arch.rotation(i).scaling != arch.rope for i in range(arch.num_layers))
+
+
+def stretched_by(arch: Architecture) -> str | None:
+    """Return the ``model.rope`` that takes ``arch`` to longer rows; None: it takes none."""
+    if not arch.has_rotary or _differ_in_angles(arch):
+        return None
+    kinds = {"default": "yarn", "yarn": "yarn", "linear": "linear"}
+    return kinds.get(arch.rope.kind)
 
 
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:

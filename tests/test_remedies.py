@@ -1,0 +1,469 @@
+"""Each remedy that an error offers is applied here, and then the settings are taken.
+
+A row of the table has files, settings that are refused, what the error says, and for each remedy in
+it the settings or files that do as it says.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.config.sources import leaves
+from moetrain.data.loader import build_data
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.rl.envs.shipped import open_environment
+from moetrain.train.setup import prepare
+
+ROOT = Path(__file__).parent.parent
+UNSET = object()
+"""Leaves a setting out."""
+
+
+class Row(NamedTuple):
+    """Settings that are refused, and what to do about it."""
+
+    files: dict[str, str]
+    settings: dict[str, Any]
+    says: str
+    remedies: list[dict[str, Any]]
+    """Settings, and under ``files`` those that are written anew; None removes one."""
+
+
+def chat(*said: str) -> str:
+    roles = ["user", "assistant"] * len(said)
+    turns = [{"role": r, "content": s} for r, s in zip(roles, said, strict=False)]
+    return json.dumps({"messages": turns}) + "\n"
+
+
+TEXT = "some words of text. " * 40
+CHATS = "".join(chat(f"{i}?", f"{i}!") for i in range(9))
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+
+
+def model(**config: Any) -> dict[str, str]:
+    """A folder of a model that is complete but for its weights."""
+    files = {f"model/{name}": str(text) for name, text in ByteTokenizer().export().files.items()}
+    return files | {"model/config.json": json.dumps(CONFIG | config)}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 16
+BYTES = {"model.path": "model", "data.seq_len": 32, "data.tokenizer": UNSET, "data.path": "a.txt"}
+OF_TEXT = {"data.path": "a.txt"}
+OF_CHATS = {"data.path": "a.jsonl"}
+RL = {"rl.env": "jsonl", "rl.prompts": "p.jsonl", "rl.reward": "exact"}
+
+ROWS = {
+    # ---- the model and its tokenizer
+    "vocabulary of a preset": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "model.vocab_size": 60},
+        "data.tokenizer: 'byte' has 257 tokens, more than the model's vocabulary of 60; use the "
+        "model's own, or for a model.preset set model.vocab_size 257",
+        [{"model.vocab_size": 257}],
+    ),
+    "vocabulary of a checkpoint": Row(
+        {"a.txt": TEXT, **model(), "b/tokenizer.json": "", "b/tokenizer_config.json": ""},
+        {**BYTES, "data.tokenizer": "b"},
+        "data.tokenizer: 'b' has 301 tokens, more than the model's vocabulary of 257; use the "
+        "model's own",
+        [{"data.tokenizer": UNSET}, {"data.tokenizer": "model"}],
+    ),
+    "no end of text": Row(
+        {"a.txt": TEXT, "t/tokenizer.json": "no eos"},
+        {**OF_TEXT, "data.tokenizer": "t"},
+        "t/tokenizer.json has no known end-of-text token; name one as eos_token in a "
+        "tokenizer_config.json beside it",
+        [{"files": {"t/tokenizer_config.json": '{"eos_token": "a"}'}}],
+    ),
+    "no tokenizer": Row(
+        {"a.txt": TEXT, **{k: v for k, v in model().items() if k.endswith("/config.json")}},
+        BYTES,
+        "data.tokenizer: not set, and model.path 'model' holds no tokenizer.json; name the tok",
+        [{"data.tokenizer": "byte"}],
+    ),
+    "rows beyond a model": Row(
+        {"a.txt": TEXT, **model()},
+        {**BYTES, "data.seq_len": 96},
+        "data.seq_len: 96 is more than the 64 positions .*; lower it, or raise "
+        "model.max_positions with model.rope yarn",
+        [{"data.seq_len": 64}, {"model.max_positions": 96, "model.rope": "yarn"}],
+    ),
+    "rows beyond a stretched model": Row(
+        {"a.txt": TEXT, **model(rope_scaling={"rope_type": "linear", "factor": 2.0})},
+        {**BYTES, "data.seq_len": 200},
+        "data.seq_len: 200 is more than the .* positions .*; lower it, or raise "
+        "model.max_positions with model.rope linear",
+        [{"data.seq_len": 64}, {"model.max_positions": 200, "model.rope": "linear"}],
+    ),
+    "rows beyond a model that cannot be stretched": Row(
+        {"a.txt": TEXT, **model(rope_scaling=LLAMA3)},
+        {**BYTES, "data.seq_len": 200},
+        "data.seq_len: 200 is more than the .* positions .*; lower it$",
+        [{"data.seq_len": 64}],
+    ),
+    "positions beyond a model": Row(
+        {"a.txt": TEXT, **model()},
+        {**BYTES, "model.max_positions": 96, "data.seq_len": 64},
+        "model.max_positions: 96 is more than the 64 positions that the model is made for; lower "
+        "it, or set model.rope yarn",
+        [{"model.max_positions": 64}, {"model.rope": "yarn"}],
+    ),
+    "positions of layers that differ": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "model.preset": "gemma-4-31b", "model.max_positions": 10**6},
+        "model.max_positions: 1000000 is more than the .*; lower it$",
+        [{"model.max_positions": 4096, "data.tokenizer": "byte"}],
+    ),
+    "a size that no layer has": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "model.preset": "qwen3-0.6b", "model.num_experts": 8},
+        "model.num_experts: 8, but preset 'qwen3-0.6b' has no layer that uses it; unset it",
+        [{"model.num_experts": UNSET}],
+    ),
+    # ---- settings that contradict each other
+    "rows of a step": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "train.global_batch_size": 12, "train.micro_batch_size": 8},
+        "train.global_batch_size: 12 is not a multiple of train.micro_batch_size 8; set "
+        "train.global_batch_size 16 or train.micro_batch_size 4",
+        [{"train.global_batch_size": 16}, {"train.micro_batch_size": 4}],
+    ),
+    "steps and epochs": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "train.steps": 3, "train.epochs": 1},
+        "train.epochs: 1.0 .* contradicts train.steps 3 .*; set one of them",
+        [{"train.steps": UNSET}, {"train.epochs": UNSET}],
+    ),
+    "kept checkpoints": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "checkpoint.interval": 4, "checkpoint.keep_every": 6},
+        "checkpoint.keep_every: 6 is no multiple of checkpoint.interval 4: .*; make it one",
+        [{"checkpoint.keep_every": 8}],
+    ),
+    "profiled steps": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "log.profile": 8, "train.steps": 8},
+        "log.profile: 8, but the run has 8 steps, and 13 are needed: .*; lower it, or train longer",
+        [{"log.profile": 3}, {"train.steps": 13}],
+    ),
+    "a need": Row(
+        {"a.jsonl": CHATS},
+        {**OF_CHATS, "data.workers": 2, "data.streaming": "no"},
+        "data.workers: 2 contradicts data.streaming 'no'; unset one",
+        [{"data.workers": UNSET}, {"data.streaming": UNSET}],
+    ),
+    "an empty value": Row(
+        {"a.txt": TEXT},
+        {**OF_TEXT, "data.cache_dir": ""},
+        "data.cache_dir: '': is empty; leave it out",
+        [{"data.cache_dir": UNSET}],
+    ),
+    # ---- where data lies
+    "an unknown end": Row(
+        {"a.md": TEXT, "a.ndjson": CHATS},
+        {"data.path": "a.md"},
+        r"data.source: not set, and data.path 'a.md' ends in none of .*; set text \(.*\) or rec",
+        [{"data.source": "text"}, {"data.source": "records", "data.path": "a.ndjson"}],
+    ),
+    "a table of text": Row(
+        {"a.csv": "text\n" + TEXT, "a.jsonl": CHATS},
+        {"data.path": "a.csv"},
+        "data.source: not set, and data.path 'a.csv' is a table that is not read as records; "
+        "convert it to .jsonl or .parquet, or set text to learn the file as it is",
+        [{"data.path": "a.jsonl"}, {"data.source": "text"}],
+    ),
+    "a compressed text": Row(
+        {"a.gz": "", "a": TEXT},
+        {"data.path": "a.gz", "data.source": "text"},
+        "data.path: 'a.gz' cannot be read: it is no text but .gz; unpack it",
+        [{"data.path": "a"}],
+    ),
+    "a folder of texts and others": Row(
+        {"d/a.txt": TEXT, "d/README.md": "about"},
+        {"data.path": "d"},
+        "data.path: 'd' holds no .jsonl files, .*; it holds .txt files: set data.source text, or "
+        "name a file",
+        [{"data.source": "text"}, {"data.path": "d/a.txt"}],
+    ),
+    "an empty folder": Row(
+        {"d/a.png": "", "e/a.jsonl": CHATS},
+        {"data.path": "d", "data.source": "records"},
+        "data.path: 'd' holds no .jsonl files, .*; name a file, or a folder with some",
+        [{"data.path": "e/a.jsonl"}, {"data.path": "e"}],
+    ),
+    "what is trained on is evaluated": Row(
+        {"a.txt": TEXT, "b.txt": TEXT},
+        {**OF_TEXT, "data.eval_path": "a.txt"},
+        "data.eval_path: 'a.txt' is data.path itself: .*; name other data, or leave it out",
+        [{"data.eval_path": "b.txt"}, {"data.eval_path": UNSET}],
+    ),
+    "an output within the data": Row(
+        {"d/a.txt": TEXT},
+        {"data.path": "d", "output_dir": "d/out"},
+        "output_dir: 'd/out' lies in data.path 'd': .*; choose one outside",
+        [{"output_dir": "out"}],
+    ),
+    "sources of one name": Row(
+        {"a/x.jsonl": CHATS, "b/x.jsonl": CHATS},
+        {"data.mix": '[{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]'},
+        "data.mix: two entries have one name; give each a name of its own",
+        [{"data.mix": '[{"path": "a/x.jsonl", "name": "a"}, {"path": "b/x.jsonl", "name": "b"}]'}],
+    ),
+    "a weight of one": Row(
+        {"a.jsonl": CHATS, "b.jsonl": CHATS},
+        {"data.mix": '[{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}]'},
+        "data.mix: some entries have a weight; give all one, or none",
+        [
+            {"data.mix": '[{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl", "weight": 2}]'},
+            {"data.mix": '[{"path": "a.jsonl"}, {"path": "b.jsonl"}]'},
+        ],
+    ),
+    # ---- records
+    "objects over several lines": Row(
+        {"a.json": '{\n"text": "a"}\n'},
+        {"data.path": "a.json"},
+        "a.json:1: not JSON: .*; give one object a line, or all in one array: ",
+        [
+            {"files": {"a.json": CHATS}},
+            {"files": {"a.json": f"[{CHATS.strip()}]".replace("\n", ",")}},
+        ],
+    ),
+    "no object": Row(
+        {"a.jsonl": '"a"\n'},
+        OF_CHATS,
+        "a.jsonl:1: not a JSON object: 'a'; give one object a line, or all in one array: ",
+        [
+            {"files": {"a.jsonl": CHATS}},
+            {"files": {"a.jsonl": f"[\n{chat('a', 'b')},\n{chat('c', 'd')}]"}},
+        ],
+    ),
+    "a record of no known form": Row(
+        {"a.jsonl": '{"body": "some text"}\n' * 60},
+        OF_CHATS,
+        "a.jsonl:1: no 'text' and no 'messages': .*: fill or rename its fields, or name the field "
+        "of a text in data.text_field",
+        [{"files": {"a.jsonl": '{"text": "some text"}\n' * 60}}, {"data.text_field": "body"}],
+    ),
+    "a text that is none": Row(
+        {"a.jsonl": '{"text": 3, "body": "some text"}\n' * 60},
+        OF_CHATS,
+        "'text' is not text: 3; write texts there, or name another data.text_field",
+        [{"files": {"a.jsonl": '{"text": "some text"}\n' * 60}}, {"data.text_field": "body"}],
+    ),
+    "tools that are no list": Row(
+        {"a.jsonl": CHATS[:-2] + ', "tools": 3}\n'},
+        OF_CHATS,
+        "a.jsonl:9: `tools` is not a list of objects: 3; give such a list, as JSON or in JSON's",
+        [
+            {"files": {"a.jsonl": CHATS[:-2] + ', "tools": []}\n'}},
+            {"files": {"a.jsonl": CHATS[:-2] + ', "tools": "[]"}\n'}},
+        ],
+    ),
+    "a template that learns nothing": Row(
+        {"a.jsonl": CHATS, "t.jinja": "{{ messages[0].content }}", "u.jinja": ""},
+        {**OF_CHATS, "data.chat_template": "t.jinja"},
+        "chat_template.*; give another",
+        [{"data.chat_template": UNSET}],
+    ),
+    "chats longer than a row": Row(
+        {"a.jsonl": CHATS + chat("a", "b" * 300)},
+        {**OF_CHATS, "data.seq_len": 128, "data.overlong": "error", "data.eval_fraction": 0},
+        r"data.overlong: 'error', and 1 are longer than data.seq_len 128, the longest has 362 "
+        "tokens; raise data.seq_len to 362, or set data.overlong drop",
+        [{"data.seq_len": 362}, {"data.overlong": "drop"}, {"data.overlong": "cut"}],
+    ),
+    # ---- rows
+    "no row of text": Row(
+        {"a.txt": "tiny"},
+        {**OF_TEXT, "data.eval_fraction": 0},
+        "data.seq_len: 128: the 5 tokens of data.path make no row .*; lower it or add text",
+        [{"data.seq_len": 5}, {"files": {"a.txt": TEXT}}],
+    ),
+    "no row of text, and something is held out": Row(
+        {"a.txt": "tiny"},
+        OF_TEXT,
+        "data.seq_len: 128: the 5 tokens of data.path make no row .*; lower it or add text",
+        [{"data.seq_len": 2}, {"files": {"a.txt": TEXT}}],
+    ),
+    "one row of text": Row(
+        {"a.txt": TEXT[:40], "b.txt": TEXT},
+        {**OF_TEXT, "data.seq_len": 32},
+        "data.eval_fraction: 0.02: of the 1 rows .*; lower data.seq_len to 20, add data, name some "
+        "in data.eval_path, or set it to 0",
+        [
+            {"data.seq_len": 20},
+            {"files": {"a.txt": TEXT}},
+            {"data.eval_path": "b.txt"},
+            {"data.eval_fraction": 0},
+        ],
+    ),
+    "one chat": Row(
+        {"a.jsonl": chat("a", "b"), "b.jsonl": CHATS},
+        {**OF_CHATS, "data.seq_len": 128},
+        "data.eval_fraction: 0.02: of the 1 documents .* to learn; add data, name some in "
+        "data.eval_path, or set it to 0",
+        [
+            {"files": {"a.jsonl": CHATS}},
+            {"data.eval_path": "b.jsonl"},
+            {"data.eval_fraction": 0},
+        ],
+    ),
+    "chats whose answers lie behind the row": Row(
+        {"a.jsonl": chat("a", "b") + chat("a" * 200, "b")},
+        {**OF_CHATS, "data.seq_len": 128},
+        "data.eval_fraction: 0.02: of the 2 documents .* to learn; raise data.seq_len to 262, add",
+        [{"data.seq_len": 262}, {"data.eval_fraction": 0}],
+    ),
+    "no answer within a row": Row(
+        {"a.jsonl": chat("a" * 200, "b") * 3},
+        {**OF_CHATS, "data.seq_len": 128, "data.eval_fraction": 0},
+        "data.seq_len: 128: the .* tokens of data.path make no row of so many to learn; raise it",
+        [{"data.seq_len": 300}],
+    ),
+    # ---- reinforcement learning
+    "tools beside a text": Row(
+        {"p.jsonl": '{"prompt": "a", "answer": "b", "tools": [{}]}\n'},
+        RL,
+        "line 1: `tools` beside a `prompt` that no chat template writes; set rl.chat yes, or give "
+        "`messages`",
+        [
+            {"rl.chat": "yes"},
+            {"files": {"p.jsonl": '{"messages": [{"role": "user", "content": "a"}], "answer": 1}'}},
+        ],
+    ),
+    "no prompt": Row(
+        {"p.jsonl": '{"question": "a", "answer": "b"}\n'},
+        RL,
+        "p.jsonl:1: has neither a `prompt`, a text or a list of messages, nor `messages`",
+        [
+            {"files": {"p.jsonl": '{"prompt": "a", "answer": 1}'}},
+            {"files": {"p.jsonl": '{"prompt": [{"role": "user", "content": "a"}], "answer": 1}'}},
+        ],
+    ),
+}
+
+
+def write(files: dict[str, str | None]) -> None:
+    letters = ByteTokenizer().export().files
+    for name, content in files.items():
+        path = Path(name)
+        path.parent.mkdir(exist_ok=True)
+        if name.endswith("tokenizer.json") and content in ("", "no eos"):
+            about = json.loads(str(letters["tokenizer.json"]))
+            vocabulary = about["model"]["vocab"]
+            if content:
+                vocabulary["a sign that ends nothing"] = vocabulary.pop("<|endoftext|>")
+            else:
+                vocabulary |= {f"a word {i}": 257 + i for i in range(44)}
+            content = json.dumps(about)
+        elif name.endswith("tokenizer_config.json") and content == "":
+            content = str(letters["tokenizer_config.json"])
+        path.write_text(content or "")
+
+
+def use(settings: dict[str, Any]) -> None:
+    """Do what a run does before its first step, but for the weights."""
+    given = {k: v for k, v in settings.items() if v is not UNSET}
+    if "model.path" not in given:
+        given = {"model.preset": "debug"} | given
+    config = Config.load(None, [f"{k}={v}" for k, v in given.items()], environ={})
+    if "rl.env" in given:
+        environment = open_environment(config.rl, ByteTokenizer())
+        environment.episode(0).reset()
+        return
+    config, arch = prepare(config)
+    build_data(config, arch.vocab_size)
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moetrain.models.hf.load.check_checkpoint", lambda folder, arch: None)
+    files, settings, says, remedies = ROWS[case]
+    settings = {"data.seq_len": 128, "train.steps": 100, "log.tensorboard": "no"} | settings
+    settings = {"data.cache_dir": "cache", "train.sample_tokens": 0, **settings}
+    if settings.get("train.epochs"):
+        settings["train.steps"] = 3
+    write(files)
+    with pytest.raises(ConfigError) as raised:
+        use(settings)
+    assert re.search(says, str(raised.value)), str(raised.value)
+    for remedy in remedies:
+        write(files)
+        write(remedy.get("files", {}))
+        use(settings | {k: v for k, v in remedy.items() if k != "files"})
+
+
+# ---- what all messages name ----------------------------------------------------------------------
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Every string of the package that is no docstring, by its place; ``{}`` for what is filled."""
+    found = {}
+    for file in sorted((ROOT / "moetrain").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                skipped |= {id(part) for part in node.values}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "{}"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            else:
+                continue
+            if id(node) not in skipped:
+                found[f"{file.relative_to(ROOT)}:{node.lineno}"] = text
+    return found
+
+
+DEFAULTS = dict(leaves(Config().model_dump()))
+SECTIONS = {name.partition(".")[0] for name in DEFAULTS if "." in name}
+_NAMED = re.compile(rf"(?<![\w.'/`])({'|'.join(sorted(SECTIONS))})\.([a-z_]+[a-z0-9_]*)(?![\w(./])")
+
+
+def test_every_setting_that_a_message_names_is_one():
+    wrong = []
+    for place, text in texts().items():
+        if " " not in text:
+            continue  # a name alone is a key of a table, or a module
+        for section, name in _NAMED.findall(text):
+            known = f"{section}.{name}" in DEFAULTS
+            is_start = any(key.startswith(f"{section}.{name}") for key in DEFAULTS)
+            is_more = text.partition(f"{section}.{name}")[2][:1] in ("{", "*")
+            if not known and not (is_start and is_more):
+                wrong.append(f"{place}: {section}.{name}")
+    assert wrong == []
+
+
+def test_every_extra_that_a_message_says_to_install_is_one():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    named = {x for text in texts().values() for x in re.findall(r"moetrain\[(\w+)\]", text)}
+    assert named <= extras.keys()
+    assert len(named) >= 4
