@@ -10,6 +10,7 @@ import ast
 import functools
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.sources import leaves
 from moetrain.data.loader import build_data
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.parallel.world import plan_world
 from moetrain.rl.envs.shipped import open_environment
-from moetrain.train.setup import prepare
+from moetrain.train.setup import prepare, resolve_run
+from moetrain.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 UNSET = object()
@@ -412,6 +415,196 @@ def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
         write(files)
         write(remedy.get("files", {}))
         use(settings | {k: v for k, v in remedy.items() if k != "files"})
+
+
+# ---- layouts: settings, processes, the error, and for each remedy settings and processes --------
+
+LAYOUTS = {
+    "a degree too many": (
+        ["parallel.dp_shard=3"],
+        4,
+        "parallel.dp_shard: .* leave dp_shard at -1, or start 3 processes",
+        [(["parallel.dp_shard=-1"], 4), (["parallel.dp_shard=3", "train.global_batch_size=12"], 3)],
+    ),
+    "more than there are": (
+        ["parallel.tp=2", "parallel.dp_replicate=2"],
+        2,
+        "parallel.dp_shard: .* lower one, or start a multiple of 4 processes",
+        [(["parallel.tp=2"], 2), (["parallel.tp=2", "parallel.dp_replicate=2"], 8)],
+    ),
+    "experts of none": (
+        ["parallel.ep=2", "model.preset=qwen3-0.6b"],
+        2,
+        "parallel.ep: 2 .*, but qwen3 has no experts; use 1",
+        [(["parallel.ep=1", "model.preset=qwen3-0.6b"], 2)],
+    ),
+    "heads of cp": (
+        [
+            "parallel.cp=8",
+            "parallel.cp_method=ulysses",
+            "model.num_heads=4",
+            "model.num_kv_heads=2",
+        ],
+        8,
+        "parallel.cp: 8 .*; let them divide .*, or use parallel.cp_method all_gather",
+        [
+            (["parallel.cp=8", "parallel.cp_method=all_gather"], 8),
+            (["parallel.cp=4", "parallel.cp_method=ulysses", "model.num_kv_heads=4"], 4),
+        ],
+    ),
+    "too many stages": (
+        ["parallel.pp=16", "train.micro_batch_size=1"],
+        16,
+        "parallel.pp: 16 ranks with 1 stage each are 16 stages, and the model has 8 blocks; use 8",
+        [(["parallel.pp=8", "train.micro_batch_size=1"], 8)],
+    ),
+    "a split of other stages": (
+        ["parallel.pp=2", "parallel.pp_split=1,2"],
+        2,
+        "parallel.pp_split: 1,2 are 2 stages of 3 blocks; give 2 numbers that add up to .* 8",
+        [(["parallel.pp=2", "parallel.pp_split=3,5"], 2)],
+    ),
+    "too few micro-batches": (
+        ["parallel.pp=4", "train.micro_batch_size=8"],
+        4,
+        "parallel.pp: 4 is more than the 2 micro-batches of a step.*; raise train.global_batch_size"
+        ", or lower train.micro_batch_size or this",
+        [
+            (["parallel.pp=4", "train.global_batch_size=32", "train.micro_batch_size=8"], 4),
+            (["parallel.pp=4", "train.micro_batch_size=4"], 4),
+            (["parallel.pp=2", "train.micro_batch_size=8"], 2),
+        ],
+    ),
+    "rows of ranks": (
+        ["train.micro_batch_size=8"],
+        4,
+        "train.global_batch_size: 16 is not a multiple of .*; set train.global_batch_size 32 or "
+        "train.micro_batch_size 4",
+        [
+            (["train.global_batch_size=32", "train.micro_batch_size=8"], 4),
+            (["train.micro_batch_size=4"], 4),
+        ],
+    ),
+    "offloaded experts that ranks shard": (
+        ["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes"],
+        2,
+        "lora.offload_experts: true, but 2 ranks shard .*; use parallel.ep 2, or unset it",
+        [
+            (
+                ["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes", "parallel.ep=2"],
+                2,
+            ),
+            (["lora.rank=8", "lora.base_dtype=nf4"], 2),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_what_an_error_of_a_layout_advises_works(case):
+    def plan(words: list[str], size: int) -> None:
+        base = ["data.source=synthetic", "model.num_layers=8", "data.seq_len=128"]
+        base += ["train.global_batch_size=16", "train.micro_batch_size=4"]
+        given = {word.partition("=")[0]: word for word in [*base, *words]}
+        config = Config.load("debug", [*given.values()], environ={})
+        plan_world(*resolve_run(config), size)
+
+    words, size, says, remedies = LAYOUTS[case]
+    with pytest.raises(ConfigError, match=says):
+        plan(words, size)
+    for remedy in remedies:
+        plan(*remedy)
+
+
+# ---- runs that go on -----------------------------------------------------------------------------
+
+TINY = {
+    "model.hidden_size": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+    "model.num_experts": 4,
+    "model.moe_intermediate_size": 8,
+    "data.source": "synthetic",
+    "data.seq_len": 16,
+    "train.steps": 1,
+    "train.micro_batch_size": 2,
+    "train.global_batch_size": 2,
+    "train.device": "cpu",
+    "compile.enabled": "no",
+    "log.tensorboard": "no",
+}
+AGAIN = {
+    "another model": (
+        {"model.hidden_size": 24},
+        "checkpoint.resume: .* is of another model .*; choose another output_dir, or "
+        "checkpoint.resume never",
+        [{"output_dir": "other"}, {"checkpoint.resume": "never"}],
+    ),
+    "other data": (
+        {"train.seed": 3},
+        "output_dir: the run in it is over .* and was trained on other data; choose another "
+        "output_dir, set checkpoint.resume never .*, or make train.steps or train.epochs longer",
+        [
+            {"output_dir": "other"},
+            {"checkpoint.resume": "never"},
+            {"train.steps": 2},
+            {"train.steps": UNSET, "train.epochs": 1},
+        ],
+    ),
+    "other moments": (
+        {"optim.state_dtype": "bfloat16"},
+        "checkpoint.resume: .*set optim.state_dtype to that, or set never",
+        [{"optim.state_dtype": "float32"}, {"checkpoint.resume": "never"}],
+    ),
+    "other weights": (
+        {"optim.name": "muon"},
+        "checkpoint.resume: .*optim.name 'muon'; change it or set never",
+        [{"optim.name": "adamw"}, {"checkpoint.resume": "never"}],
+    ),
+    "no selection bias": (
+        {"moe.bias_update_rate": 0.1},
+        "moe.bias_update_rate: .* without a selection bias; set it as it was, or start again with "
+        "checkpoint.resume never",
+        [{"moe.bias_update_rate": 0}, {"checkpoint.resume": "never"}],
+    ),
+    "no such checkpoint": (
+        {"checkpoint.resume": "nowhere"},
+        "checkpoint.resume: 'nowhere' is not a checkpoint: no such folder; name one, or auto, or",
+        [
+            {"checkpoint.resume": "out/checkpoints/step-00000001"},
+            {"checkpoint.resume": "auto"},
+            {"checkpoint.resume": "never"},
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the run of one step in ``out``."""
+    folder = tmp_path_factory.mktemp("trained")
+    Trainer(made(TINY | {"output_dir": folder / "out"})).fit()
+    return folder
+
+
+def made(settings: dict[str, Any]) -> Config:
+    words = [f"{k}={v}" for k, v in settings.items() if v is not UNSET]
+    return Config.load("debug", words, environ={})
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_what_an_error_of_a_run_that_goes_on_advises_works(case, trained, tmp_path, monkeypatch):
+    change, says, remedies = AGAIN[case]
+    settings = TINY | {"output_dir": "out"} | change
+    monkeypatch.chdir(shutil.copytree(trained, tmp_path / "0"))
+    with pytest.raises(ConfigError) as raised:
+        Trainer(made(settings))
+    assert re.search(says, str(raised.value)), str(raised.value)
+    for number, remedy in enumerate(remedies, 1):
+        monkeypatch.chdir(shutil.copytree(trained, tmp_path / str(number)))
+        Trainer(made(settings | remedy))
 
 
 # ---- what all messages name ----------------------------------------------------------------------

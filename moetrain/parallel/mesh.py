@@ -68,11 +68,15 @@ class ParallelDims:
             # The first that cannot divide the world is to blame, else dp_shard.
             names = (name for name in _DENSE_AXES if name != "dp_shard")
             odd = next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
+            others = self.pp * self.dp_replicate * self.token_ranks
+            remedy = f"lower one, or start a multiple of {others} processes (launch.nproc)"
+            if self.world_size % others == 0:
+                product = others * max(1, self.dp_shard)
+                remedy = f"leave dp_shard at -1, or start {product} processes (launch.nproc)"
             raise ConfigError(
                 f"parallel.{odd}",
                 f"{self.describe()} do not multiply to the world of {self.world_size} "
-                f"process{'es' * (self.world_size != 1)}; change them, launch.nproc, or leave "
-                "dp_shard at -1",
+                f"process{'es' * (self.world_size != 1)}; {remedy}",
             )
         if self.sharding_ranks % self.ep:
             raise ConfigError(
