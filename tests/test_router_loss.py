@@ -13,7 +13,9 @@ from test_rl_run import config_of as rl_config_of
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from moetrain.config import Config
-from moetrain.models.families import FAMILIES
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.families.multi_token import with_further
+from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train.objectives import Pretraining, router_loss
 from moetrain.train.run import Run
@@ -151,3 +153,20 @@ def test_each_run_says_the_coefficient_in_one_line(saved, tmp_path, monkeypatch)
         f"load-balancing loss: coefficient 0.9 ({ON})",
         "load-balancing loss: coefficient 0.01 (moe.aux_loss_coef: recipe rl-sort)",
     ]
+
+
+def test_a_checkpoint_is_of_the_same_model_whatever_its_files_ask_for():
+    """So that runs and jobs of versions that did not note it go on, and exports keep the file."""
+    sizes = {**SIZES, "model_type": "qwen3_moe", "num_experts": 4}
+    asks = architecture_from_hf(sizes | {"output_router_logits": True})
+    silent = architecture_from_hf(sizes)
+    assert (asks.output_router_logits, silent.output_router_logits) == (True, False)
+    assert asks.model_dump() == silent.model_dump()
+    earlier = type(asks).model_validate(asks.model_dump())
+    source = sizes | {"output_router_logits": True}
+    assert exported_config(earlier, source) == exported_config(asks, source) == source
+    longer = asks.model_copy(update={"max_positions": 128})
+    assert exported_config(longer, source)["output_router_logits"] is True
+    assert exported_config(asks, None)["output_router_logits"] is True
+    preset = PRESETS["qwen3-next-80b-a3b"].model_copy(update={"output_router_logits": True})
+    assert with_further(preset, {}).output_router_logits is True

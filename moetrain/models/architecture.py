@@ -311,8 +311,9 @@ class Architecture(BaseModel):
     """Whether the shared experts' result is multiplied by a sigmoid of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
     """The weight of the load-balancing loss."""
-    output_router_logits: bool = False
-    """Whether the config.json asks for that loss in training, as ``transformers`` reads it."""
+    output_router_logits: bool = Field(default=False, exclude=True)
+    """Whether the config.json asks for that loss in training, as ``transformers`` reads it. It is
+    not dumped: checkpoints and jobs are of the same model whatever it says."""
     mtp_layers: _Count = 0
     """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
 

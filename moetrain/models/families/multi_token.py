@@ -145,7 +145,7 @@ def with_further(
     if not count or not isinstance(arch, FurtherTokens):
         problem = f"this {arch.family} model has no blocks for further tokens; unset it"
         raise ConfigError(setting, problem)
-    return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
+    return type(arch).model_validate({**dict(arch), "mtp_layers": count})
 
 
 # ---- forward -----------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     """
     if source is None or source.get("model_type") != arch.family:
         return _to_hf(arch)
-    if architecture_from_hf(source) == _canonical(arch):
+    if architecture_from_hf(source).model_dump() == _canonical(arch).model_dump():
         return dict(source)
     own = _to_hf(arch)
     family = _family_of(arch.family)
