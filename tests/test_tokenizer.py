@@ -1,7 +1,9 @@
 """Tokenizers beside Hugging Face's: what begins a text; and files that are wrong in any way."""
 
+import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +244,14 @@ WRONG = {
     "eos is a list": lambda f: save(f, eos_token=["</s>"]),
     "eos is unknown": lambda f: save(f, eos_token="<stop>"),
     "bos has no content": lambda f: save(f, bos_token={"text": "<s>"}),
+    "extra tokens are a number": lambda f: save(f, extra_special_tokens=3),
+    "an extra token is a number": lambda f: save(f, extra_special_tokens=[3]),
+    "added tokens are a list": lambda f: save(f, added_tokens_decoder=["</s>"]),
+    "an added token has no id": lambda f: save(f, added_tokens_decoder={"x": {"content": "<x>"}}),
+    "an added token is no token": lambda f: save(f, added_tokens_decoder={"9": {"lstrip": True}}),
+    "a flag is text": lambda f: save(
+        f, added_tokens_decoder={"9": {"content": "<x>", "lstrip": "no"}}
+    ),
     "template is a number": lambda f: save(f, chat_template=3),
     "template is an object": lambda f: save(f, chat_template={"default": "x"}),
     "templates without default": lambda f: save(
@@ -365,6 +375,7 @@ def test_tokens_of_the_config_alone_have_the_ids_of_transformers(case: str, tmp_
     assert ids == theirs(text)["input_ids"]
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert ours.vocab_size == len(theirs)
+    assert pickle.loads(pickle.dumps(ours)).encode_prompt(text) == ids  # in a stream's worker
     # Readers of tokenizer.json alone, as grammars', have the same tokens.
     alone = tokenizers.Tokenizer.from_str(ours.whole_json())
     assert alone.get_vocab() == theirs.get_vocab()
@@ -399,3 +410,16 @@ def test_tokens_of_the_config_that_the_model_has_no_row_for_are_refused(tmp_path
     assert str(raised.value).endswith("; remove these there")
     write(folder, "tokenizer_config.json", '{"eos_token": "</s>"}')
     assert load_tokenizer(str(folder), 258).vocab_size == 258
+
+
+def test_tokens_that_the_config_repeats_change_nothing(tmp_path: Path):
+    """So that caches and streams of runs before are still theirs."""
+    repeated = {"added_tokens_decoder": {"257": listed("</s>", special=True)}}
+    plain, other = (
+        load_tokenizer(str(save_letters(tmp_path / name, config)))
+        for name, config in (("plain", {}), ("other", repeated))
+    )
+    assert plain.fingerprint == other.fingerprint
+    content = (tmp_path / "plain" / "tokenizer.json").read_bytes()
+    special = json.dumps([{"eos_token": "</s>"}, []], sort_keys=True).encode()
+    assert plain.fingerprint == hashlib.sha256(content + special).hexdigest()

@@ -195,7 +195,8 @@ class _HFTokenizer(Tokenizer):
         with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
             self._tokenizer.add_tokens(self._added)
             # As in transformers: a text's special tokens are then split like any other characters.
-            self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+            self._splits_special = bool(config.get("split_special_tokens"))
+            self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -212,9 +213,9 @@ class _HFTokenizer(Tokenizer):
             self.special_tokens["eos_token"] = name
         self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         listed = {token.content: i for i, token in _listed_tokens(config, named, folder)}
-        wrong = [(text, i) for text, i in listed.items() if vocabulary[text] != i]
+        wrong = [(text, i) for text, i in listed.items() if vocabulary.get(text) != i]
         for text, i in wrong[:1]:
-            said = f"{text!r} the id {i}, {file} has it as {vocabulary[text]}, which is taken"
+            said = f"{text!r} the id {i}, {file} has it as {vocabulary.get(text)}, which is taken"
             logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
         for key in ("eos_token", "bos_token"):  # a new token ends nothing that a model has learned
             if self.special_tokens.get(key) in self.added_ids.keys() - listed.keys():
@@ -232,8 +233,9 @@ class _HFTokenizer(Tokenizer):
         )
         (self.chat_template, chat_file), (self.tool_template, tool_file) = both
         self.template_files = (str(chat_file), str(tool_file))
-        added = [repr(token) for token in self._added]
-        about = [self.special_tokens, self.bos_ids, added, self._tokenizer.encode_special_tokens]
+        about: list[Any] = [self.special_tokens, self.bos_ids]
+        if self._added or self._splits_special:  # else as it was without these
+            about += [[repr(token) for token in self._added], self._splits_special]
         special = json.dumps(about, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
@@ -242,6 +244,10 @@ class _HFTokenizer(Tokenizer):
                 said = f"PAD is {' and '.join(roles)} ({pad!r}, id {vocabulary.get(pad)})"
                 why = "Loss is masked by position, not by id, so real ones keep their loss"
                 logger.warning("data.tokenizer: %s. %s", said, why)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = self._splits_special  # which no pickle has
 
     def _id_of(self, key: str) -> int:
         found = self.special_ids[key]
@@ -443,7 +449,9 @@ def _tokens_of_config(
     each becomes one token, with the next free id unless it is in the vocabulary. A text is never
     split within it.
     """
-    tokens = [token for _, token in _listed_tokens(config, named, folder)]
+    there = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = [token for _, token in _listed_tokens(config, named, folder)]
+    tokens = [token for token in listed if repr(token) not in there]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(extra, list | dict):
         raise _wrong(f"{folder}/{_CONFIG}: extra_special_tokens is {extra!r:.80}, expected a list")
