@@ -12,6 +12,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.families.tool_calls import parse_tools
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -179,6 +180,29 @@ def test_turns_after_the_last_answer_and_answers_in_a_row():
     ((text, spans),) = ChatTemplate(_CHATML, {}).documents(messages)
     assert [text[a:b] for a, b in spans] == ["one<|im_end|>", "<|im_end|>"]
     assert "never seen" not in text
+
+
+def test_calls_in_chatml_are_read_back():
+    """Tools and calls are written as Hermes writes them, which is how they are read."""
+    tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
+    calls = [{"function": {"name": "rain", "arguments": {"where": w}}} for w in ("Köln", "Ulm")]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "no"},
+        {"role": "assistant", "content": "Dry.", "tool_calls": calls[:1]},
+    ]
+    ((text, spans),) = ChatTemplate(_CHATML, {}).documents(messages, {"tools": tools})
+    system, *turns = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief.\n\n")
+    assert json.dumps(tools[0]) in system
+    assert [turn.split("\n")[0] for turn in turns] == ["user", "assistant", "tool", "assistant"]
+    first, last = (text[a:b].removesuffix("<|im_end|>") for a, b in spans)
+    asked = [json.dumps(call["function"]["arguments"]) for call in calls]
+    found = [("rain", arguments) for arguments in asked]
+    assert parse_tools(first, {"rain": {}}) == ("<think>\nhm\n</think>", found)
+    assert parse_tools(last, {"rain": {}}) == ("Dry.", found[:1])
 
 
 def test_plain_text_lines_beside_conversations_keep_their_loss(tmp_path: Path):

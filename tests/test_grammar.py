@@ -263,8 +263,8 @@ def test_a_stream_with_tools_has_the_call_at_its_end(client):
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_choice": []}, "guided_choice: "),
         ({"tool_choice": "required"}, "neither auto, none, required nor names one of tools"),
-        ({"tools": [TOOL], "tool_choice": {"function": {"name": "sub"}}}, "names one of tools"),
-        ({"tools": [TOOL], "tool_choice": 3}, "3 is neither"),
+        ({"tools": [OTHER], "tool_choice": {"function": {"name": "sub"}}}, "names one of tools"),
+        ({"tools": [OTHER], "tool_choice": 3}, "3 is neither"),
     ],
 )
 def test_what_the_server_refuses(client, fields, problem):
@@ -274,6 +274,6 @@ def test_what_the_server_refuses(client, fields, problem):
 def test_a_template_of_other_calls_is_refused(client):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{# <tool_call><function=x> #}" + _CHATML
-    server = CompletionServer(Generator(make_model(), tokenizer), "tiny")
+    server = CompletionServer(Generator(make_long_model("glm4_moe"), tokenizer), "tiny")
     with TestClient(server.app) as other:
-        assert "as JSON between" in ask(other, tools=[TOOL], tool_choice="required")
+        assert "as JSON between" in ask(other, tools=[OTHER], tool_choice="required")

@@ -31,12 +31,32 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.turn_ends import TurnEnds, turn_ends
 
 _CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- 'There are these tools:\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- 'Call one with <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- if not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first else '' }}
+{{- '<tool_call>\\n{"name": ' + call.function.name | tojson }}
+{{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+"""ChatML, with tools and calls as Hermes has them."""
 
 _MAX_BYTES = 1 << 20
 """The largest size of a template file in bytes. Published templates have at most 30 KB."""
