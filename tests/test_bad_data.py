@@ -234,7 +234,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (JSONL, {"a.jsonl": '{"messages": "hi"}'}, "data.path", "not a list of turns"),
     (JSONL, {"a.jsonl": '{"messages": ["hi"]}'}, "data.path", r"messages\[0\] is not an object"),
     (JSONL, {"a.jsonl": CHAT.replace('"ho"', "null")}, "data.path", "content is missing or not te"),
-    (JSONL, {"a.jsonl": CHAT.replace("assistant", "Assistant")}, "data.path", "no assistant turn"),
+    (JSONL, {"a.jsonl": CHAT.replace("assistant", "helper")}, "data.path", "no assistant turn"),
     (JSONL, {"a.jsonl": '{"text": NaN}'}, "data.path", "'text' is not text"),
     (JSONL, {"a.jsonl": '{"text": "a", "text": 5}'}, "data.path", "'text' is not text"),
     (JSONL, {"a.jsonl": CHAT}, "data.eval_fraction", "of the 1 documents .* add data"),

@@ -176,11 +176,11 @@ def test_marks_in_macros_and_marks_within_marks():
         "So long",
     ]
     nested = (
-        "{% for m in messages %}{% generation %}a{% generation %}{{ m.role }}{% endgeneration %}"
+        "{% for m in messages %}{% generation %}a{% generation %}{{ m.content }}{% endgeneration %}"
     )
     assert spans_of(nested + "b{% endgeneration %}.{% endfor %}", CONVERSATION[3:]) == [
-        "auserb",
-        "aassistantb",
+        "aByeb",
+        "aSo longb",
     ]
 
 

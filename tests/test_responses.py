@@ -171,7 +171,7 @@ def test_a_stream_has_the_events_of_its_items(client, kind):
                 {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
             ],
             [
-                {"role": "system", "content": "a"},
+                {"role": "developer", "content": "a"},
                 {"role": "user", "content": "b"},
                 {
                     "role": "assistant",

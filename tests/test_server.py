@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     from moetrain.data.tokenizer import ByteTokenizer
 
     folder = tmp_path_factory.mktemp("served")
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + _CHATML
+    template = "{% if tools %}{{ tools | tojson }}{% set tools = none %}{% endif %}" + _CHATML
     save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(template))
     return folder
 

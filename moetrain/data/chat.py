@@ -12,12 +12,14 @@ space of a turn (layout, not speech).
 
 import json
 import os
+import pickle
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -25,8 +27,22 @@ from typing import Any, NamedTuple, Self
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import read_regular
 from moetrain.config.sources import shortened
+from moetrain.data.messages import (
+    REASONING,
+    BadLineError,
+    Form,
+    Piece,
+    forms_of,
+    marked,
+    read_messages,
+)
 from moetrain.data.template_worker import View
-from moetrain.data.templates import TemplateError, TemplateSyntaxError, render
+from moetrain.data.templates import (
+    TemplateError,
+    TemplateLimitError,
+    TemplateSyntaxError,
+    render,
+)
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.turn_ends import TurnEnds, turn_ends
 
@@ -65,7 +81,6 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
 _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks around text to learn, with a secret that no conversation can contain.
 _MARK = secrets.token_hex(8)
 _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
@@ -85,15 +100,6 @@ _LONGEST_OPENING = 100
 """Characters at the end of a prompt in which it is looked for."""
 _THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
 """The beginning of a content that has a thought."""
-
-
-class BadLineError(Exception):
-    """A line's content is wrong; the caller, who knows file and line number, reports both."""
-
-    def __init__(self, problem: str, field: str | None = None) -> None:
-        """``field`` is the setting at fault, if that is not the one that named the file."""
-        super().__init__(problem)
-        self.field = field
 
 
 @dataclass
@@ -149,30 +155,35 @@ class ChatTemplate:
         given: int = 0,
         *,
         adds_ends: bool = True,
+        strict: bool = True,
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
-            messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
+            messages: ``[{"role": "user", "content": "..."}, ...]``, or another form that
+                :func:`~moetrain.data.messages.read_messages` reads; other keys go to the template.
             variables: further variables of the template; see :meth:`variables_of`.
             train_on: which of the assistant's turns are learned: ``all``, those behind the last
                 turn of the user (``completion``), or the ``last`` one.
-            given: first turns of which none is learned, since they are a prompt.
+            given: first messages of which none is learned, since they are a prompt.
             adds_ends: whether a turn that the template writes no end for ends with the beginning
                 of the next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
+            strict: refuse what the template does not show.
 
         Returns:
             Texts, and characters ``(start, end)`` of each. Every learned turn has loss in one text,
             where it is in its final form.
 
         Raises:
-            BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
+            BadLineError: ``messages`` has another shape, no assistant turn, or the template fails
+                or does not show something of it. Templates may drop earlier turns' reasoning.
             ConfigError: the template itself is wrong.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            how: Any = {"train_on": train_on, "given": given, "adds_ends": adds_ends}
+            how: Any = {"train_on": train_on, "given": given}
+            how |= {"adds_ends": adds_ends, "strict": strict}
             return self.with_tools.documents(messages, variables, **how)
-        turns = self._checked(messages)
+        turns, given = self._read(messages, given)
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if train_on == "last":
             learned = learned[-1:]
@@ -183,6 +194,20 @@ class ChatTemplate:
         if not learned:
             said = "`messages` has no assistant turn to learn from"
             raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
+        view = View(learned[-1] + 1, False)
+        form, lost = self._find_form(turns, variables, view, learned)
+        documents = self._documents(form.of(turns), variables, learned)
+        said = "".join(text[a:b] for text, spans in documents for a, b in spans)
+        # Thoughts that no rendering shows may have been added to what is learned.
+        lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
+        if lost and strict:
+            _refuse(lost[0], turns)
+        return documents
+
+    def _documents(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], learned: Sequence[int]
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Return as :meth:`documents`, of turns in the form that the template takes."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return [self._marked_document(turns, variables, learned[0])]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
@@ -304,12 +329,40 @@ class ChatTemplate:
                 text += piece
         return text, spans
 
-    def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Render what the assistant's next turn continues; raises as :meth:`documents`."""
+    def prompt(
+        self,
+        messages: object,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        strict: bool = False,
+    ) -> str:
+        """Render what the assistant's next turn continues; raises as :meth:`documents`.
+
+        ``strict``: refuse what the template does not show; otherwise the log says so, once for
+        each kind.
+        """
         if self.with_tools is not None and variables.get("tools") is not None:
-            return self.with_tools.prompt(messages, variables)
-        turns = self._checked(messages)
+            return self.with_tools.prompt(messages, variables, strict)
+        turns = self._prompt_turns(messages, variables, strict)
         return next(self._rendered(turns, variables, [View(len(turns), True)]))
+
+    def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
+        """Raise as a strict :meth:`prompt`; only the first conversation of a shape is rendered."""
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.check_prompt(messages, variables)
+        self._prompt_turns(messages, variables, strict=True)
+        return None
+
+    def _prompt_turns(
+        self, messages: object, variables: Mapping[str, Any], strict: bool
+    ) -> list[dict[str, Any]]:
+        """Return the turns of :meth:`prompt` in the form that the template takes."""
+        turns, _ = self._read(messages)
+        form, lost = self._find_form(turns, variables, View(len(turns), True))
+        for piece in lost:
+            if strict:
+                _refuse(piece, turns)
+            _warn_once(piece.kind)
+        return form.of(turns)
 
     @staticmethod
     def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,38 +396,49 @@ class ChatTemplate:
                     raise BadLineError(f"{key}[{i}] is not an object")
         return {**(variables or {}), **found}
 
-    def _checked(self, messages: object) -> list[dict[str, Any]]:
-        """Check the turns, and return them as ``transformers`` passes them to templates.
+    def _read(self, messages: object, given: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Read the messages; return turns, and how many are of the first ``given`` messages.
 
-        Parts of a ``content`` are joined unless the template reads them itself.
+        A developer is the system, unless the template speaks of developers.
         """
-        if not isinstance(messages, list) or not messages:
-            said = f"`messages` is not a list of turns: {shortened(messages)}"
-            raise BadLineError(f"{said}; give one turn or more")
-        joins = not _READS_PARTS.search(self.source)
-        turns = []
-        for i, message in enumerate(messages):
-            if not isinstance(message, dict):
-                raise BadLineError(f"messages[{i}] is not an object")
-            turn = {key: value for key, value in message.items() if value is not None}
-            if isinstance(parts := turn.get("content"), list):
-                texts = []
-                for part in parts:
-                    texts.append(part.get("text") if isinstance(part, dict) else part)
-                    if not isinstance(texts[-1], str):
-                        said = f"has a part that is no text: {shortened(part)}"
-                        raise BadLineError(f"messages[{i}].content {said}; give texts alone")
-                turn["content"] = "".join(texts) if joins else parts
-            for key in ("role", "content"):
-                if key == "content" and key not in turn and turn.get("tool_calls"):
-                    continue  # it only calls tools
-                if not isinstance(turn.get(key), str | list if key == "content" else str):
-                    said = f"messages[{i}].{key} is missing or not text: {shortened(turn)}"
-                    raise BadLineError(f"{said}; give text")
-            if reasoning := [turn[key] for key in _REASONING if key in turn]:
-                turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
-            turns.append(turn)
-        return turns
+        turns = read_messages(messages, num_given=given)
+        if given and isinstance(messages, list):
+            given = len(read_messages(messages[:given]))
+        if "developer" not in self.source:
+            roles = {"developer": "system"}
+            turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
+        return turns, given
+
+    def _find_form(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        view: View,
+        learned: Sequence[int] | None = None,
+    ) -> tuple[Form, Sequence[Piece]]:
+        """Find the form of ``turns`` of which the template shows most.
+
+        It is rendered with marks in the places of texts, so conversations of one shape have one
+        form.
+
+        Args:
+            view: what has to be shown.
+            learned: the turns that are learned, whose reasoning has to be shown in a rendering that
+                ends with them; None: it has to be shown of all turns, if they were the last.
+
+        Returns:
+            The form, and what the template does not show.
+        """
+        forms = forms_of(turns, _READS_PARTS.search(self.source) is not None)
+        needed = range(view.num_turns) if learned is None else learned
+        found = marked(turns[: view.num_turns], variables, {*needed})
+        given = {**self.special_tokens, **found.variables}
+        try:
+            work = pickle.dumps((found.turns, given, found.pieces, forms, view, learned))
+        except (AttributeError, RecursionError, TypeError, pickle.PicklingError):
+            return forms[0], ()  # which cannot be rendered either
+        with self._naming_errors():
+            return _best_form(self.source, work)
 
     def _rendered(
         self,
@@ -383,8 +447,14 @@ class ChatTemplate:
         views: Sequence[View],
     ) -> Iterator[str]:
         given = {**self.special_tokens, **variables}
-        try:
+        with self._naming_errors():
             yield from render(self.source, turns, given, self.now, views)
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Raise errors of the template as those of :meth:`documents`, with its file's name."""
+        try:
+            yield
         except TemplateSyntaxError as error:  # which is no line's
             where = f"{self.file}: " if self.file else ""
             raise ConfigError("data.chat_template", f"{where}{error}") from None
@@ -419,7 +489,7 @@ class _Thought(NamedTuple):
             thought, line = reasoning.strip(), "\n" if "\n" in blanks else ""
             close = "<channel|>" if "channel" in begin else f"{begin[0]}/{begin[1:]}"
             said = f"{begin}{blanks}{thought}{line}{close}{line}{line}{content}"
-            return cls(thought, said, dict.fromkeys(_REASONING, _OPEN))
+            return cls(thought, said, dict.fromkeys(REASONING, _OPEN))
         if (found := _THOUGHT.match(content)) is None:
             return None
         marked = {"content": f"{found['open'] or ''}{_OPEN}{content[found.start('close') :]}"}
@@ -433,6 +503,85 @@ def _warn_of_thoughts(opening: str) -> None:
     said = "generation prompts end with %r, and answers without a thought are learned as the chat "
     said += "template writes them, without it; ask the model for such answers with thinking off, "
     logger.warning(f"{said}or give thoughts as reasoning_content", opening)
+
+
+_MOST_SHAPES = 1024
+
+
+@lru_cache(maxsize=_MOST_SHAPES)
+def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
+    """Return the first form of which the template shows all, else the one that it shows most of.
+
+    ``work`` is pickled: the marked turns and variables, the pieces, the forms, and the last two
+    arguments of :meth:`ChatTemplate._find_form`. Raises TemplateLimitError.
+    """
+    turns, variables, pieces, forms, view, learned = pickle.loads(work)
+    found: list[tuple[Form, Sequence[Piece]]] = []
+    for form in forms:
+        has_lost_calls = not found or any(x.kind == "`tool_calls`" for x in found[0][1])
+        if not has_lost_calls and form.content == found[0][0].content:
+            continue  # calls are all that these forms differ in
+        rendered = partial(render, source, form.of(turns), variables, datetime.now())
+        try:
+            lost = _lost(rendered, turns, pieces, form, view, learned)
+        except TemplateLimitError:
+            raise
+        except TemplateError:
+            continue
+        if not lost:
+            return form, ()
+        found.append((form, lost))
+    return min(found, key=lambda pair: len(pair[1]), default=(forms[0], ()))
+
+
+def _lost(
+    rendered: Callable[[list[View]], Iterator[str]],
+    turns: Sequence[Mapping[str, Any]],
+    pieces: Sequence[Piece],
+    form: Form,
+    view: View,
+    learned: Sequence[int] | None,
+) -> list[Piece]:
+    """Return the pieces that are neither in ``view`` nor in one that ends with their own turn.
+
+    The second is for assistants' turns, since templates change earlier ones by design. Of turns
+    that are not learned the first of each kind speaks for the others.
+    """
+    (text,) = rendered([view])
+    lost = [piece for piece in pieces if not piece.is_in(text, form)]
+    cases = {
+        piece: piece if piece.turn in (learned or ()) else piece.kind
+        for piece in lost
+        if piece.turn is not None and turns[piece.turn]["role"] == "assistant"
+    }
+    asked = {case: piece for piece, case in reversed(cases.items())}
+    views = [View(piece.turn + 1, False) for piece in asked.values() if piece.turn is not None]
+    pairs = zip(asked.items(), rendered(views), strict=True)
+    shown = {case for (case, piece), own in pairs if piece.is_in(own, form)}
+    return [piece for piece in lost if cases.get(piece) not in shown]
+
+
+def _thought_of(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the reasoning that ``piece`` stands for; None: it is something else."""
+    if piece.kind != "reasoning" or piece.turn is None:
+        return None
+    turn = turns[piece.turn]
+    thought = turn.get("reasoning_content") or str(turn["content"]).rpartition("</think>")[0]
+    return thought.strip().removeprefix("<think>").strip()
+
+
+def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
+    role = "" if piece.turn is None else f", of role {shortened(turns[piece.turn]['role'])}"
+    said = f"the chat template does not show {piece.place}{role}"
+    raise BadLineError(
+        f"{said}; leave it out, or name a template that shows it in data.chat_template"
+    )
+
+
+@lru_cache(maxsize=64)
+def _warn_once(kind: str) -> None:
+    said = "the chat template does not show %s, which requests have: the model does not see it"
+    logger.warning(said, kind)
 
 
 def _read(file_name: str) -> str:

@@ -15,7 +15,6 @@ records (a line of the user's own script does that), and images and sounds in ``
 
 import codecs
 import hashlib
-import json
 import os
 import sysconfig
 from collections import Counter
@@ -28,8 +27,9 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
+from moetrain.data.messages import BadLineError, read_messages, role_of
 from moetrain.data.pairs import (
     KNOWN_FORMS,
     KNOWN_LABELLED,
@@ -247,14 +247,6 @@ class Source(Files):
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 
-_ROLES: dict[str, str] = {
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"),
-}
-"""Names that ShareGPT's descendants have for the roles of ``messages``."""
-
-
 @dataclass(frozen=True)
 class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
@@ -363,11 +355,7 @@ class RecordReader:
         return [Document(text, spans, True) for text, spans in rendered]
 
     def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
-        turns = record["conversations"]
-        if not isinstance(turns, list) or not turns:
-            said = f"`conversations` is not a list of turns: {shortened(turns)}"
-            raise BadLineError(f"{said}; give one turn or more")
-        messages = [_turn(turn, i) for i, turn in enumerate(turns)]
+        messages = read_messages(record["conversations"], "conversations")
         return self._dialogue(_with_system(record, messages), record)
 
     def _alpaca(self, record: dict[str, Any]) -> list[Document]:
@@ -420,7 +408,7 @@ class RecordReader:
     ) -> list[list[Document]]:
         """Return the documents of each of the first ``num_learned`` answers behind their prompt."""
         lists = {*keys, "prompt", "messages", "conversations"}
-        record = {k: _as_messages(x) if k in lists else x for k, x in record.items()}
+        record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
         found = read_answers(record, keys, needs_prompt)
         documents: list[list[Document]] = []
         for i, key in enumerate(keys[:num_learned]):
@@ -468,8 +456,7 @@ def _has_answer(record: Mapping[str, Any]) -> bool:
     for turns in (record.get("messages"), record.get("conversations")):
         last = turns[-1] if isinstance(turns, list) and turns else None
         if isinstance(last, dict):
-            role = last.get("from", last.get("role"))
-            return _ROLES.get(str(role), role) == "assistant"
+            return role_of(last) == "assistant"
     return False
 
 
@@ -480,31 +467,14 @@ def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
     return sum(max(each, default=0.0) for each in ratios) / len(fields)
 
 
-def _turn(turn: object, i: int) -> dict[str, Any]:
-    """Return a turn of ShareGPT's as one of ``messages``."""
-    if not isinstance(turn, dict):
-        raise BadLineError(f"conversations[{i}] is not an object")
-    role, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role == "function_call":
-        try:
-            call = json.loads(said or "")
-        except (TypeError, ValueError, RecursionError):
-            raise BadLineError(f"conversations[{i}].value is a call that is not JSON") from None
-        calls = call if isinstance(call, list) else [call]
-        calls = [{"type": "function", "function": each} for each in calls]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
-    rest = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
-    return {**rest, "role": _ROLES.get(str(role), role), "content": said}
-
-
-def _as_messages(value: Any) -> Any:
-    """Return ShareGPT's turns, or one of them, as ``messages``; anything else as it is."""
+def _as_messages(key: str, value: Any) -> Any:
+    """Return the messages, or the single one, in field ``key``; anything else as it is."""
     turns = [value] if isinstance(value, dict) else value
-    if not isinstance(turns, list) or not all(isinstance(x, dict) for x in turns):
+    if isinstance(turns, str) and key in ("messages", "conversations"):
+        return read_messages(turns, key)
+    if not isinstance(turns, list) or not turns or not all(isinstance(x, dict) for x in turns):
         return value
-    return [
-        _turn(turn, i) if turn.get("from") is not None else turn for i, turn in enumerate(turns)
-    ]
+    return read_messages(turns, key)
 
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,6 +50,10 @@ class TemplateSyntaxError(TemplateError):
     """A template cannot be compiled."""
 
 
+class TemplateLimitError(TemplateError):
+    """A template takes more than it may."""
+
+
 class _EndedError(Exception):
     """The process that renders has ended."""
 
@@ -168,7 +172,8 @@ def render(
 
     Raises:
         TemplateSyntaxError: the template cannot be compiled.
-        TemplateError: it fails, takes more than it may, or the conversation cannot be sent to it.
+        TemplateLimitError: it takes more than it may.
+        TemplateError: it fails, or the conversation cannot be sent to it.
     """
     for start in range(0, max(1, len(views)), _AT_ONCE):
         some = [*views[start : start + _AT_ONCE]]
@@ -188,9 +193,9 @@ def render(
         except _EndedError as ended:
             if ended.code == -signal.SIGPROF:
                 said = f"it takes more than {seconds:.1f} s of CPU time"
-                raise TemplateError(said) from None
+                raise TemplateLimitError(said) from None
             said = f"its process ended (exit status {ended.code})"
-            raise TemplateError(said) from None
+            raise TemplateLimitError(said) from None
         for i, (kind, text) in enumerate(answers):
             if kind == TEXT and i == 0:
                 continue  # it is compiled
@@ -202,7 +207,7 @@ def render(
                 raise TemplateError(_line(text))
             else:
                 said = f"the limits are {most:,} characters of text and {memory >> 20:,} MiB"
-                raise TemplateError(f"it {_line(text)}; {said}")
+                raise TemplateLimitError(f"it {_line(text)}; {said}")
 
 
 def _answers(request: bytes, num_texts: int) -> list[Answer]:

@@ -251,12 +251,12 @@ class _AgentEpisode(Episode):
             return None
         if any(_key(one) != _key(other) for one, other in zip(said, now, strict=False)):
             return None
-        prompts, turns = self.environment.prompts, asked.body.turns
+        prompts, turns = self.environment.prompts, asked.body.messages
         template = ChatTemplate.of(prompts.tokenizer)
         with suppress(BadLineError):  # what the template cannot go on from
             variables = ChatTemplate.variables_of(asked.body.record)
-            texts = template.documents(turns[: len(said)], variables, "last", adds_ends=False)
-            text, _ = texts[-1]
+            how: Any = {"adds_ends": False, "strict": False}
+            text, _ = template.documents(turns[: len(said)], variables, "last", **how)[-1]
             whole = template.prompt(turns, variables)
             if whole.startswith(text):
                 more, mark = prompts.text(whole[len(text) :]), prompts.text(text)[-1]

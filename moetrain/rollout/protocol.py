@@ -6,12 +6,10 @@ its end, where calls are known.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
@@ -193,7 +191,7 @@ class Chat(_Asked):
     kind_of_parts: ClassVar = ".chunk"
 
     messages: list[Any] = Field(max_length=_MOST_TURNS)
-    """Objects, whose keys the template defines."""
+    """Objects, as :func:`~moetrain.data.messages.read_messages` reads them."""
     tools: Any = None
     tool_choice: Any = None
     documents: Any = None
@@ -222,12 +220,13 @@ class Chat(_Asked):
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
         found = super().grammars(tokenizer)
         if self.tool_choice not in (None, "auto", "none"):
-            template = tokenizer.tool_template or tokenizer.chat_template or ""
+            template = ChatTemplate.of(tokenizer)
+            template = (template.with_tools or template).source
             found.append(("grammar", call_grammar(self.tools, self.tool_choice, template)))
         return found
 
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-        return [chat_ids(tokenizer, self.turns, self.record)]
+        return [chat_ids(tokenizer, self.messages, self.record)]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -235,17 +234,6 @@ class Chat(_Asked):
         tools = None if self.tool_choice == "none" else self.tools
         record = {"documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
         return {"tools": tools, **record}
-
-    @property
-    def turns(self) -> list[Any]:
-        """The messages as templates read them, with objects as tools' arguments."""
-        turns = copy.deepcopy(self.messages)
-        for turn in turns:
-            calls = turn.get("tool_calls") if isinstance(turn, dict) else None
-            for call in calls if isinstance(calls, list) else ():
-                with suppress(ValueError, TypeError, LookupError):  # not as clients write it
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return turns
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
@@ -405,7 +393,6 @@ def _turns_of(items: list[Any]) -> list[Any]:
             case {"tool_calls": [_, *_]} | {"tool_call_id": str()}:
                 raise ValueError(f"input: {shortened(item)} is a chat's; send it as an item")
             case {"role": role, "content": said} if item.get("type", "message") == "message":
-                role = "system" if role == "developer" else role  # which templates drop
                 turns.append({"role": role, "content": _joined(said)})
             case _:
                 problem = "is no message, function_call or function_call_output; send those alone"

@@ -205,17 +205,22 @@ def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def chat_ids(
-    tokenizer: Tokenizer, messages: object, record: Mapping[str, Any] = MappingProxyType({})
+    tokenizer: Tokenizer,
+    messages: object,
+    record: Mapping[str, Any] = MappingProxyType({}),
+    strict: bool = False,
 ) -> tuple[int, ...]:
     """Return the tokens that an assistant's answer to ``messages`` continues.
 
     ``record``: further variables of the template, such as tools and documents
-    (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
+    (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`). ``strict``: refuse what the template
+    does not show, of which otherwise the log says so.
 
     Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
-        text = ChatTemplate.of(tokenizer).prompt(messages, ChatTemplate.variables_of(record))
+        variables = ChatTemplate.variables_of(record)
+        text = ChatTemplate.of(tokenizer).prompt(messages, variables, strict)
     except BadLineError as error:
         raise ConfigError("messages", str(error)) from None
     return tuple(tokenizer.encode_batch([text])[0].ids.tolist())

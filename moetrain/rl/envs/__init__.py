@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.request import chat_ids
 
@@ -104,10 +105,21 @@ class Prompts:
         self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[int, ...]:
         """Return the tokens that an answer to ``prompt`` continues; ConfigError: there are none."""
-        if isinstance(prompt, str) and not self.chat:
-            return tuple(self.tokenizer.encode_prompt(prompt))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return chat_ids(self.tokenizer, messages, record)
+        if (messages := self._messages(prompt)) is None:
+            return tuple(self.tokenizer.encode_prompt(str(prompt)))
+        return chat_ids(self.tokenizer, messages, record, strict=True)
+
+    def check(self, prompt: str | list[Any], record: Mapping[str, Any]) -> None:
+        """Raise BadLineError if the chat template writes ``prompt`` and does not show all of it."""
+        if (messages := self._messages(prompt)) is not None:
+            template = ChatTemplate.of(self.tokenizer)
+            template.check_prompt(messages, template.variables_of(record))
+
+    def _messages(self, prompt: str | list[Any]) -> list[Any] | None:
+        """Return the conversation that ``prompt`` is; None: it is a text to be continued."""
+        if isinstance(prompt, list):
+            return prompt
+        return [{"role": "user", "content": prompt}] if self.chat else None
 
     def text(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())

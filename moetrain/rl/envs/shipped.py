@@ -30,8 +30,9 @@ from typing import Any
 from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
+from moetrain.data.messages import BadLineError, read_messages
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
@@ -156,12 +157,22 @@ class Jsonl(TextEnvironment):
             if reward in {*_SHIPPED} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
                 raise ConfigError("rl.prompts", problem)
+            try:
+                prompts.check(self._asked(line), line)
+            except BadLineError as error:
+                problem = f"{path!r} line {number}: {error}"
+                raise ConfigError("rl.prompts", problem) from None
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
-        prompt = line.get("prompt")
-        asked = line["messages"] if prompt is None else prompt
-        return Problem(asked, facts=line, record=line)
+        return Problem(self._asked(line), facts=line, record=line)
+
+    @staticmethod
+    def _asked(line: dict[str, Any]) -> str | list[Any]:
+        """Return the line's prompt: a text, or the messages of a conversation."""
+        if isinstance(prompt := line.get("prompt"), str):
+            return prompt
+        return read_messages(line["messages"] if prompt is None else prompt)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
@@ -244,7 +255,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
             line: Any = raw.value()
             asked = line.get("prompt") if isinstance(line, dict) else 0
             if asked is None:  # null in files made of tables, where messages has a value
-                asked = line.get("messages") if isinstance(line.get("messages"), list) else 0
+                asked = line.get("messages")
             if not isinstance(asked, str | list):
                 problem = "has neither a `prompt`, a text or a list of messages, nor `messages`"
                 raise BadLineError(problem)

@@ -1,0 +1,362 @@
+"""Turns what users write as messages into the messages that chat templates take.
+
+OpenAI's form is the common one. :func:`read_messages` reads it, ShareGPT's (``from`` and
+``value``) and ms-swift's (roles ``tool_call`` and ``tool_response``), and checks it. Templates
+differ in what they take: arguments of calls as objects or as the text of their JSON, an empty
+``content`` as nothing, null or "". :func:`forms_of` lists the forms of a conversation in the order
+in which they are tried, and :func:`marked` replaces what users wrote by unique marks, so that
+:class:`~moetrain.data.chat.ChatTemplate` sees what a template shows in which form.
+
+Left out on purpose: images and sounds in ``content``, and repairing JSON.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+from moetrain.config.sources import shortened
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning of a turn, as ``transformers`` knows them; the first is the usual one."""
+_CALL = "tool_call"
+"""Role of a turn that is a call alone, until it has become part of the assistant's."""
+_ROLES: dict[str, str] = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", _CALL), _CALL),
+}
+"""Roles of OpenAI's messages, and the names that other forms have for them, in lower case."""
+
+
+class BadLineError(Exception):
+    """A line's content is wrong; the caller, who knows file and line number, reports both."""
+
+    def __init__(self, problem: str, field: str | None = None) -> None:
+        """``field`` is the setting at fault, if that is not the one that named the file."""
+        super().__init__(problem)
+        self.field = field
+
+
+def read_messages(
+    given: object, name: str = "messages", num_given: int = 0
+) -> list[dict[str, Any]]:
+    """Read a conversation, and return it as OpenAI's messages.
+
+    Roles have OpenAI's names where they are known, and calls are in ``tool_calls`` of the
+    assistant's turns. Keys whose value is null are left out, as ``transformers`` leaves them out.
+    Reasoning has the names ``reasoning_content`` and ``thinking``. A conversation that was read is
+    returned as it is.
+
+    Args:
+        given: the messages, or the text of their JSON, as tables have it.
+        name: the field that holds them, for errors.
+        num_given: the first messages that are a prompt. A call behind them is a turn of its own.
+
+    Raises BadLineError: it is no conversation.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("["):
+        given = _from_json(given, f"`{name}`")
+    if not isinstance(given, list) or not given:
+        said = f"`{name}` is not a list of turns: {shortened(given)}"
+        raise BadLineError(f"{said}; give one turn or more")
+    turns: list[dict[str, Any]] = []
+    for i, message in enumerate(given):
+        if not isinstance(message, dict):
+            raise BadLineError(f"{name}[{i}] is not an object")
+        turn = _read_turn(message, f"{name}[{i}]")
+        if turn["role"] == _CALL:
+            calls = turn["tool_calls"]
+            if not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given:
+                turns.append({"role": "assistant"})
+            # A call belongs to the turn before it, and calls in a row are calls at once.
+            turns[-1] = {**turns[-1], "tool_calls": [*turns[-1].get("tool_calls", ()), *calls]}
+        else:
+            turns.append(turn)
+    return turns
+
+
+def role_of(message: Mapping[str, Any]) -> object:
+    """Return the role of a message that was not read yet, by OpenAI's name if it is known."""
+    role = message.get("role")
+    role = message.get("from") if role is None else role
+    return _ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
+
+
+def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    turn = {key: value for key, value in message.items() if value is not None}
+    for key, other in (("role", "from"), ("content", "value")):
+        if key not in turn and other in turn:
+            turn[key] = turn.pop(other)
+    role, content = role_of(turn), turn.get("content")
+    if not isinstance(role, str):
+        raise BadLineError(f"{where}.role is missing or not text: {shortened(turn)}; give text")
+    turn["role"] = role
+    if role == _CALL:
+        return {"role": role, "tool_calls": _read_calls(content, f"{where}, a call,")}
+    calls = turn.pop("tool_calls", ())
+    calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
+    if isinstance(turn.get("function_call"), dict):  # OpenAI's before tool_calls
+        calls += _read_calls(turn.pop("function_call"), f"{where}.function_call")
+    if calls:
+        turn["tool_calls"] = calls
+    if isinstance(content, list):
+        turn["content"] = [_read_part(part, where) for part in content]
+    elif not isinstance(content, str) and not (content is None and calls):
+        raise BadLineError(f"{where}.content is missing or not text: {shortened(turn)}; give text")
+    if reasoning := [turn[key] for key in REASONING if key in turn]:
+        turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
+    return turn
+
+
+def _read_part(part: object, where: str) -> dict[str, Any]:
+    part = {"text": part} if isinstance(part, str) else part
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        said = f"{where}.content has a part that is no text: {shortened(part)}"
+        raise BadLineError(f"{said}; give texts alone")
+    return {"type": "text", "text": part["text"]}
+
+
+def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
+    """Read one call or a list of them, or the text of their JSON."""
+    given = _from_json(given, where) if isinstance(given, str) else given
+    calls: list[dict[str, Any]] = []
+    for call in given if isinstance(given, list) else [given]:
+        call = {k: v for k, v in call.items() if v is not None} if isinstance(call, dict) else {}
+        function = call.get("function")
+        if not isinstance(function, dict) and "name" in call:  # the function alone
+            keys = {"name", "arguments", "parameters"}
+            function = {key: call.pop(key) for key in [*call] if key in keys}
+            call = {**call, "type": "function"}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            said = f"{where} has no function with a name: {shortened(given)}"
+            raise BadLineError(f'{said}; give {{"name": ..., "arguments": {{...}}}}')
+        function = {key: value for key, value in function.items() if value is not None}
+        arguments = function.pop("parameters", {}) if "arguments" not in function else None
+        arguments = function.get("arguments", arguments)
+        if isinstance(arguments, str):
+            found = _from_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
+            arguments = arguments if isinstance(found, dict) and found else found
+        if not isinstance(arguments, dict | str):
+            said = f"{where}: `arguments` is not an object: {shortened(arguments)}"
+            raise BadLineError(f"{said}; give an object, as JSON or in JSON's text")
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        said = f"{what} is text that is not JSON: {shortened(text)}"
+        raise BadLineError(f"{said}; write it with a JSON library") from None
+
+
+class Form(NamedTuple):
+    """What a template is given of messages that were read, where templates differ."""
+
+    arguments: Literal["object", "text"] = "object"
+    """Arguments of a call: an object, or the text of its JSON."""
+    empty: Literal["absent", "null", "text"] = "absent"
+    """``content`` of a turn that only calls tools: no such key, null, or an empty text."""
+    content: Literal["as it is", "text", "parts"] = "as it is"
+    """Other ``content``: text and lists of parts as they are, all as text, or all as parts."""
+
+    def of(self, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return ``turns`` in this form."""
+        return [self._turn(turn) for turn in turns]
+
+    def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        made, content = {**turn}, turn.get("content")
+        if "tool_calls" in turn:
+            made["tool_calls"] = [self._call(call) for call in turn["tool_calls"]]
+            if not content:
+                made.pop("content", None)
+                made |= {"absent": {}, "null": {"content": None}, "text": {"content": ""}}[
+                    self.empty
+                ]
+                return made
+        if isinstance(content, list) and self.content == "text":
+            made["content"] = "".join(part["text"] for part in content)
+        if isinstance(content, str) and self.content == "parts":
+            made["content"] = [{"type": "text", "text": content}]
+        return made
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments == "object":
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {**call["function"], "arguments": arguments}
+        return {"type": "function", **call, "function": function}
+
+
+def forms_of(turns: Sequence[Mapping[str, Any]], reads_parts: bool) -> list[Form]:
+    """List the forms that ``turns`` may have, the usual ones first.
+
+    ``reads_parts``: whether the template looks as if it took lists of parts.
+    """
+    has_calls = any("tool_calls" in turn for turn in turns)
+    is_empty = any("tool_calls" in turn and not turn.get("content") for turn in turns)
+    has_parts = any(isinstance(turn.get("content"), list) for turn in turns)
+    arguments: list[Any] = ["object", "text"] if has_calls else ["object"]
+    empties: list[Any] = ["absent", "null", "text"] if is_empty else ["absent"]
+    contents: list[Any] = ["as it is", "text", "parts"] if has_parts else ["as it is", "parts"]
+    if has_parts and not reads_parts:
+        contents = ["text", "parts"]
+    return [Form(a, e, c) for c, a, e in product(contents, arguments, empties)]
+
+
+# ---- what a template shows ----------------------------------------------------------------------
+
+_SECRET = secrets.token_hex(6)
+"""Part of each mark, so that no conversation or template contains one."""
+
+
+class Piece(NamedTuple):
+    """Something that a user wrote, of which a template should show the marks."""
+
+    place: str
+    """Where it is: ``messages[3].content``."""
+    kind: str
+    """What it is, for those who have many: ``content of role 'critic'``."""
+    turn: int | None
+    """The turn that it is part of; None: it is beside the messages."""
+    marks: tuple[str, ...]
+    """All of these, or one text that was made of them."""
+
+    def is_in(self, text: str, form: Form) -> bool:
+        """Return whether ``text``, a rendering of ``form``, shows the piece as it was written."""
+        if not self.place.endswith(".arguments"):
+            return all(mark in text for mark in self.marks)
+        key, value = self.marks
+        if form.arguments == "text":
+            return json.dumps({key: value}) in text
+        # Python writes objects with such quotes.
+        return key in text and value in text and f"'{key}'" not in text
+
+
+class Marked(NamedTuple):
+    """A conversation with marks in the places of what its user wrote."""
+
+    turns: list[dict[str, Any]]
+    variables: dict[str, Any]
+    pieces: list[Piece]
+
+
+class _Marker:
+    """Makes marks, and notes the pieces that they stand for."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self._num_marks = 0
+        self._ids: dict[str, str] = {}
+
+    def new(self) -> str:
+        """Return a mark, as no text contains it: letters and digits, which no filter changes."""
+        self._num_marks += 1
+        return f"m{_SECRET}{self._num_marks:06d}"
+
+    def add(self, place: str, kind: str, turn: int | None, count: int = 1) -> tuple[str, ...]:
+        """Note a piece of ``count`` marks, and return them."""
+        marks = tuple(self.new() for _ in range(count))
+        self.pieces.append(Piece(place, kind, turn, marks))
+        return marks
+
+    def id(self, given: object) -> object:
+        """Return another id for an id of a call; templates may want one of nine characters."""
+        if not isinstance(given, str):
+            return given
+        return self._ids.setdefault(given, f"{len(self._ids):09d}")
+
+    def text(self, text: str, turn: int, role: str, place: str, with_thoughts: bool) -> str:
+        """Return a mark for ``text``, or marks between its ``<think>`` tags."""
+        if not text.strip():
+            return text
+        named = f"role {role!r}" if role in _ROLES.values() else "a role that it does not know"
+        kind = f"`content` of {named}"
+        if role != "assistant" or "</think>" not in text:
+            return self.add(place, kind, turn)[0]
+        thoughts, answer = text.rsplit("</think>", 1)
+        made = []
+        for piece in re.split("(</?think>)", thoughts):
+            if piece.strip() and piece not in ("<think>", "</think>"):
+                piece = f"\n{self._thought(turn, f'{place} before </think>', with_thoughts)}\n"
+            made.append(piece)
+        return "".join([*made, "</think>", self.text(answer, turn, role, place, with_thoughts)])
+
+    def _thought(self, turn: int, place: str, is_needed: bool) -> str:
+        return self.add(place, "reasoning", turn)[0] if is_needed else self.new()
+
+    def turn(self, turn: Mapping[str, Any], i: int, with_thoughts: bool) -> dict[str, Any]:
+        """Return turn ``i`` with marks; its thoughts are a piece only ``with_thoughts``."""
+        made, place, role = {**turn}, f"messages[{i}]", turn["role"]
+        if "tool_call_id" in turn:
+            made["tool_call_id"] = self.id(turn["tool_call_id"])
+        content = turn.get("content")
+        where = f"{place}.content"
+        if isinstance(content, str):
+            made["content"] = self.text(content, i, role, where, with_thoughts)
+        elif isinstance(content, list):
+            parts = [self.text(p["text"], i, role, where, with_thoughts) for p in content]
+            made["content"] = [{"type": "text", "text": text} for text in parts]
+        thoughts = turn.get("reasoning_content")
+        if isinstance(thoughts, str) and thoughts.strip():
+            mark = self._thought(i, f"{place}.reasoning_content", with_thoughts)
+            made |= {key: mark for key in REASONING if key in turn}
+        if "tool_calls" in turn:
+            calls = turn["tool_calls"]
+            made["tool_calls"] = [
+                self._call(call, i, f"{place}.tool_calls[{j}]") for j, call in enumerate(calls)
+            ]
+        return made
+
+    def _call(self, call: Mapping[str, Any], turn: int, place: str) -> dict[str, Any]:
+        function = {**call["function"], "name": self.add(f"{place}.name", "`tool_calls`", turn)[0]}
+        if function["arguments"]:
+            key, value = self.add(f"{place}.arguments", "`tool_calls`", turn, 2)
+            function["arguments"] = {key: value}
+        made = {**call, "function": function}
+        return made | {"id": self.id(call["id"])} if "id" in call else made
+
+    def variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        made = {**variables}
+        if variables.get("tools"):
+            tools = variables["tools"]
+            made["tools"] = [self._tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        if variables.get("documents"):
+            found = variables["documents"]
+            made["documents"] = [self._document(x, f"documents[{i}]") for i, x in enumerate(found)]
+        return made
+
+    def _tool(self, tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return {**tool, "function": {**function, "name": self.add(place, "`tools`", None)[0]}}
+        if isinstance(tool.get("name"), str):
+            return {**tool, "name": self.add(place, "`tools`", None)[0]}
+        return {**tool}
+
+    def _document(self, document: Mapping[str, Any], place: str) -> dict[str, Any]:
+        text = document.get("text")
+        if not isinstance(text, str) or not text.strip():
+            return {**document}
+        return {**document, "text": self.add(place, "`documents`", None)[0]}
+
+
+def marked(
+    turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], learned: set[int]
+) -> Marked:
+    """Put a mark in the place of each text, reasoning, call, tool and document.
+
+    ``learned``: the turns whose reasoning has to be shown too.
+    """
+    marker = _Marker()
+    made = [marker.turn(turn, i, i in learned) for i, turn in enumerate(turns)]
+    return Marked(made, marker.variables(variables), marker.pieces)

@@ -1,0 +1,321 @@
+"""Messages in every form that users have them, under templates that differ in what they take.
+
+The right values are what transformers renders of OpenAI's messages in the form that a template
+takes.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moetrain.config import ConfigError
+from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_once
+from moetrain.data.sources import RecordReader
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.shipped import Jsonl
+from moetrain.rollout.protocol import Chat
+
+_TURNS = """\
+{%- if tools %}{{ 'tools: ' ~ (tools | tojson) }}{% endif %}
+{%- for m in messages %}{% if m.role in ('system', 'user', 'tool') %}
+{{- '<' ~ m.role ~ '>' ~ m.content }}{% elif m.role == 'assistant' %}{{ '<assistant>' }}
+{%- if m.reasoning_content and loop.last %}{{ '<think>' ~ m.reasoning_content ~ '</think>' }}
+{%- endif %}CALLS{{ '<end>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+_CALLS = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '[' ~ c.function.name }}CALL"
+_CALLS += "{{ ']' }}{% endfor %}"
+# The ways of published templates: JSON (Qwen2.5, Llama 3.1, GPT-OSS), each argument (Qwen3.5, GLM,
+# Nemotron), JSON or text (Qwen3), text (DeepSeek).
+TEMPLATES = {
+    "json": _TURNS.replace("CALLS", _CALLS.replace("CALL", "{{ c.function.arguments | tojson }}")),
+    "items": _TURNS.replace(
+        "CALLS",
+        _CALLS.replace(
+            "CALL",
+            "{% for k, v in c.function.arguments | items %}{{ '(' ~ k ~ '=' ~ v ~ ')' }}"
+            "{% endfor %}",
+        ),
+    ),
+    "either": _TURNS.replace(
+        "CALLS",
+        _CALLS.replace(
+            "CALL",
+            "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+            "{{ c.function.arguments | tojson }}{% endif %}",
+        ),
+    ),
+    "text": _TURNS.replace(
+        "CALLS",
+        "{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ '[' + c.type + ' ' + c.function.name + c.function.arguments + ']' }}{% endfor %}"
+        "{% else %}{{ m.content + '' }}{% endif %}",
+    ),
+}
+TOOLS = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}]
+ARGUMENTS = {"where": "Köln", "days": 2}
+
+
+def asked(arguments: object) -> list[dict]:
+    """OpenAI's messages about a call."""
+    call = {"id": "call_0001", "type": "function"}
+    call |= {"function": {"name": "rain", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0001", "content": "no"},
+    ]
+
+
+ANSWER = [{"role": "assistant", "content": "It stays dry."}]
+TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
+
+
+def theirs(template: str, messages: list[dict], **settings: object) -> str:
+    """What transformers renders; it leaves out what is null, if the template can do without."""
+    messages = json.loads(json.dumps(messages))
+    if template != TEMPLATES["text"]:
+        messages = [{k: v for k, v in turn.items() if v is not None} for turn in messages]
+    rendered = render_jinja_template([messages], chat_template=template, **settings)
+    return rendered[0][0]
+
+
+SHAREGPT = [
+    {"from": "human", "value": "Rain?"},
+    {"from": "function_call", "value": json.dumps({"name": "rain", "arguments": ARGUMENTS})},
+    {"from": "observation", "value": "no"},
+    {"from": "gpt", "value": "It stays dry."},
+]
+SWIFT = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "tool_call", "content": json.dumps({"name": "rain", "arguments": ARGUMENTS})},
+    {"role": "tool_response", "content": "no"},
+    {"role": "assistant", "content": "It stays dry."},
+]
+BARE = {"name": "rain", "arguments": TEXT}
+OLD = [
+    {"role": "User", "content": "Rain?"},
+    {"role": "assistant", "content": None, "function_call": BARE},
+    {"role": "function", "name": "rain", "content": "no"},
+    *ANSWER,
+]
+RECORDS = {
+    "objects": {"messages": [*asked(ARGUMENTS), *ANSWER]},
+    "texts": {"messages": [*asked(TEXT), *ANSWER]},
+    "empty content": {
+        "messages": [asked(TEXT)[0], {**asked(TEXT)[1], "content": ""}, asked(TEXT)[2], *ANSWER]
+    },
+    "text of JSON": {"messages": json.dumps([*asked(TEXT), *ANSWER])},
+    "prompt": {"prompt": asked(TEXT), "completion": ANSWER},
+    "completion": {"prompt": asked(TEXT)[:1], "completion": [*asked(TEXT)[1:], *ANSWER]},
+    "swift completion": {"prompt": SWIFT[:1], "completion": SWIFT[1:]},
+    "pair": {
+        "chosen": [*asked(TEXT), *ANSWER],
+        "rejected": [*asked(TEXT), *ANSWER[:0], {"role": "assistant", "content": "?"}],
+    },
+    "sharegpt": {"conversations": SHAREGPT},
+    "sharegpt, text": {
+        "conversations": [
+            SHAREGPT[0],
+            {"from": "function_call", "value": json.dumps(BARE)},
+            *SHAREGPT[2:],
+        ]
+    },
+    "sharegpt, object": {
+        "conversations": [SHAREGPT[0], {"from": "function_call", "value": BARE}, *SHAREGPT[2:]]
+    },
+    "ms-swift": {"messages": SWIFT},
+    "before tool_calls": {"messages": OLD},
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
+def test_calls_are_written_as_the_template_takes_them(template: str, record: dict):
+    """They were JSON in JSON where they came as text, and refused by templates of single ones."""
+    arguments = TEXT if template == TEMPLATES["text"] else ARGUMENTS
+    want = theirs(template, [*asked(arguments), *ANSWER], tools=TOOLS)
+    reader = RecordReader(ChatTemplate(template, {}))
+    (document,) = reader.documents({**record, "tools": TOOLS})
+    assert document.text == want
+    assert document.loss_spans is not None
+    learned = [document.text[a:b] for a, b in document.loss_spans]
+    assert learned[-1] == "It stays dry.<end>"
+    if "prompt" not in record and "chosen" not in record:
+        assert len(learned) == 2
+        assert "rain" in learned[0]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
+def test_a_request_has_the_text_that_training_has(template: str):
+    """A template that wants text answered every request whose history had a call with 400."""
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = template
+    arguments = TEXT if template == TEMPLATES["text"] else ARGUMENTS
+    want = theirs(template, asked(arguments), tools=TOOLS, add_generation_prompt=True)
+    for given in (ARGUMENTS, TEXT):
+        body = Chat(messages=asked(given), tools=TOOLS)
+        (ids,) = body.prompts(tokenizer)
+        assert bytes(ids).decode() == want
+        record = {"messages": asked(given), "tools": TOOLS}
+        assert bytes(Prompts(tokenizer, True).encode(asked(given), record)).decode() == want
+
+
+@pytest.mark.parametrize(
+    ("turn", "problem"),
+    [
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{'a': 1}"}}]}, "not JSON"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "not an object"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": 1}}]}, "not an object"),
+        ({"tool_calls": [{"function": {}}]}, "no function with a name"),
+        ({"tool_calls": [5]}, "no function with a name"),
+        ({"tool_calls": "rain"}, "not JSON"),
+        ({"function_call": {"name": 3}}, "no function with a name"),
+        ({"content": {"a": 1}}, "content is missing or not text"),
+        ({"content": None}, "content is missing or not text"),
+    ],
+)
+def test_calls_that_are_none_are_named(turn: dict, problem: str):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}]
+    with pytest.raises(BadLineError, match=rf"^messages\[1\].*{problem}.*; ") as caught:
+        ChatTemplate(TEMPLATES["json"], {}).documents(messages)
+    assert "\n" not in str(caught.value)
+
+
+# ---- what a template does not show ---------------------------------------------------------------
+
+# As the first Llama-3's or Mistral's: neither tools nor calls nor reasoning, and no tool's turn.
+PLAIN = """\
+{%- for m in messages %}{% if m.role in ('system', 'user') and (loop.first or m.role == 'user') %}
+{{- '<' ~ m.role ~ '>' ~ m.content }}{% elif m.role == 'assistant' %}
+{{- '<assistant>' ~ m.content ~ '<end>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+USER, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = {**SAID, "reasoning_content": "hm"}
+CALLING = {**SAID, "tool_calls": [{"function": {"name": "rain", "arguments": ARGUMENTS}}]}
+LOST: dict[str, tuple[dict, str]] = {
+    "tools": ({"messages": [USER, SAID], "tools": TOOLS}, "tools[0]"),
+    "documents": (
+        {"messages": [USER, SAID], "documents": [{"title": "t", "text": "x"}]},
+        "documents[0]",
+    ),
+    "a call": ({"messages": [USER, CALLING, SAID]}, "messages[1].tool_calls[0].name"),
+    "reasoning": ({"messages": [USER, THOUGHT]}, "messages[1].reasoning_content"),
+    "thinking": ({"messages": [USER, {**SAID, "thinking": "x"}]}, "messages[1].reasoning_content"),
+    "a later system": ({"messages": [USER, SYSTEM, SAID]}, "messages[1].content, of role 'system'"),
+    "a second system": (
+        {"messages": [SYSTEM, {**SYSTEM, "role": "developer"}, USER, SAID]},
+        "messages[1].content, of role 'system'",
+    ),
+    "a role": (
+        {"messages": [USER, {"role": "critic", "content": "No."}, SAID]},
+        "messages[1].content, of role 'critic'",
+    ),
+    "a result": (
+        {"messages": [USER, {"role": "tool_response", "content": "no"}, SAID]},
+        "messages[1].content, of role 'tool'",
+    ),
+    "a completion": ({"prompt": [USER], "completion": [THOUGHT]}, "messages[1].reasoning_content"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi"}, SHAREGPT[2], SHAREGPT[3]]},
+        "messages[1].content, of role 'tool'",
+    ),
+}
+SHOWS_ALL = "{% for d in documents or [] %}{{ d.text }}{% endfor %}" + _CHATML
+
+
+@pytest.mark.parametrize(("record", "place"), LOST.values(), ids=list(LOST))
+def test_what_the_template_does_not_show_is_refused(record: dict, place: str):
+    """It vanished in silence. Both remedies of the line help."""
+    with pytest.raises(BadLineError) as caught:
+        RecordReader(ChatTemplate(PLAIN, {})).documents(record)
+    assert str(caught.value) == (
+        f"the chat template does not show {place}"
+        + ", of role 'assistant'" * ("reasoning" in place or "tool_calls" in place)
+        + "; leave it out, or name a template that shows it in data.chat_template"
+    )
+    assert RecordReader(ChatTemplate(SHOWS_ALL, {})).documents(record)
+    assert RecordReader(ChatTemplate(PLAIN, {})).documents({"messages": [USER, SAID]})
+
+
+@pytest.mark.parametrize(
+    "role", ["User", "USER", "human", "prompter", "system", "developer", "Developer"]
+)
+def test_roles_have_openais_names(role: str):
+    """A template knows user and system alone; of developers it does not speak."""
+    usual = "user" if role.lower() in ("user", "human", "prompter") else "system"
+    messages = [{"role": usual, "content": "Be brief."}, USER, SAID]
+    ((text, _),) = ChatTemplate(PLAIN, {}).documents([{**messages[0], "role": role}, USER, SAID])
+    assert text == theirs(PLAIN, messages)
+    knows = PLAIN.replace("('system', ", "('system', 'developer', ")
+    ((text, _),) = ChatTemplate(knows, {}).documents([{**messages[0], "role": role}, USER, SAID])
+    usual = "developer" if role.lower() == "developer" else usual
+    assert text == theirs(knows, [{**messages[0], "role": usual}, USER, SAID])
+
+
+def test_earlier_reasoning_may_be_dropped_where_it_was_learned():
+    """As Qwen3's template drops it: each turn is learned with its own."""
+    earlier = {**THOUGHT, "reasoning_content": "mm"}
+    template = ChatTemplate(TEMPLATES["json"], {})
+    documents = template.documents([USER, earlier, USER, THOUGHT])
+    learned = [text[a:b] for text, spans in documents for a, b in spans]
+    assert learned == ["<think>mm</think>Ho<end>", "<think>hm</think>Ho<end>"]
+    assert template.prompt([USER, earlier, USER], strict=True).endswith(
+        "Ho<end><user>Hi<assistant>"
+    )
+
+
+def test_thoughts_in_the_content_are_learned_or_refused():
+    """DeepSeek-R1's template drops what is before </think> even in the turn that is learned."""
+    drops = PLAIN.replace("m.content ~ '<end>'", "m.content.split('</think>')[-1] ~ '<end>'")
+    messages = [USER, {**SAID, "content": "<think>\nhm\n</think>\n\nHo"}]
+    with pytest.raises(BadLineError, match=r"not show messages\[1\].content before </think>, of"):
+        ChatTemplate(drops, {}).documents(messages)
+    ((text, spans),) = ChatTemplate(PLAIN, {}).documents(messages)
+    assert [text[a:b] for a, b in spans] == ["<think>\nhm\n</think>\n\nHo<end>"]
+
+
+def test_null_is_nothing():
+    """Clients and tables write keys without a value, which templates ask for by their name."""
+    asks = PLAIN.replace("m.content ~ '<end>'", "m.content ~ '!' * ('tool_calls' in m) ~ '<end>'")
+    nulls = dict.fromkeys(("tool_calls", "function_call", "reasoning_content", "weight", "name"))
+    messages = [{**USER, **nulls}, {**SAID, **nulls}]
+    ((text, _),) = ChatTemplate(asks, {}).documents(messages, {"tools": None})
+    assert text == "<user>Hi<assistant>Ho<end>"
+
+
+def test_a_server_says_once_what_its_template_does_not_show(caplog: pytest.LogCaptureFixture):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = PLAIN
+    _warn_once.cache_clear()
+    asked = [USER, CALLING, {"role": "tool", "content": "no"}, USER]
+    with caplog.at_level("WARNING", logger="moetrain"):
+        for _ in range(2):
+            (ids,) = Chat(messages=asked, tools=TOOLS).prompts(tokenizer)
+            assert bytes(ids).decode() == "<user>Hi<assistant>Ho<end><user>Hi<assistant>"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    for kind in ("`tools`", "`tool_calls`", "`content` of role 'tool'"):
+        assert sum(f"does not show {kind}," in line for line in said) == 1
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_prompts_that_the_template_does_not_show_are_refused_at_once(as_text: bool, tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = PLAIN
+    path = tmp_path / "prompts.jsonl"
+    critic = [{"role": "critic", "content": "a"}, USER]
+    for messages, problem in [([USER], None), (critic, "does not show messages[0].content")]:
+        given = json.dumps(messages) if as_text else messages
+        path.write_text(json.dumps({"messages": given}) + "\n")
+        if problem is None:
+            environment = Jsonl(Prompts(tokenizer, True), str(path), "zero")
+            turn = environment.episode(0).reset()
+            assert bytes(turn.tokens).decode() == "<user>Hi<assistant>"
+        else:
+            with pytest.raises(ConfigError, match=r"rl\.prompts: .* line 1: ") as caught:
+                Jsonl(Prompts(tokenizer, True), str(path), "zero")
+            assert problem in str(caught.value)
