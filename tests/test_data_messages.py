@@ -192,6 +192,11 @@ PLAIN = """\
 {{- '<' ~ m.role ~ '>' ~ m.content }}{% elif m.role == 'assistant' %}
 {{- '<assistant>' ~ m.content ~ '<end>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+MARKED = PLAIN.replace(
+    "{{- '<assistant>' ~ m.content ~ '<end>' }}",
+    "{{- '<assistant>' }}{% generation %}{{ m.content ~ '<end>' }}{% endgeneration %}",
+)
+DROPS = "m.content.split('</think>')[-1] ~ '<end>'"
 USER, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = {**SAID, "reasoning_content": "hm"}
@@ -269,13 +274,17 @@ def test_earlier_reasoning_may_be_dropped_where_it_was_learned():
 
 
 def test_thoughts_in_the_content_are_learned_or_refused():
-    """DeepSeek-R1's template drops what is before </think> even in the turn that is learned."""
-    drops = PLAIN.replace("m.content ~ '<end>'", "m.content.split('</think>')[-1] ~ '<end>'")
+    """DeepSeek-R1's template drops what is before </think> even in the turn that is learned.
+
+    Where the template marks what is learned, nothing can be added to that.
+    """
     messages = [USER, {**SAID, "content": "<think>\nhm\n</think>\n\nHo"}]
+    for template in (PLAIN, MARKED, PLAIN.replace("m.content ~ '<end>'", DROPS)):
+        ((text, spans),) = ChatTemplate(template, {}).documents(messages)
+        assert [text[a:b] for a, b in spans] == ["<think>\nhm\n</think>\n\nHo<end>"]
+    said = MARKED.replace("m.content ~ '<end>'", DROPS)
     with pytest.raises(BadLineError, match=r"not show messages\[1\].content before </think>, of"):
-        ChatTemplate(drops, {}).documents(messages)
-    ((text, spans),) = ChatTemplate(PLAIN, {}).documents(messages)
-    assert [text[a:b] for a, b in spans] == ["<think>\nhm\n</think>\n\nHo<end>"]
+        ChatTemplate(said, {}).documents(messages)
 
 
 def test_null_is_nothing():
@@ -319,3 +328,81 @@ def test_prompts_that_the_template_does_not_show_are_refused_at_once(as_text: bo
             with pytest.raises(ConfigError, match=r"rl\.prompts: .* line 1: ") as caught:
                 Jsonl(Prompts(tokenizer, True), str(path), "zero")
             assert problem in str(caught.value)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+TALK = [
+    {"role": "user", "content": "q1"},
+    {"role": "assistant", "content": "a1"},
+    {"role": "user", "content": "q2"},
+    {"role": "assistant", "content": "a2"},
+    {"role": "user", "content": "q3"},
+    {"role": "assistant", "content": "a3"},
+]
+
+
+def weighted(name: str, *values: object) -> list[dict]:
+    """The talk, whose answers have these weights by the key ``name``; None: no such key."""
+    given = [{} if value is None else {name: value} for value in values]
+    return [{**turn, **given[i // 2]} if i % 2 else turn for i, turn in enumerate(TALK)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["unmarked", "marked"])
+@pytest.mark.parametrize(
+    ("name", "values", "learned"),
+    [
+        ("weight", (0, 1, None), ["a2", "a3"]),  # OpenAI's and Mistral's
+        ("weight", (1, 0, 1.0), ["a1", "a3"]),
+        ("weight", (None, None, 0), ["a1", "a2"]),
+        ("train", (False, False, True), ["a3"]),  # axolotl's
+        ("training", (True, False, None), ["a1", "a3"]),
+        ("loss", (False, True, False), ["a2"]),  # ms-swift's
+        ("weight", (0, 0, 0.0), []),
+    ],
+)
+def test_turns_of_weight_0_are_read_and_not_learned(template, name, values, learned):
+    reader = RecordReader(ChatTemplate(template, {}))
+    documents = reader.documents({"messages": weighted(name, *values)})
+    assert len(documents) == bool(learned)
+    for document in documents:
+        assert document.loss_spans is not None
+        found = [document.text[a:b] for a, b in document.loss_spans]
+        assert found == [f"{answer}<end>" for answer in learned]
+        assert document.text == theirs(PLAIN, TALK[: 2 * int(learned[-1][1])])
+    sharegpt = {"conversations": weighted(name, *values)}
+    assert reader.documents(sharegpt) == documents
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"messages": weighted("weight", 0.5, 1, 1)}, "messages[1].weight is 0.5, and a weight"),
+        ({"messages": weighted("weight", 1, 2, 1)}, "messages[3].weight is 2, and a weight is 0"),
+        ({"messages": weighted("train", "no", 1, 1)}, "messages[1].train is 'no', and a weight"),
+        (
+            {"messages": [{**TALK[0], "train": True}, TALK[1]]},
+            "messages[0].train asks to learn a turn of role 'user'",
+        ),
+        (
+            {"messages": [TALK[0], {**TALK[1], "weight": 1, "train": False}]},
+            "messages[1] has 'weight' and 'train', which contradict",
+        ),
+        ({"messages": TALK, "weight": 0.5}, "`weight` is 0.5, and a weight is 0"),
+        ({"text": "a", "weight": 3}, "`weight` is 3, and a weight is 0"),
+    ],
+)
+def test_weights_that_no_loss_has_are_refused(record: dict, problem: str):
+    with pytest.raises(BadLineError) as caught:
+        RecordReader(ChatTemplate(PLAIN, {})).documents(record)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, False, 1, True, None])
+def test_records_of_weight_0_are_left_out(weight: object):
+    reader = RecordReader(ChatTemplate(PLAIN, {}))
+    for record in ({"messages": TALK}, {"text": "a"}, {"prompt": "a", "completion": "b"}):
+        whole = reader.documents(record)
+        assert reader.documents({**record, "weight": weight}) == whole * (
+            weight is None or weight == 1
+        )

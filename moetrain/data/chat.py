@@ -172,7 +172,7 @@ class ChatTemplate:
 
         Returns:
             Texts, and characters ``(start, end)`` of each. Every learned turn has loss in one text,
-            where it is in its final form.
+            where it is in its final form. None if all turns have weight 0.
 
         Raises:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails
@@ -191,6 +191,9 @@ class ChatTemplate:
             asked = (i for i in range(learned[-1]) if turns[i]["role"] == "user")
             given = max(given, *asked, 0)
         learned = [i for i in learned if i >= given]
+        if learned and not any(turns[i].get("weight", 1) for i in learned):
+            return []
+        learned = [i for i in learned if turns[i].get("weight", 1)]
         if not learned:
             said = "`messages` has no assistant turn to learn from"
             raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
@@ -209,7 +212,7 @@ class ChatTemplate:
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return as :meth:`documents`, of turns in the form that the template takes."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
-            return [self._marked_document(turns, variables, learned[0])]
+            return [self._marked_document(turns, variables, learned)]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
         views = [view for i in learned for view in (View(i, True), View(i + 1, False))]
         texts = self._rendered(turns, variables, views)
@@ -296,18 +299,26 @@ class ChatTemplate:
         return next(self._rendered(turns, variables, [View(len(turns), False)]))
 
     def _marked_document(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], first: int
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], learned: Sequence[int]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render the conversation up to the last text that the template marks.
+        """Render the conversation up to the last text that the template marks and that is learned.
 
         Returns:
-            The text, and the marked spans behind those of the turns before turn ``first``.
+            The text, and the marked spans, except for those of turns that are not ``learned``.
         """
-        is_later = any(turn["role"] == "assistant" for turn in turns[:first])
-        ends = [len(turns), first] if is_later else [len(turns)]
-        views = [View(end, False, (_OPEN, _CLOSE)) for end in ends]
-        (text, spans), *before = map(self._marks, self._rendered(turns, variables, views))
-        spans = spans[sum(len(earlier) for _, earlier in before) :]
+        first = learned[0]
+        others = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        others = [i for i in others if i not in learned]
+        # Spans of a turn are those that the conversation with it has more than the one before it.
+        ends = [first] if any(i < first for i in others) else []
+        ends += [end for i in others if i > first for end in (i, i + 1)]
+        views = [View(end, False, (_OPEN, _CLOSE)) for end in [len(turns), *ends]]
+        (text, spans), *found = map(self._marks, self._rendered(turns, variables, views))
+        counts = [len(earlier) for _, earlier in found]
+        counts = counts if len(counts) % 2 == 0 else [0, *counts]
+        left_out = [slice(*pair) for pair in zip(counts[::2], counts[1::2], strict=True)]
+        for each in reversed(left_out):
+            del spans[each]
         if not spans:
             problem = "the chat template marks no text with {% generation %}, though there is an "
             problem += "assistant's turn; give another one"

@@ -21,6 +21,8 @@ from moetrain.config.sources import shortened
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a turn, as ``transformers`` knows them; the first is the usual one."""
+_WEIGHTS = ("weight", "train", "training", "loss")
+"""Names of the weight of a turn in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
 _CALL = "tool_call"
 """Role of a turn that is a call alone, until it has become part of the assistant's."""
 _ROLES: dict[str, str] = {
@@ -49,8 +51,8 @@ def read_messages(
 
     Roles have OpenAI's names where they are known, and calls are in ``tool_calls`` of the
     assistant's turns. Keys whose value is null are left out, as ``transformers`` leaves them out.
-    Reasoning has the names ``reasoning_content`` and ``thinking``. A conversation that was read is
-    returned as it is.
+    Reasoning has the names ``reasoning_content`` and ``thinking``. A turn that is not to be learned
+    has ``weight`` 0. A conversation that was read is returned as it is.
 
     Args:
         given: the messages, or the text of their JSON, as tables have it.
@@ -71,8 +73,12 @@ def read_messages(
         turn = _read_turn(message, f"{name}[{i}]")
         if turn["role"] == _CALL:
             calls = turn["tool_calls"]
+            weight = {key: turn[key] for key in ("weight",) if key in turn}
             if not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given:
-                turns.append({"role": "assistant"})
+                turns.append({"role": "assistant", **weight})
+            if turns[-1].get("weight") != weight.get("weight"):
+                said = f"{name}[{i}] is part of the turn before it, whose weight differs"
+                raise BadLineError(f"{said}; give both the same")
             # A call belongs to the turn before it, and calls in a row are calls at once.
             turns[-1] = {**turns[-1], "tool_calls": [*turns[-1].get("tool_calls", ()), *calls]}
         else:
@@ -96,8 +102,11 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise BadLineError(f"{where}.role is missing or not text: {shortened(turn)}; give text")
     turn["role"] = role
+    weight = _read_weight(turn, where)
     if role == _CALL:
-        return {"role": role, "tool_calls": _read_calls(content, f"{where}, a call,")}
+        calls = _read_calls(content, f"{where}, a call,")
+        return {"role": role, "tool_calls": calls, **weight}
+    turn |= weight
     calls = turn.pop("tool_calls", ())
     calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
     if isinstance(turn.get("function_call"), dict):  # OpenAI's before tool_calls
@@ -111,6 +120,28 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if reasoning := [turn[key] for key in REASONING if key in turn]:
         turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
     return turn
+
+
+def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
+    """Take the weight out of ``turn``, and return it where it says that nothing is learned."""
+    given = {key: turn.pop(key) for key in _WEIGHTS if key in turn}
+    for key, value in given.items():
+        check_weight(value, f"{where}.{key}")
+    if len({bool(value) for value in given.values()}) > 1:
+        said = f"{where} has {' and '.join(map(repr, given))}, which contradict each other"
+        raise BadLineError(f"{said}; leave one of them out")
+    is_learned = all(given.values())
+    if given and is_learned and turn["role"] not in ("assistant", _CALL):
+        said = f"{where}.{next(iter(given))} asks to learn a turn of role {shortened(turn['role'])}"
+        raise BadLineError(f"{said}, and only the assistant's are learned; leave it out")
+    return {} if is_learned else {"weight": 0}
+
+
+def check_weight(value: object, where: str) -> None:
+    """Raise BadLineError unless ``value`` is a weight that a turn or a record may have."""
+    if value not in (0, 1):
+        said = f"{where} is {shortened(value)}, and a weight is 0 (not learned) or 1 (learned)"
+        raise BadLineError(f"{said}; give one of these, and write records again that count more")
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
@@ -172,6 +203,7 @@ class Form(NamedTuple):
 
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         made, content = {**turn}, turn.get("content")
+        made.pop("weight", None)
         if "tool_calls" in turn:
             made["tool_calls"] = [self._call(call) for call in turn["tool_calls"]]
             if not content:

@@ -29,7 +29,7 @@ from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
-from moetrain.data.messages import BadLineError, read_messages, role_of
+from moetrain.data.messages import BadLineError, check_weight, read_messages, role_of
 from moetrain.data.pairs import (
     KNOWN_FORMS,
     KNOWN_LABELLED,
@@ -292,13 +292,17 @@ class RecordReader:
         return [*found, *["skip"] * self.skips_bad, *reads]
 
     def documents(self, record: Any) -> list[Document]:
-        """Return the documents of ``record``; none if its text is blank.
+        """Return the documents of ``record``; none if its text is blank or its weight 0.
 
         Raises:
             BadLineError: the record has no known form, or is malformed.
             ConfigError: the chat template itself is wrong.
         """
         form = self.form_of(record)
+        if isinstance(weight := record.get("weight"), int | float):
+            check_weight(weight, "`weight`")
+            if not weight:
+                return []
         _, read = _FORMS[form]
         if self.reads_labels and form != "preference":
             found = self._labelled(record, form)
