@@ -16,7 +16,17 @@ from moetrain.train.setup import Session, resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")
-PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
+PROBES += (
+    "jsonl",
+    "sort",
+    "synthetic",
+    "auto",
+    "none",
+    "selective",
+    "alltoall",
+    "deepep",
+    "static",
+)
 PROBES += (
     "exact",
     "flex",

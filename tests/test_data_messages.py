@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_once
 from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
@@ -213,7 +213,7 @@ LOST: dict[str, tuple[dict, str]] = {
     "a later system": ({"messages": [USER, SYSTEM, SAID]}, "messages[1].content, of role 'system'"),
     "a second system": (
         {"messages": [SYSTEM, {**SYSTEM, "role": "developer"}, USER, SAID]},
-        "messages[1].content, of role 'system'",
+        "messages[1].content, of role 'developer'",
     ),
     "a role": (
         {"messages": [USER, {"role": "critic", "content": "No."}, SAID]},
@@ -257,6 +257,10 @@ def test_roles_have_openais_names(role: str):
     assert text == theirs(PLAIN, messages)
     knows = PLAIN.replace("('system', ", "('system', 'developer', ")
     ((text, _),) = ChatTemplate(knows, {}).documents([{**messages[0], "role": role}, USER, SAID])
+    ((speaks, _),) = ChatTemplate("{#- developer #}" + PLAIN, {}).documents(
+        [{**messages[0], "role": role}, USER, SAID]
+    )
+    assert speaks == theirs(PLAIN, messages)
     usual = "developer" if role.lower() == "developer" else usual
     assert text == theirs(knows, [{**messages[0], "role": usual}, USER, SAID])
 
@@ -406,3 +410,61 @@ def test_records_of_weight_0_are_left_out(weight: object):
         assert reader.documents({**record, "weight": weight}) == whole * (
             weight is None or weight == 1
         )
+
+
+# ---- templates and their variables for a whole run -----------------------------------------------
+
+STYLED = "{{ style | default('plain') }}:" + PLAIN
+
+
+def config_of(**data: object) -> Config:
+    given = {"source": "records", "path": "unused.jsonl", **data}
+    return Config.load({"model": {"preset": "debug"}, "data": given})
+
+
+def test_a_run_has_variables_of_its_template(tmp_path: Path):
+    """A record's own come before them, as apply_chat_template's variables do."""
+    (tmp_path / "t.jinja").write_text(STYLED)
+    data = config_of(
+        chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs='{"style": "short"}'
+    ).data
+    reader = RecordReader.of(data, ByteTokenizer())
+    for own, style in ((None, "short"), ({}, "short"), ({"style": "long"}, "long")):
+        record = {"messages": [USER, SAID], "chat_template_kwargs": own}
+        (document,) = reader.documents(record)
+        assert document.text == theirs(STYLED, [USER, SAID], style=style)
+    plain = RecordReader.of(data.model_copy(update={"chat_template_kwargs": None}), ByteTokenizer())
+    assert plain.identity() != reader.identity()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ("style", "'style' is not JSON"),
+        ("[1]", "'[1]' is no JSON object"),
+        ('{"messages": []}', "has 'messages', which records have"),
+    ],
+)
+def test_variables_that_are_none_are_named(kwargs: str, problem: str):
+    with pytest.raises(ConfigError) as caught:
+        RecordReader.of(config_of(chat_template_kwargs=kwargs).data, ByteTokenizer())
+    assert caught.value.field == "data.chat_template_kwargs"
+    assert problem in str(caught.value)
+
+
+def test_a_template_and_its_variables_in_reinforcement_learning(tmp_path: Path):
+    """data.chat_template was refused there. The model is exported with it."""
+    (tmp_path / "t.jinja").write_text(STYLED)
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = tokenizer.tool_template = _CHATML
+    ChatTemplate.put_in(tokenizer, str(tmp_path / "t.jinja"), '{"style": "short"}')
+    ids = Prompts(tokenizer, chat=True).encode("Hi")
+    assert bytes(ids).decode() == theirs(STYLED, [USER], style="short", add_generation_prompt=True)
+    ids = Prompts(tokenizer, True).encode([USER], {"chat_template_kwargs": {"style": "long"}})
+    assert bytes(ids).decode().startswith("long:")
+    assert tokenizer.export(tokenizer.chat_template).files["chat_template.jinja"] == STYLED
+    settings = {"chat_template": str(tmp_path / "t.jinja"), "chat_template_kwargs": "{}"}
+    for rl in ({"env": "jsonl", "prompts": "p.jsonl", "reward": "zero"}, {"chat": True}):
+        Config.load({"model": {"preset": "debug"}, "data": settings, "rl": rl})
+    with pytest.raises(ConfigError, match=r"data\.chat_template"):
+        Config.load({"model": {"preset": "debug"}, "data": settings, "rl": {"env": "sort"}})

@@ -85,7 +85,14 @@ _JOBS = _Program(
     Recipes.JOBS,
     foreign=(
         # Jobs bring data, steps and learning rates with them.
-        *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
+        *(
+            *_NO_DATA,
+            "data.chat_template",
+            "data.chat_template_kwargs",
+            "train.steps",
+            "train.epochs",
+            "optim.lr",
+        ),
         *("optim.beta", "optim.eps", "optim.weight_decay", "optim.max_grad_norm"),
         *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
         *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),

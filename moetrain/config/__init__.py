@@ -111,6 +111,7 @@ _PREFERENCES = {"dpo", "ipo", "kto"}
 _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
+_HAS_CHATS = {"rl.chat": {True}, "rl.env": _Other("sort", "arithmetic")}
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
@@ -125,12 +126,14 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("model.intermediate_size model.moe_intermediate_size model.init_std", _BY_PRESET),
     _Need("model.rope", {"model.max_positions": _SET}),
     _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
-    _Need("data.mix data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
+    _Need("data.mix data.text_field data.format", {"data.source": _RECORDS}),
+    _Need("data.chat_template data.chat_template_kwargs", {"data.source": _RECORDS} | _HAS_CHATS),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.bad_records data.overlong", {"data.source": _RECORDS}),
     _Need("data.overlong", {"data.packing": {"auto", "whole"}}),
     _Need("data.text_field", {"data.format": {"auto", "text"}}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
+    _Need("data.chat_template_kwargs", {"data.format": _Other("text")}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),

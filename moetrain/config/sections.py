@@ -197,6 +197,9 @@ class DataSection(Section):
     """Field of a record that holds its text, if it is no conversation."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
+    chat_template_kwargs: str | None = None
+    """Further variables of the chat template for all conversations, as a JSON object such as
+    {"enable_thinking": false}; those of a record come before them."""
     tokenizer: GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""

@@ -74,6 +74,7 @@ _CHATML = """\
 {%- endif %}"""
 """ChatML, with tools and calls as Hermes has them."""
 
+_KWARGS = "data.chat_template_kwargs"
 _MAX_BYTES = 1 << 20
 """The largest size of a template file in bytes. Published templates have at most 30 KB."""
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -124,28 +125,51 @@ class ChatTemplate:
     """The file that holds it, for messages."""
     added_tokens: frozenset[str] = frozenset()
     """The tokenizer's, of which one may end a turn."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables; those of a conversation come before them."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> Self:
-        """Read ``file_name``, else take the tokenizer's, else ChatML; ConfigError: a bad file."""
-        special, added = tokenizer.special_tokens, frozenset(tokenizer.added_tokens)
+    def of(
+        cls, tokenizer: Tokenizer, file_name: str | None = None, kwargs: str | None = None
+    ) -> Self:
+        """Read ``file_name``, else take the tokenizer's, else ChatML.
+
+        ``kwargs`` is data.chat_template_kwargs; None: the tokenizer's.
+
+        Raises ConfigError: a file cannot be read, or is no template, or ``kwargs`` is malformed.
+        """
+        special = tokenizer.special_tokens
+        own: Any = {"special_tokens": special, "added_tokens": frozenset(tokenizer.added_tokens)}
+        own["kwargs"] = tokenizer.chat_template_kwargs if kwargs is None else _read_kwargs(kwargs)
         if file_name is not None:
-            template = cls(_read(file_name), special, file=file_name, added_tokens=added)
+            template = cls(_read(file_name), file=file_name, **own)
             list(template._rendered([], {}, []))  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
             files = tokenizer.template_files
-            own: Any = {"special_tokens": special, "added_tokens": added}
             with_tools = None if tools is None else cls(tools, file=files[1], **own)
             return cls(tokenizer.chat_template, with_tools=with_tools, file=files[0], **own)
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, special, added_tokens=added)
+        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, **own)
 
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
-        return [self.source, *(self.with_tools.identity() if self.with_tools else ())]
+        found = [self.source, *(self.with_tools.identity() if self.with_tools else ())]
+        return [*found, json.dumps({**self.kwargs})] if self.kwargs else found
+
+    @classmethod
+    def put_in(cls, tokenizer: Tokenizer, file_name: str | None, kwargs: str | None) -> None:
+        """Let ``file_name`` and ``kwargs`` be the tokenizer's own template and its variables.
+
+        None: as they are. Raises as :meth:`of`.
+        """
+        template = cls.of(tokenizer, file_name, kwargs)
+        tokenizer.chat_template_kwargs = template.kwargs
+        if file_name is not None:
+            tokenizer.chat_template = tokenizer.given_template = template.source
+            tokenizer.tool_template, tokenizer.template_files = None, (file_name, "")
 
     def documents(
         self,
@@ -408,16 +432,10 @@ class ChatTemplate:
         return {**(variables or {}), **found}
 
     def _read(self, messages: object, given: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the messages; return turns, and how many are of the first ``given`` messages.
-
-        A developer is the system, unless the template speaks of developers.
-        """
+        """Read the messages; return turns, and how many are of the first ``given`` messages."""
         turns = read_messages(messages, num_given=given)
         if given and isinstance(messages, list):
             given = len(read_messages(messages[:given]))
-        if "developer" not in self.source:
-            roles = {"developer": "system"}
-            turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
         return turns, given
 
     def _find_form(
@@ -440,10 +458,12 @@ class ChatTemplate:
         Returns:
             The form, and what the template does not show.
         """
-        forms = forms_of(turns, _READS_PARTS.search(self.source) is not None)
+        reads_parts = _READS_PARTS.search(self.source) is not None
+        knows_developers = "developer" in self.source
+        forms = forms_of(turns, reads_parts=reads_parts, knows_developers=knows_developers)
         needed = range(view.num_turns) if learned is None else learned
         found = marked(turns[: view.num_turns], variables, {*needed})
-        given = {**self.special_tokens, **found.variables}
+        given = {**self.special_tokens, **self.kwargs, **found.variables}
         try:
             work = pickle.dumps((found.turns, given, found.pieces, forms, view, learned))
         except (AttributeError, RecursionError, TypeError, pickle.PicklingError):
@@ -457,7 +477,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         views: Sequence[View],
     ) -> Iterator[str]:
-        given = {**self.special_tokens, **variables}
+        given = {**self.special_tokens, **self.kwargs, **variables}
         with self._naming_errors():
             yield from render(self.source, turns, given, self.now, views)
 
@@ -530,7 +550,7 @@ def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
     found: list[tuple[Form, Sequence[Piece]]] = []
     for form in forms:
         has_lost_calls = not found or any(x.kind == "`tool_calls`" for x in found[0][1])
-        if not has_lost_calls and form.content == found[0][0].content:
+        if not has_lost_calls and form[2:] == found[0][0][2:]:
             continue  # calls are all that these forms differ in
         rendered = partial(render, source, form.of(turns), variables, datetime.now())
         try:
@@ -542,7 +562,9 @@ def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
         if not lost:
             return form, ()
         found.append((form, lost))
-    return min(found, key=lambda pair: len(pair[1]), default=(forms[0], ()))
+    # Of a form without `content` the template would only say that there is none.
+    usual = min(forms, key=lambda form: form.empty != "text")
+    return min(found, key=lambda pair: len(pair[1]), default=(usual, ()))
 
 
 def _lost(
@@ -593,6 +615,20 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
 def _warn_once(kind: str) -> None:
     said = "the chat template does not show %s, which requests have: the model does not see it"
     logger.warning(said, kind)
+
+
+def _read_kwargs(text: str) -> dict[str, Any]:
+    try:
+        kwargs: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        problem = f"{shortened(text)} is not JSON; write an object such as"
+        raise ConfigError(_KWARGS, f'{problem} {{"enable_thinking": false}}') from None
+    if not isinstance(kwargs, dict):
+        problem = f"{shortened(text)} is no JSON object; write one such as"
+        raise ConfigError(_KWARGS, f'{problem} {{"enable_thinking": false}}')
+    if taken := sorted(_RESERVED.intersection(kwargs)):
+        raise ConfigError(_KWARGS, f"has {taken[0]!r}, which records have; leave it out")
+    return kwargs
 
 
 def _read(file_name: str) -> str:

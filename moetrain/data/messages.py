@@ -196,6 +196,8 @@ class Form(NamedTuple):
     """``content`` of a turn that only calls tools: no such key, null, or an empty text."""
     content: Literal["as it is", "text", "parts"] = "as it is"
     """Other ``content``: text and lists of parts as they are, all as text, or all as parts."""
+    developer: Literal["developer", "system"] = "developer"
+    """Role of a developer."""
 
     def of(self, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return ``turns`` in this form."""
@@ -204,6 +206,8 @@ class Form(NamedTuple):
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         made, content = {**turn}, turn.get("content")
         made.pop("weight", None)
+        if turn["role"] == "developer":
+            made["role"] = self.developer
         if "tool_calls" in turn:
             made["tool_calls"] = [self._call(call) for call in turn["tool_calls"]]
             if not content:
@@ -229,10 +233,15 @@ class Form(NamedTuple):
         return {"type": "function", **call, "function": function}
 
 
-def forms_of(turns: Sequence[Mapping[str, Any]], reads_parts: bool) -> list[Form]:
+def forms_of(
+    turns: Sequence[Mapping[str, Any]], *, reads_parts: bool, knows_developers: bool
+) -> list[Form]:
     """List the forms that ``turns`` may have, the usual ones first.
 
-    ``reads_parts``: whether the template looks as if it took lists of parts.
+    Args:
+        turns: messages that were read.
+        reads_parts: whether the template looks as if it took lists of parts.
+        knows_developers: whether it speaks of developers. Else they are the system.
     """
     has_calls = any("tool_calls" in turn for turn in turns)
     is_empty = any("tool_calls" in turn and not turn.get("content") for turn in turns)
@@ -242,7 +251,11 @@ def forms_of(turns: Sequence[Mapping[str, Any]], reads_parts: bool) -> list[Form
     contents: list[Any] = ["as it is", "text", "parts"] if has_parts else ["as it is", "parts"]
     if has_parts and not reads_parts:
         contents = ["text", "parts"]
-    return [Form(a, e, c) for c, a, e in product(contents, arguments, empties)]
+    has_developer = any(turn["role"] == "developer" for turn in turns)
+    developers: list[Any] = ["developer", "system"] if knows_developers else ["system"]
+    developers = developers if has_developer else ["developer"]
+    each = product(contents, developers, arguments, empties)
+    return [Form(a, e, c, d) for c, d, a, e in each]
 
 
 # ---- what a template shows ----------------------------------------------------------------------

@@ -270,7 +270,7 @@ class RecordReader:
     @classmethod
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
-        template = ChatTemplate.of(tokenizer, data.chat_template)
+        template = ChatTemplate.of(tokenizer, data.chat_template, data.chat_template_kwargs)
         own = template, data.format, data.text_field, data.train_on
         reader = cls(*own, skips_bad=data.skips_bad)
         if data.packing not in cls.PAIRED:

@@ -62,6 +62,10 @@ class Tokenizer(Protocol):
     """The template for conversations with tools, if that is another one."""
     template_files: tuple[str | None, str | None] = (None, None)
     """The files that hold ``chat_template`` and ``tool_template``, for messages."""
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Further variables of both."""
+    given_template: str | None = None
+    """The template that takes the place of the files' own; None: theirs."""
     special_tokens: dict[str, str]
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
     special_ids: dict[str, int | None]
@@ -95,7 +99,9 @@ class Tokenizer(Protocol):
         ``chat_template``: the template to write; None: the tokenizer's own, if it has one.
         """
         files = self._files()
-        if chat_template not in (None, self.chat_template):
+        if chat_template in (None, self.chat_template):
+            chat_template = self.given_template
+        if chat_template is not None:
             files["chat_template.jinja"] = chat_template
         ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
         return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id})

@@ -23,6 +23,7 @@ from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import shortened
+from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
@@ -62,7 +63,9 @@ class Setup:
         self.total_steps, self.num_groups = _steps_and_groups(config)
         self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
-        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
+        data = config.data
+        self.tokenizer = tokenizer = load_tokenizer(data.tokenizer, arch.vocab_size)
+        ChatTemplate.put_in(tokenizer, data.chat_template, data.chat_template_kwargs)
         least = max(tokenizer.vocab_size, rl.teacher_top_k)
         place = launched_place()
         if rl.is_teacher_served:
@@ -87,6 +90,8 @@ class Setup:
             # Held-out tasks are drawn from so many.
             "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
             "data.tokenizer": tokenizer.fingerprint,
+            "data.chat_template": str(tokenizer.given_template),
+            "data.chat_template_kwargs": str(data.chat_template_kwargs),
         }
 
     @classmethod
@@ -99,6 +104,7 @@ class Setup:
     def digest(self) -> str:
         """A digest of what the run is trained on, but for the code of it."""
         tasks = _without_code(self.identity)
+        tasks = {x: y for x, y in tasks.items() if y != "None" or "chat_template" not in x}
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     def edited_since(self, found: Checkpoint) -> list[str]:
