@@ -109,8 +109,8 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     turn |= weight
     calls = turn.pop("tool_calls", ())
     calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
-    if isinstance(turn.get("function_call"), dict):  # OpenAI's before tool_calls
-        calls += _read_calls(turn.pop("function_call"), f"{where}.function_call")
+    if call := turn.pop("function_call", None):  # OpenAI's before tool_calls
+        calls += _read_calls(call, f"{where}.function_call")
     if calls:
         turn["tool_calls"] = calls
     if isinstance(content, list):
