@@ -60,7 +60,11 @@ FILES = [
     ("--model.num_heads 3", "model.num_heads", "not a multiple"),
     ("--model.head_dim 7", "model.head_dim", "odd"),
     ("--model.num_experts 1", "model.num_experts", "more than"),
-    ("--model.moe_intermediate_size 9", "model.moe_intermediate_size", "multiple of 8"),
+    (
+        "--model.moe_intermediate_size 9 --dry_run --launch.gpus 1 --train.device auto",
+        "model.moe_intermediate_size",
+        "multiple of 8",
+    ),
     (
         "--model.path {tmp} --data.source text --data.path {text}",
         "model.path",

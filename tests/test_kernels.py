@@ -29,6 +29,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
+from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.optim import reduction
 from moetrain.kernels.optim.reduction import sum_chunks
 
@@ -326,6 +327,26 @@ def test_grouped_products_keep_the_rules_of_custom_ops():
     a, b = torch.randn(7, 8), torch.randn(3, 8, 12)
     opcheck(torch.ops.moetrain.grouped_mm, (a.requires_grad_(), b.requires_grad_(), offsets))
     opcheck(torch.ops.moetrain.grouped_outer, (a.detach(), torch.randn(7, 12), offsets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(10, 12), (8, 9), (1, 16)])
+def test_grouped_products_on_a_cpu_take_any_width(dtype, widths):
+    """torch's grouped product reads rows in 16 bytes alone; others are multiplied by group."""
+    inner, outer = widths
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    a = torch.randn(8, inner, dtype=dtype, requires_grad=True)  # the last row is of no group
+    b = torch.randn(3, outer, inner, dtype=dtype, requires_grad=True)
+    g = torch.randn(8, outer, dtype=dtype)
+    y, grads = [], []
+    for product in (grouped_mm(a, b.mT, ends), torch.cat((a[:2] @ b[0].T, a[2:7] @ b[2].T))):
+        y.append(product[:7])
+        grads.append(torch.autograd.grad(y[-1], (a, b), g[:7]))
+    torch.testing.assert_close(y[0], y[1])
+    torch.testing.assert_close(grads[0][0][:7], grads[1][0][:7])
+    torch.testing.assert_close(grads[0][1], grads[1][1])
+    outer_products = grouped_weight_grad(a.detach(), g, ends)
+    torch.testing.assert_close(outer_products, grads[1][1].mT)
 
 
 def test_triton_on_a_cpu_tensor_names_the_remedy(monkeypatch):

@@ -414,11 +414,6 @@ def test_preset_with_overrides():
         ({"preset": "debug", "head_dim": 7}, "model.head_dim", ["7"]),
         ({"preset": "debug", "num_experts": 1}, "model.num_experts", ["1", "2"]),
         ({"preset": "qwen3-0.6b", "num_experts": 4}, "model.num_experts", ["4", "qwen3-0.6b"]),
-        (
-            {"preset": "debug", "moe_intermediate_size": 100},
-            "model.moe_intermediate_size",
-            ["100", "multiple of 8"],
-        ),
     ],
 )
 def test_bad_overrides(settings, field, words):

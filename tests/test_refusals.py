@@ -7,7 +7,7 @@ that only the engine itself can refuse them.
 
 import ast
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import settled
+from data_files import word_tokenizer
 from test_config_needs import DEFAULTS, NEEDS_OF_ONE, PROBES
 
 from moetrain.cli.train import main, run_jobs
@@ -23,10 +24,14 @@ from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.sources import leaves
 from moetrain.jobs.shared import SharedEngine
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import Transformer
 from moetrain.parallel import world as world_module
 from moetrain.parallel.world import join_world
+from moetrain.rollout.engine import load_model
 from moetrain.train import checks
 from moetrain.train.engine import Engine
+from moetrain.train.plan import plan_memory
 from moetrain.train.setup import resolve_run
 
 GOOD = [
@@ -221,6 +226,13 @@ CASES = {
     "no compiler on a CPU": (GOOD, {"compile.enabled": True}, no_cpp_compiler, "compile.enabled"),
     "fp8 on an old GPU": (WIDE, FP8, on_old_gpu, "kernels.precision"),
     "fp8 of fp32": (WIDE, FP8 | {"train.dtype": "float32"}, on_gpu, "kernels.precision"),
+    "odd experts on a GPU": (
+        GOOD,
+        {"model.moe_intermediate_size": 12},
+        on_gpu,
+        "model.moe_intermediate_size",
+    ),
+    "an odd model on a GPU": (DENSE, {"model.hidden_size": 20}, on_gpu, "model.hidden_size"),
     "no compiler on a GPU": (GOOD, {}, on_gpu_without_compiler, "kernels.backend"),
 }
 
@@ -254,6 +266,45 @@ def test_every_refusal_of_the_checks_is_among_the_cases():
             if frame.filename == str(path)
         }
     assert wanted <= reached, f"{path.name}: lines {sorted(wanted - reached)} refuse in no case"
+
+
+ODD_WIDTHS = [
+    ("qwen3-0.6b", {"hidden_size": 20}, {}, "model.hidden_size: 20 is not a multiple of 8"),
+    ("debug", {"moe_intermediate_size": 12}, {}, "use 8 or 16, or set train.device cpu"),
+    ("debug", {"moe_intermediate_size": 4}, {}, "use 8, or set train.device cpu"),
+    ("debug", {"moe_intermediate_size": 12}, {"train.dtype": "float32"}, None),
+    ("debug", {"moe_intermediate_size": 10}, {"train.dtype": "float32"}, "10 .* use 8 or 12"),
+    ("nemotron-3-nano-30b-a3b", {"moe_intermediate_size": 12}, {}, "model.moe_intermediate_size"),
+    ("debug", {"moe_intermediate_size": 10}, {"train.device": "cpu"}, None),
+    ("qwen3-0.6b", {"hidden_size": 20}, {"kernels.backend": "reference"}, None),
+    ("debug", {"hidden_size": 20}, {"kernels.backend": "reference"}, "use 16 or 24"),
+]
+
+
+@pytest.mark.parametrize(("preset", "sizes", "values", "says"), ODD_WIDTHS)
+def test_a_plan_for_gpus_refuses_widths_that_their_kernels_do_not_take(preset, sizes, values, says):
+    words = [f"model.preset={preset}", "data.source=synthetic", "data.seq_len=32"]
+    words += [f"model.{name}={value}" for name, value in sizes.items()]
+    if "train.device" not in values:
+        words.append("launch.gpus=1")
+    config, arch = resolve_run(Config.load(None, [*words, *as_words(values)], environ={}))
+    with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
+        plan_memory(config, arch)
+
+
+def test_a_checkpoint_of_odd_widths_is_refused_for_a_gpu_by_its_name(tmp_path):
+    arch = resolve_architecture(good_config(*GOOD, "model.moe_intermediate_size=12").model)
+    model = Transformer(arch).to(torch.bfloat16)
+    save_hf(model, tmp_path)
+    config = Config.load(None, [f"model.path={tmp_path}", "data.source=synthetic"], environ={})
+    line = r"^model\.path: its moe_intermediate_size is 12, which is not a multiple of 8"
+    with pytest.raises(ConfigError, match=line):
+        checks.check_rows(config, arch, torch.device("cuda"))
+    checks.check_rows(config, arch, torch.device("cpu"))
+    word_tokenizer(tmp_path, "a", eos_token="a")
+    has_gpu = patch.object(torch.cuda, "is_available", lambda: True)
+    with has_gpu, pytest.raises(ConfigError, match=r"^device: 'cuda', but .* use cpu"):
+        load_model(str(tmp_path), "auto", "auto")
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ class Part(ABC):
     """Name of the one that holds the norm of its result, as above. A block calls the parts that
     have one of the two."""
     style: ClassVar[PartStyle] = "all"
-    aligned: ClassVar[Mapping[str, int]] = {}
-    """Fields that kernels need to be multiples of a number."""
+    aligned: ClassVar[tuple[str, ...]] = ()
+    """Fields that products on a GPU need to be multiples of 16 bytes in the compute dtype."""
     divided: ClassVar[Mapping[str, str]] = {}
     """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
 
@@ -351,6 +351,13 @@ class Architecture(BaseModel):
     def parts(self) -> list[Part]:
         """Return each distinct part, in the order of layers."""
         return list(dict.fromkeys(self._every_part()))
+
+    def odd_width(self, multiple: int, *, is_fast: bool = True) -> tuple[str, int] | None:
+        """Return the name and value of a width that is no multiple of ``multiple``, as products on
+        a GPU need it; None: there is none. ``is_fast``: the loss takes its fast path, too."""
+        widths = {"hidden_size": self.hidden_size} if is_fast else {}
+        widths |= {name: getattr(part, name) for part in self.parts() for name in part.aligned}
+        return next(((k, width) for k, width in widths.items() if width % multiple), None)
 
     def attentions(self) -> list[AttentionPart]:
         """Return those of :meth:`parts` that mix tokens."""

@@ -50,8 +50,7 @@ class RoutedExperts(Part):
 
     name: ClassVar[str] = "moe"
     style: ClassVar[PartStyle] = "routed"
-    # Grouped matrix products read rows in pieces of 16 bytes: 8 numbers of bfloat16.
-    aligned: ClassVar[Mapping[str, int]] = {"hidden_size": 8, "moe_intermediate_size": 8}
+    aligned: ClassVar[tuple[str, ...]] = ("hidden_size", "moe_intermediate_size")
     divided: ClassVar[Mapping[str, str]] = {"num_experts": "ep"}
 
     num_experts: int

@@ -21,8 +21,11 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
+from moetrain.kernels.experts.products import width_multiple
+from moetrain.models.architecture import Architecture
 from moetrain.models.families.drafting import DraftBy, check_drafting, most_drafts
-from moetrain.models.hf.files import EXPORT, resolve
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.files import CONFIG, EXPORT, read_json, resolve
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
@@ -426,6 +429,15 @@ class Generator:
             del self._live[completion.request_id]
 
 
+def _check_widths(path: str, arch: Architecture, dtype: torch.dtype) -> None:
+    """Raise ConfigError if kernels on a GPU do not take the widths of ``path`` in ``dtype``."""
+    multiple, given = width_multiple(dtype), str(dtype).removeprefix("torch.")
+    if (odd := arch.odd_width(multiple)) is not None:
+        name, width = odd
+        problem = f"'cuda', but {path!r} has {name} {width}, which is not a multiple of {multiple}"
+        raise ConfigError("device", f"{problem}, as a GPU's kernels need in {given}; use cpu")
+
+
 def load_model(
     path: str, device: str, dtype: str, adapter: str | None = None, draft: int = 0
 ) -> tuple[Transformer, Tokenizer]:
@@ -437,7 +449,8 @@ def load_model(
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
-    Raises ConfigError: the checkpoint cannot be loaded, or there is no such device.
+    Raises ConfigError: the checkpoint cannot be loaded, there is no such device, or its kernels do
+    not take the model's widths.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -448,9 +461,12 @@ def load_model(
     if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
         logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
     tokenizer = load_tokenizer(str(folder))  # the quicker one first
+    wanted = auto if dtype == "auto" else getattr(torch, dtype)
+    if on_gpu:
+        _check_widths(path, architecture_from_hf(read_json(folder / CONFIG)), wanted)
     model = load_hf(
         folder,
-        dtype=auto if dtype == "auto" else getattr(torch, dtype),
+        dtype=wanted,
         device="cuda" if on_gpu else "cpu",
         further="draft" if draft else None,
     )

@@ -17,6 +17,7 @@ from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import c_compiler
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.experts.products import width_multiple
 from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
 from moetrain.models.families.qk_clip import QKClip
@@ -99,11 +100,32 @@ def check_widths(config: Config, arch: Architecture) -> None:
                 raise ConfigError("kernels.precision", f"{problem}; use bf16, or other sizes")
 
 
+def check_rows(config: Config, arch: Architecture, device: torch.device) -> None:
+    """Raise ConfigError if matrices of ``arch`` have rows that no kernel on ``device`` reads."""
+    if device.type == "cpu" and config.kernels.backend != "triton":
+        return
+    dtype = compute_dtype(config, device)
+    multiple = width_multiple(dtype)
+    is_fast = config.kernels.backend != "reference"
+    if (odd := arch.odd_width(multiple, is_fast=is_fast)) is not None:
+        (name, width), given = odd, str(dtype).removeprefix("torch.")
+        problem = f"is not a multiple of {multiple}, as a GPU's kernels need in {given}"
+        field, remedy = f"model.{name}", "set train.device cpu"
+        if config.model.path is not None:
+            field, problem = "model.path", f"its {name} is {width}, which {problem}"
+        else:
+            lower, upper = width // multiple * multiple, -(-width // multiple) * multiple
+            sizes = " or ".join(str(x) for x in (lower, upper) if x)
+            problem, remedy = f"{width} {problem}", f"use {sizes}, or {remedy}"
+        raise ConfigError(field, f"{problem}; {remedy}")
+
+
 def check_device(config: Config, arch: Architecture, device: torch.device) -> Config:
     """Return ``config`` without what recipes propose and ``device`` has no use for.
 
     Raises ConfigError: a setting that a user gave has no effect on ``device``, or cannot run there.
     """
+    check_rows(config, arch, device)
     dtype = compute_dtype(config, device)
     no_cuda = None if device.type == "cuda" else "this run is on a CPU"
     dry_run = "this is a run, which takes the machine as it is"

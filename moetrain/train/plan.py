@@ -31,6 +31,7 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
+from moetrain.train.checks import check_rows
 from moetrain.train.memory import MemoryEstimate, RankSizes
 
 _MOST_GPUS = 4096
@@ -55,10 +56,15 @@ class MemoryPlan(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
-        """Plan ``config`` as it is; ConfigError: a setting has no effect on such a machine."""
+        """Plan ``config`` as it is.
+
+        Raises ConfigError: a setting has no effect on such a machine, or its kernels do not take
+        the model's widths.
+        """
         machine = planned_machine(config)
         kind = machine.device.type
         config = config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
+        check_rows(config, arch, machine.device)
         # The estimate counts what ranks on GPUs need of one another.
         return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
 

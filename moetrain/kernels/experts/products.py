@@ -33,6 +33,15 @@ from moetrain.kernels.experts import grouped
 _ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 
 
+def width_multiple(dtype: torch.dtype) -> int:
+    """Return the number that widths of matrices in ``dtype`` must be multiples of on a GPU."""
+    return _ALIGNMENT_BYTES // dtype.itemsize
+
+
+def _is_aligned(dtype: torch.dtype, *widths: int) -> bool:
+    return not any(width % width_multiple(dtype) for width in widths)
+
+
 def grouped_mm(
     a_RM: torch.Tensor,
     b_EMN: torch.Tensor,
@@ -40,29 +49,32 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
 
-    ``offsets_E`` is int32; ``b``'s widths are multiples of 16 bytes. It is fast in bf16, and on a
-    CPU in fp16 and fp32; other dtypes take a loop that waits for the device.
+    ``offsets_E`` is int32. On a GPU ``b``'s widths are multiples of 16 bytes
+    (:func:`width_multiple`). The product is fast in bf16, and on a CPU in fp16 and fp32. Other
+    dtypes, and other widths on a CPU, take a loop that waits for the device.
     """
     if a_RM.dtype == torch.float64:
         return _mm_reference(a_RM, b_EMN, offsets_E)
-    multiple = _ALIGNMENT_BYTES // b_EMN.element_size()
-    if b_EMN.shape[1] % multiple or b_EMN.shape[2] % multiple:
+    is_aligned = _is_aligned(b_EMN.dtype, *b_EMN.shape[1:])
+    if a_RM.is_cuda and not is_aligned:
+        multiple = width_multiple(b_EMN.dtype)
         raise refusal("grouped_mm", f"widths that are multiples of {multiple}", b=b_EMN)
-    if a_RM.dtype != torch.bfloat16:
+    if a_RM.dtype != torch.bfloat16 or not is_aligned:
         return _opaque_mm(a_RM, b_EMN, offsets_E)
     if grouped.takes(a_RM, b_EMN):
         return grouped.product(a_RM, b_EMN, offsets_E)
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
-# On a CPU the product takes fp32 and fp16, too, but its shape function does not.
+# On a CPU the product takes fp32 and fp16, too, but its shape function does not. The loop over
+# groups reads their sizes, which a compiler must not see.
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
 def _opaque_mm(
     a_RM: torch.Tensor,
     b_EMN: torch.Tensor,
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
-    if a_RM.is_cuda:
+    if a_RM.is_cuda or not _is_aligned(b_EMN.dtype, *b_EMN.shape[1:]):
         return _mm_reference(a_RM, b_EMN, offsets_E)
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
@@ -74,7 +86,7 @@ def _opaque_outer(
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
     """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
-    if a_RM.is_cuda:
+    if a_RM.is_cuda or not _is_aligned(a_RM.dtype, a_RM.shape[1], g_RN.shape[1]):
         return _outer_reference(a_RM, g_RN, offsets_E)
     return _grouped_mm(a_RM.T, g_RN, offs=offsets_E)
 
@@ -108,7 +120,8 @@ def grouped_weight_grad(
     """
     if a_RM.dtype == torch.float64:
         return _outer_reference(a_RM, g_RN, offsets_E)
-    if a_RM.dtype != torch.bfloat16:
+    is_aligned = a_RM.is_cuda or _is_aligned(a_RM.dtype, a_RM.shape[1], g_RN.shape[1])
+    if a_RM.dtype != torch.bfloat16 or not is_aligned:
         return _opaque_outer(a_RM, g_RN, offsets_E)
     if grouped.takes_outer(a_RM, g_RN, offsets_E.shape[0]):
         return grouped.outer(a_RM, g_RN, offsets_E)

@@ -80,7 +80,7 @@ class _SquaredReLUMLP(nn.Module):
 class SquaredReLUExperts(RoutedExperts):
     """Describes routed experts without a gate, and one beside them that every token uses."""
 
-    aligned: ClassVar[Mapping[str, int]] = {**RoutedExperts.aligned, "moe_latent_size": 8}
+    aligned: ClassVar[tuple[str, ...]] = (*RoutedExperts.aligned, "moe_latent_size")
 
     moe_latent_size: int = 0
     """Width of the tokens that experts take; 0: the model's."""

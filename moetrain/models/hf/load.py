@@ -334,9 +334,4 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
         if field not in read:
             problem = f"{value}, but preset {section.preset!r} has no layer that uses it"
             raise ConfigError(f"model.{field}", f"{problem}; unset it")
-    for part in arch.parts():
-        for field, multiple in part.aligned.items():
-            if getattr(part, field) % multiple:
-                problem = f"{getattr(part, field)} is not a multiple of {multiple}"
-                raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
     return arch
