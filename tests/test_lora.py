@@ -306,6 +306,17 @@ def test_what_freeze_names_is_not_trained():
     assert not frozen.parameter.requires_grad
 
 
+def test_a_frozen_router_keeps_its_selection_bias():
+    words = ["train.freeze=layers.0.*.router.*", "moe.bias_update_rate=0.01"]
+    base = [w for w in BASE if not w.startswith(("lora.", "moe.bias_update_rate"))]
+    engine = make_engine(*words, base=base, micro=MICRO)
+    engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
+    engine.step(1e-3)
+    biases = [layer.moe.router.bias for layer in engine.model.layers]
+    assert torch.equal(biases[0], torch.zeros_like(biases[0]))
+    assert all(bias.abs().max() == pytest.approx(0.01) for bias in biases[1:])
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

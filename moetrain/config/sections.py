@@ -301,7 +301,8 @@ class TrainSection(Section):
     """Use only reproducible algorithms, so that a rerun gives the same bits."""
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained, separated by commas (layers.0.*,*.router.*).
-    They are stored in the compute dtype, without gradients or moments."""
+    They are stored in the compute dtype, without gradients or moments. The selection bias of a
+    frozen router does not move either (moe.bias_update_rate)."""
     max_bad_steps: PositiveInt = 5
     """A step whose loss or gradient norm is not finite is skipped. So many in a row end the run."""
     compare_replicas: NonNegativeInt = 0

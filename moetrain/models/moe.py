@@ -220,6 +220,8 @@ class Router(Adaptable):
     """
 
     bias: torch.Tensor | None
+    is_frozen = False
+    """True: the weight is not trained, and the bias stays where it is."""
 
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
         super().__init__()
@@ -425,9 +427,12 @@ def update_router_bias(
     """Raise the selection bias of underused experts and lower the others', by ``rate``.
 
     Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` are the choices over the whole
-    batch, in the order of ``model``'s MoE layers, which have such a bias.
+    batch, in the order of ``model``'s MoE layers, which have such a bias. A frozen router's bias
+    stays as it is: it would choose other experts.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, counts_E in zip(routers, counts_LE, strict=True):
         assert router.bias is not None  # as moe.bias_update_rate builds it
+        if router.is_frozen:
+            continue
         router.bias += rate * torch.sign(counts_E.float().mean() - counts_E)

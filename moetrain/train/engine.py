@@ -33,7 +33,7 @@ from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.kernels.optim.fake_update import FakeUpdate
 from moetrain.models.architecture import Architecture
-from moetrain.models.moe import update_router_bias
+from moetrain.models.moe import Router, update_router_bias
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer, compute_dtype, plan_model
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
@@ -104,6 +104,9 @@ class Engine(ModelState):
         _compile_ahead(config, arch, world)
         super().__init__(config, arch, world)
         config = self.config  # as the dispatcher takes it
+        for member in self.fsdp.members.values():
+            if isinstance(member.module, Router) and member.name == "weight":
+                member.module.is_frozen = not member.rule.trainable
         self.pipeline = None
         if world.dims.pp > 1:
             self.pipeline = Pipeline(self.model, self.fsdp, self.stages)
