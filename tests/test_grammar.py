@@ -14,6 +14,7 @@ from test_rollout import make_model
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.models.families.tool_calls import call_grammar, parse_tools
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.server import CompletionServer
@@ -230,6 +231,68 @@ def test_the_server_takes_the_fields_of_others(client):
     assert call["name"] == "add"
     assert follows("schema", call["arguments"])
     assert ask(client, tools=[TOOL], tool_choice="required")["name"] == "add"
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+DEFINED = {
+    "$id": "https://example.org/tool",
+    "$ref": "#/$defs/Arguments",
+    "$defs": {
+        "Arguments": CLOSED
+        | {
+            "properties": {"of": {"$ref": "#/$defs/Value"}, "as": {"$ref": "#/$defs/Quoted"}},
+            "required": ["of", "as"],
+        },
+        "Quoted": {"const": {"$ref": "#/$defs/Value"}},  # a value, and no reference
+    },
+}
+QUOTED = {"$ref": "#/$defs/Value"}
+TREE = CLOSED | {"properties": {"left": {"$ref": "#"}}}
+ALIKE = CLOSED | {
+    "properties": {"a": {"enum": ["x"]}, "b": {"$ref": "#/properties/a"}},
+    "required": ["a", "b"],
+}
+
+
+def defined_by(value):
+    return DEFINED | {"$defs": DEFINED["$defs"] | {"Value": {"const": value}}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "parameters", "arguments", "follows"),
+    [
+        ("required", defined_by("x"), {"of": "x", "as": QUOTED}, True),
+        ("required", defined_by("x"), {"of": "y", "as": QUOTED}, False),
+        ("first", defined_by("x"), {"of": "x", "as": QUOTED}, True),
+        ("first", defined_by("x"), {"of": 7, "as": QUOTED}, False),  # the other tool's value
+        ("required", TREE, {}, True),
+        ("required", TREE, {"left": {"left": {}}}, True),
+        ("required", TREE, {"left": {"right": {}}}, False),
+        ("required", ALIKE, {"a": "x", "b": "x"}, True),
+        ("required", ALIKE, {"a": "x", "b": "y"}, False),
+    ],
+)
+def test_a_tools_parameters_refer_to_their_own_definitions(choice, parameters, arguments, follows):
+    """References start at the parameters' root, by JSON Schema; the other tool has equal names."""
+    llguidance = pytest.importorskip("llguidance")
+    given = {"first": parameters, "second": defined_by(7)}
+    tools = [{"function": {"name": name, "parameters": x}} for name, x in given.items()]
+    asked = choice if choice == "required" else {"function": {"name": choice}}
+    grammar = call_grammar(tools, asked, "<tool_call>")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    call = json.dumps({"name": "first", "arguments": arguments})
+    text = f"<tool_call>\n{call}\n</tool_call>".encode()
+    assert (matcher.validate_tokens(list(text)) == len(text)) == follows
+
+
+def test_arguments_by_definition_are_read_by_their_type():
+    text = "<tool_call><function=f><parameter=a>\n12\n</parameter></function></tool_call>"
+    for a in ({"type": "string"}, {"$ref": "#/$defs/A"}):
+        schema = {"properties": {"a": a}, "$defs": {"A": {"type": "string"}}}
+        assert parse_tools(text, {"f": schema}) == ("", [("f", '{"a": "12"}')])
+    endless = {"properties": {"a": {"$ref": "#/properties/a"}}}
+    assert parse_tools(text, {"f": endless}) == ("", [("f", '{"a": 12}')])
 
 
 def test_a_stream_with_tools_has_the_call_at_its_end(client):

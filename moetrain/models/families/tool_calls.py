@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from moetrain.config.sources import shortened
 
@@ -36,6 +37,8 @@ _FORMATS = {
     r"\A\s*(?P<json>\[?\{.*\}\]?)\s*\Z": "",
 }
 """Patterns of calls, and of an argument where they are not JSON."""
+_MOST_REFERENCES = 100
+"""So many references are followed one after the other; they may lead to each other."""
 _AROUND = re.compile("<.tool.calls.(?:begin|end).>|</?minimax:tool_call>")
 
 
@@ -68,9 +71,11 @@ def _read(
     """Return the calls of one match; raises what a match that is none makes Python raise."""
     name = parts.get("name", "").strip()
     if pair:
-        about = schemas[name].get("properties", {})
+        root = schemas[name]
+        about = _resolved(root, root).get("properties", {})
         pairs = re.findall(pair, parts["pairs"], re.DOTALL)
-        calls = [(name, {key: _value(text, about.get(key, {})) for key, text in pairs})]
+        kinds = {key: _resolved(about.get(key, {}), root) for key, _ in pairs}
+        calls = [(name, {key: _value(text, kinds[key]) for key, text in pairs})]
     else:
         found = json.loads(parts["json"])
         if name:
@@ -82,12 +87,51 @@ def _read(
     return [(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls]
 
 
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what ``schema`` refers to within ``root``; itself, unless it has such a ``$ref``."""
+    for _ in range(_MOST_REFERENCES):
+        place = schema.get("$ref")
+        if not isinstance(place, str) or not re.match("#(/|$)", place):
+            break
+        schema = root
+        for name in place.split("/")[1:]:
+            schema = schema[unquote(name).replace("~1", "/").replace("~0", "~")]
+    return schema
+
+
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
     """Return an argument that is written without quotes, by its type."""
     try:
         return text if schema.get("type") == "string" else json.loads(text)
     except ValueError:
         return text
+
+
+_VALUES = {"const", "enum", "default", "examples"}
+"""Keywords of a JSON schema with values in them."""
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords with schemas by name in them."""
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a JSON schema whose references within itself hold at ``place`` of another schema.
+
+    ``place`` is a JSON pointer such as ``#/$defs/0``. The schema's own address (``$id``) is left
+    out, since references would start from it.
+    """
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and re.match("#(/|$)", value):
+            found[key] = place + value[1:]
+        elif key in _NAMED and isinstance(value, dict):
+            found[key] = {name: _moved(part, place) for name, part in value.items()}
+        elif key != "$id":
+            found[key] = value if key in _VALUES else _moved(value, place)
+    return found
 
 
 def call_grammar(tools: Any, choice: Any, template: str) -> str:
@@ -102,13 +146,23 @@ def call_grammar(tools: Any, choice: Any, template: str) -> str:
     try:
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = list(functions) if choice == "required" else [choice["function"]["name"]]
-        calls = [
-            {"name": {"const": name}, "arguments": functions[name].get("parameters", {})}
-            for name in names
-        ]
+        given = [functions[name].get("parameters", {}) for name in names]
     except (AttributeError, KeyError, TypeError):
         problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
         raise ValueError(f"tool_choice: {problem}") from None
     closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-    call = json.dumps({"anyOf": [closed | {"properties": call} for call in calls]})
+    # Parameters refer to their own definitions from their own root. Each becomes a definition of
+    # the whole, and its references start there.
+    whole: dict[str, Any] = {"anyOf": [], "$defs": {}}
+    for i, (name, parameters) in enumerate(zip(names, given, strict=True)):
+        place = f"#/$defs/{i}"
+        arguments = {"$ref": place}
+        call = closed | {"properties": {"name": {"const": name}, "arguments": arguments}}
+        whole["anyOf"].append(call)
+        try:
+            whole["$defs"][str(i)] = _moved(parameters, place)
+        except RecursionError:
+            problem = f"the parameters of {shortened(name)} are nested too deeply"
+            raise ValueError(f"tool_choice: {problem}") from None
+    call = json.dumps(whole)
     return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
