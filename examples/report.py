@@ -18,6 +18,11 @@ each expert got, which metrics.jsonl leaves out.
 Legend: N points in time, L layers with experts, E experts.
 """
 
+if __name__ == "__main__":  # Ctrl-C ends what is imported below without a traceback
+    from moetrain.cli import interrupt_quietly
+
+    interrupt_quietly()
+
 import base64
 import json
 import math
@@ -33,6 +38,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from moetrain.cli import interrupt_by_exception
 from moetrain.config import Config
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import leaves
@@ -236,10 +242,13 @@ def _number(value: float) -> str:
 
 
 def _main() -> None:
+    interrupt_by_exception()  # so that no half of a page stays
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/report.py FOLDER (the output folder of a run)")
     try:
         print(write_report(Path(sys.argv[1])))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (OSError, ValueError) as error:
         problem = f"{sys.argv[1]} has no run that can be read: {error}"
         sys.exit(f"error: {problem}; give the output_dir of one")

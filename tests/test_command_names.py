@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_commands_are_called_by_name(monkeypatch, capsys):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"moetrain": "moetrain.cli.main:main"}
+    assert project["scripts"] == {"moetrain": "moetrain.cli.main:run_script"}
     assert main(["train", "debug", "--dry_run", "--launch.gpus", "1"]) == 0
     assert '"preset": "debug"' in capsys.readouterr().out
     assert main(["version"]) == 0
@@ -50,11 +50,19 @@ NAMES = ("train", "rl", "jobs", "checkpoint", "generate", "serve")
 
 
 @pytest.mark.parametrize(
-    "words", [["-m", f"moetrain.{name}"] for name in NAMES] + [["rank"]], ids=str
+    "words",
+    [["-m", f"moetrain.{name}"] for name in NAMES] + [["rank"], ["script"], ["report"]],
+    ids=str,
 )
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path, words):
     slow = 'import time\nprint("importing", flush=True)\ntime.sleep(60)\n'
     (tmp_path / "pydantic.py").write_text(slow)
+    if words == ["script"]:  # as pip writes it
+        script = tmp_path / "moetrain"
+        script.write_text("from moetrain.cli.main import run_script\nrun_script()\n")
+        words = [str(script), "data"]
+    elif words == ["report"]:
+        words = [str(ROOT / "examples" / "report.py"), str(tmp_path)]
     if words == ["rank"]:
         words = ["-m", "moetrain.cli.launch", str(os.getpid()), "-m", "moetrain.train"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

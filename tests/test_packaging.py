@@ -54,7 +54,7 @@ def test_the_wheel_trains_without_the_checkout(installed):
 
 def test_the_wheel_has_the_command_and_its_licence(installed):
     (metadata,) = installed.glob("moetrain-*.dist-info")
-    assert "moetrain = moetrain.cli.main:main" in (metadata / "entry_points.txt").read_text()
+    assert "moetrain = moetrain.cli.main:run_script" in (metadata / "entry_points.txt").read_text()
     assert list(metadata.rglob("LICENSE"))
     assert (installed / "moetrain" / "py.typed").exists()
     version = run(installed, "-m", "moetrain.cli.main", "version")

@@ -26,7 +26,14 @@ def _end(number: int, frame: Any) -> None:
     os._exit(128 + number)
 
 
-# ``python -m moetrain.NAME`` is about to import what the command takes; no other program has asked.
-_program = getattr(sys.modules.get("__main__"), "__spec__", None)
-if _program is not None and _program.name.startswith("moetrain."):
+def _is_command() -> bool:
+    """Return whether this process is ``python -m moetrain.NAME`` or the script ``moetrain``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        return spec.name.startswith("moetrain.")
+    script, _ = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))
+    return script == "moetrain"
+
+
+if _is_command():  # it is about to import what the command takes; no other program has asked
     interrupt_quietly()

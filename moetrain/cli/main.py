@@ -20,7 +20,7 @@ from importlib import metadata
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from moetrain.cli import interrupt_by_exception
+from moetrain.cli import interrupt_by_exception, interrupt_quietly
 from moetrain.config import ConfigError
 from moetrain.config.environment import let_idle_threads_sleep
 
@@ -150,12 +150,20 @@ def main(argv: Sequence[str] | None) -> int | None:
                 print(f"  {name:12}{meaning}")
             print("  version     print the version")
         case _ if name in _COMMANDS:
-            return resolve_name(_COMMANDS[name][0])(words)
+            interrupt_quietly()
+            run = resolve_name(_COMMANDS[name][0])
+            interrupt_by_exception()
+            return run(words)
         case _:
             problem = f"{name!r} is none; use {', '.join(_COMMANDS)} or version"
             raise ConfigError("command", problem)
     return None
 
 
-if __name__ == "__main__":
+def run_script() -> NoReturn:
+    """Run the script ``moetrain`` and end the process."""
     leave(main())
+
+
+if __name__ == "__main__":
+    run_script()
