@@ -118,6 +118,22 @@ def test_a_checkpoint_is_trained_on_rows_without_a_path_of_data(own, tmp_path):
         Trainer(config)
 
 
+def test_rows_need_no_tokenizer(own, tmp_path):
+    folder = Trainer(own("train.steps=1", "checkpoint.save_hf=yes"), data=rows_of(4)).fit().folder
+    assert not list((folder / "hf").glob("*token*"))
+    words = [f"model.path={folder / 'hf'}", f"output_dir={tmp_path / 'more'}", "train.steps=1"]
+    words += ["train.global_batch_size=2", "train.micro_batch_size=2", f"data.seq_len={SIZE}"]
+    words += ["checkpoint.save_hf=yes"]
+    config = Config.load(None, words, environ={})
+    assert Trainer(config, data=rows_of(2)).fit().step == 1
+    assert not list((tmp_path / "more" / "hf").glob("*token*"))
+    prompted = config.filled({"train.sample_prompt": "a"}, "a program")
+    with pytest.raises(ConfigError, match=r"^train\.sample_prompt: .*data\.tokenizer"):
+        Trainer(prompted, data=rows_of(2))
+    with pytest.raises(ConfigError, match=r"^data\.packing: set, but the program gives rows"):
+        Trainer(config.filled({"data.packing": "whole"}, "a program"), data=rows_of(2))
+
+
 @pytest.mark.parametrize("kind", ["stateful", "plain", "sequence"])
 def test_a_resumed_run_reads_on_where_it_was(kind, own, tmp_path):
     """Eleven rows, four a step: the iterables are begun again within a step."""

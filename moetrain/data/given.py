@@ -18,9 +18,13 @@ from torch.utils.data import IterableDataset
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.data.loader import Data
+from moetrain.data.loader import Data, check_prompt
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples
 from moetrain.data.tokenizer import load_tokenizer
+
+_OF_TEXT = ("source", "path", "eval_path", "mix", "format", "text_field", "chat_template")
+_OF_TEXT += ("train_on", "split", "subset", "packing", "eval_fraction", "num_documents")
+"""Settings of the section ``data`` that rows have no use for."""
 
 
 class _GivenRows:
@@ -97,12 +101,20 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
     ``held_out``: a sequence of rows to evaluate on, or several by name; None: there are none.
 
     Raises:
-        ConfigError: settings name other data, no rows were given, or ``train.epochs`` of a stream.
+        ConfigError: settings name or shape other data, no rows were given, ``train.epochs`` of a
+            stream, or a ``train.sample_prompt`` without a tokenizer or that it cannot encode.
     """
-    for name in ("data.source", "data.path", "data.eval_path"):
-        if config.is_users(name):
+    for name in _OF_TEXT:
+        if config.is_users(f"data.{name}"):
             problem = "set, but the program gives rows (data=); leave one of them out"
-            raise ConfigError(name, problem)
+            raise ConfigError(f"data.{name}", problem)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if config.is_set("data.tokenizer"):
+        check_prompt(config, tokenizer)
+    elif config.is_users("train.sample_prompt"):
+        problem = "set, but rows that a program gives (data=) need no tokenizer, and this does"
+        remedy = "name the model's in data.tokenizer, or unset it"
+        raise ConfigError("train.sample_prompt", f"{problem}; {remedy}")
     is_sized = hasattr(rows, "row") or _is_sequence(rows)
     sizes = config.data.seq_len, vocab_size
     train = _sized(rows, *sizes) if is_sized else _GivenStream(rows, *sizes)
@@ -118,7 +130,7 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     first = next(iter(sets.values()), None)
     parts = {name: (rows, 1.0) for name, rows in sets.items() if name}
-    return Data(train, first, load_tokenizer(config.data.tokenizer), fingerprint, None, parts)
+    return Data(train, first, tokenizer, fingerprint, None, parts)
 
 
 def _is_sequence(rows: Any) -> bool:

@@ -67,11 +67,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-    if config.train.sample_prompt is not None and config.train.sample_tokens:
-        try:
-            tokenizer.encode_prompt(config.train.sample_prompt)
-        except ValueError as error:
-            raise ConfigError("train.sample_prompt", str(error)) from None
+    check_prompt(config, tokenizer)
     template, sides, seed = None, {}, config.train.seed
     if data.source == "synthetic":
         shape, rows = (data.seq_len, vocab_size, seed), data.num_documents
@@ -88,6 +84,15 @@ def build_data(config: Config, vocab_size: int) -> Data:
         identities = [rows.identity for rows, _ in sides.values()]
     fingerprint = hashlib.sha256(json.dumps([train.identity, identities]).encode()).hexdigest()
     return Data(train, held_out, tokenizer, fingerprint, template, sides)
+
+
+def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if nothing can be sampled from ``train.sample_prompt``."""
+    if config.train.sample_prompt is not None and config.train.sample_tokens:
+        try:
+            tokenizer.encode_prompt(config.train.sample_prompt)
+        except ValueError as error:
+            raise ConfigError("train.sample_prompt", str(error)) from None
 
 
 def _mixed(

@@ -303,7 +303,11 @@ class Sampled(Callback):
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         trainer: Any = run  # moetrain.train.trainer's, which has data besides
-        if error is not None or not trainer.has_text:
+        if error is not None:
+            return
+        if not trainer.has_text:
+            if run.config.is_users("train.sample_tokens"):
+                run.say("no sample: there is no tokenizer (data.tokenizer)")
             return
         data: Data = trainer.data
         try:

@@ -127,10 +127,20 @@ class Run(ABC):
     trained_on: str
     """The data or tasks that are trained on, in words for people."""
 
-    def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
-        """Build the run, and resume it if there is something to; ConfigError: it cannot be made."""
+    def __init__(
+        self, config: Config, *, callbacks: Sequence[Callback] = (), needs_text: bool = True
+    ) -> None:
+        """Build the run, and resume it if there is something to.
+
+        Args:
+            config: the settings.
+            callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
+            needs_text: the run reads or writes text, and so needs a tokenizer.
+
+        Raises ConfigError: the run cannot be made.
+        """
         sleep = config.rl.sleep if self.generates else None
-        self.session = Session(*prepare(config), sleep)
+        self.session = Session(*prepare(config, needs_text=needs_text), sleep)
         self.config, self.world = self.session.config, self.session.world
         config, arch = self.config, self.session.arch
         self.device = self.world.device

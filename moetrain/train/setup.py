@@ -28,7 +28,7 @@ from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf.files import export_in
+from moetrain.models.hf.files import export_in, resolve
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.processes import device_capacity
@@ -112,8 +112,10 @@ class Session:
         self.config = config
 
 
-def prepare(config: Config) -> tuple[Config, Architecture]:
+def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Architecture]:
     """Resolve the settings and the model, and check the output folder, before anything slow.
+
+    ``needs_text`` is as in :func:`resolve_run`.
 
     Raises ConfigError: the run cannot write to its folder, or the model or the settings that depend
     on it are wrong.
@@ -128,7 +130,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
         if shared and resume not in ("auto", "never") and not os.path.isdir(resume):
             problem = f"{resume!r} is not a checkpoint: no such folder"
             raise ConfigError("checkpoint.resume", f"{problem}; name one, or auto, or never")
-    return resolve_run(config)
+    return resolve_run(config, needs_text=needs_text)
 
 
 def _check_data_lies_apart(config: Config) -> None:
@@ -154,11 +156,14 @@ def _check_data_lies_apart(config: Config) -> None:
             )
 
 
-def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, Architecture]:
+def resolve_run(
+    config: Config, *, needs_weights: bool = True, needs_text: bool = True
+) -> tuple[Config, Architecture]:
     """Return ``config`` with settings that its model decides, unless a source did, and the model.
 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
     what the model takes, up to 4096. Without ``needs_weights`` its ``config.json`` is enough.
+    Without ``needs_text`` the checkpoint may have no tokenizer, which then stays unset.
 
     Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
     is for, rows longer than it is made for.
@@ -166,7 +171,8 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     further = config.train.mtp_weight > 0
     arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)
     if config.model.path is not None:
-        config = config.filled(_set_by_checkpoint(config, config.model.path, arch), "model.path")
+        found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
+        config = config.filled(found, "model.path")
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -176,16 +182,20 @@ def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, 
     return check_model(config, arch), arch
 
 
-def _set_by_checkpoint(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
+def _set_by_checkpoint(
+    config: Config, path: str, arch: Architecture, needs_text: bool
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not config.is_set("data.seq_len"):
         values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)
     # The synthetic source needs none: it only shows samples in it, of which there are none.
     if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
-        folder = Path(path).expanduser()
+        folder = Path(path).expanduser() if needs_text else resolve(path)
         if folder.is_dir():
             folder = export_in(folder)
         if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            if not needs_text:
+                return values
             raise ConfigError(
                 "data.tokenizer",
                 f"not set, and model.path {path!r} holds no tokenizer.json; name the tokenizer "

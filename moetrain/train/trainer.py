@@ -70,7 +70,7 @@ class Trainer(Run):
         self._given = data
         self._given_eval = eval_data
         self._objective = objective
-        super().__init__(config, callbacks=callbacks)
+        super().__init__(config, callbacks=callbacks, needs_text=data is None)
 
     def build(self, arch: Architecture) -> None:
         config = self.config
