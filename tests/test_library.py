@@ -134,6 +134,25 @@ def test_rows_need_no_tokenizer(own, tmp_path):
         Trainer(config.filled({"data.packing": "whole"}, "a program"), data=rows_of(2))
 
 
+def test_held_out_rows_without_a_target_are_left_out_of_the_mean(own, tmp_path, capsys):
+    silent = [{"input_ids": row, "labels": [-100] * SIZE} for row in rows_of(3, seed=1)]
+    found = {}
+    for name, sets in {
+        "good": {"good": rows_of(3, seed=2)},
+        "both": {"silent": silent, "good": rows_of(3, seed=2)},
+        "none": silent,
+    }.items():
+        config = own("train.steps=1", f"output_dir={tmp_path / name}")
+        folder = Trainer(config, data=rows_of(4), eval_data=sets).fit().folder
+        (found[name],) = [r for r in read_metrics(folder / "metrics.jsonl") if "eval_loss" in r]
+    assert found["both"]["eval_loss"] == found["both"]["eval_loss/good"] > 0
+    assert found["both"]["eval_loss"] == found["good"]["eval_loss"]
+    assert found["both"]["eval_loss/silent"] is found["none"]["eval_loss"] is None
+    said = capsys.readouterr()
+    assert "held-out rows of silent have no token that is a target" in said.out + said.err
+    assert "the held-out rows have no token that is a target" in said.out + said.err
+
+
 @pytest.mark.parametrize("kind", ["stateful", "plain", "sequence"])
 def test_a_resumed_run_reads_on_where_it_was(kind, own, tmp_path):
     """Eleven rows, four a step: the iterables are begun again within a step."""

@@ -408,7 +408,7 @@ def test_a_loss_falls_from_a_presets_random_weights(tiny_words, tmp_path, monkey
     first, last = results[0].terms["mtp_loss"].item(), results[-1].terms["mtp_loss"].item()
     assert 5 < first < 6
     assert last < first - 1
-    assert trainer.held_out_terms(trainer.data.eval).keys() == {"loss"}
+    assert trainer.held_out_terms(trainer.data.eval).terms.keys() == {"loss"}
 
 
 def test_the_estimate_of_memory_counts_them():

@@ -43,6 +43,16 @@ class _StepResult(NamedTuple):
         return next(iter(self.terms.values()))
 
 
+class _HeldOut(NamedTuple):
+    """What was measured on held-out rows."""
+
+    terms: dict[str, float]
+    """The objective's terms by name; nan where nothing was counted."""
+    is_some: bool
+    """True: some row has something of the first thing that the objective counts, such as a
+    target."""
+
+
 class Trainer(Run):
     """One run of pretraining or fine-tuning. ``Trainer(config).fit()`` is all there is to call."""
 
@@ -70,6 +80,7 @@ class Trainer(Run):
         self._given = data
         self._given_eval = eval_data
         self._objective = objective
+        self._said_what_counts_nothing = False
         super().__init__(config, callbacks=callbacks, needs_text=data is None)
 
     def build(self, arch: Architecture) -> None:
@@ -153,7 +164,8 @@ class Trainer(Run):
         """Log the mean of the objective over ``train.eval_rows`` held-out rows.
 
         Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
-        ``eval_loss`` is their mean, by shares of the rows that are trained on.
+        ``eval_loss`` is their mean, by shares of the rows that are trained on. A set without a
+        target is left out of it, which is said once.
         """
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
@@ -161,25 +173,37 @@ class Trainer(Run):
         self.clock.stop()
         started = time.perf_counter()
         parts, row = self.data.sources or {"": (rows, 1.0)}, {}
-        whole = sum(share for _, share in parts.values())
         try:
-            for name, (part, share) in parts.items():
-                for term, value in self.held_out_terms(part).items():
-                    key = f"eval_{term}"
-                    row[key] = row.get(key, 0.0) + value * share / whole
-                    row |= {f"{key}/{name}": value} if name else {}
+            found = {name: self.held_out_terms(part) for name, (part, _) in parts.items()}
         except GivenUp:
             return
+        counted = [name for name, measured in found.items() if measured.is_some]
+        self._say_what_counts_nothing([name for name in parts if name not in counted])
+        whole = sum(parts[name][1] for name in counted)
+        for name, (terms, is_some) in found.items():
+            for term, value in terms.items():
+                key = f"eval_{term}"
+                row.setdefault(key, 0.0 if counted else math.nan)
+                row[key] += value * parts[name][1] / whole if is_some else 0.0
+                row |= {f"{key}/{name}": value} if name else {}
         self.evaluated_at = self.step
         self.report({**row, "eval_seconds": time.perf_counter() - started})
         self.clock.start()
 
-    def held_out_terms(self, rows: Dataset) -> dict[str, float]:
+    def _say_what_counts_nothing(self, names: list[str]) -> None:
+        """Log once that these held-out sets have no target among the rows that are evaluated."""
+        if names and not self._said_what_counts_nothing:
+            what = "the held-out rows" if names == [""] else f"held-out rows of {', '.join(names)}"
+            problem = "no token that is a target in the first train.eval_rows"
+            rest = "eval_loss is not measured" if names == [""] else "eval_loss leaves them out"
+            self.say(f"{what} have {problem} {self.config.train.eval_rows}: {rest}")
+            self._said_what_counts_nothing = True
+
+    def held_out_terms(self, rows: Dataset) -> _HeldOut:
         """Return the terms over ``train.eval_rows`` of ``rows``, the first as ``loss``; collective.
 
         They are the given objective's, else the cross-entropy in nats a token. Waits for the
-        device; nan if no row has anything of the first thing that the objective counts, such as a
-        target.
+        device.
         """
         world, train, objective = self.world, self.config.train, self._own
         ranks = world.data_rank, world.dims.data_ranks
@@ -187,7 +211,7 @@ class Trainer(Run):
         terms = _named(self.engine.forward(batches, objective).terms)
         counted = next(iter(objective.sizes(batches).values()))
         is_some = world.sum_rows(torch.full((), counted, device=world.device)).item() > 0
-        return terms if is_some else dict.fromkeys(terms, math.nan)
+        return _HeldOut(terms if is_some else dict.fromkeys(terms, math.nan), is_some)
 
     def log_step(self, result: _StepResult) -> None:
         """Log the step just done; this waits for the device."""
