@@ -1,5 +1,6 @@
 """Generation: the same tokens as transformers, whatever is cut, shared, put off or beside it."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -623,6 +624,7 @@ def test_chats_stop_where_their_template_ends_a_turn(tmp_path):
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.add_special_tokens(["<|user|>", "<|result|>", "<|elsewhere|>"])
     backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     tokenizer = load_tokenizer(str(tmp_path))
     assert end_ids(make_model(), tokenizer) == (256, 257, 258)
     assert chat_stops(tokenizer) == ("<|system|>",)

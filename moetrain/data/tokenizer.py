@@ -206,8 +206,9 @@ class _HFTokenizer(Tokenizer):
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.added_tokens = {token.content: i for i, token in added.items()}
+        splits = self._tokenizer.encode_special_tokens  # special ones, like any other characters
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens = {t.content: i for i, t in added if not (splits and t.special)}
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = {key: token.content for key, token in named.items()}
         if "eos_token" not in self.special_tokens:
