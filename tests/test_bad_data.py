@@ -34,7 +34,7 @@ from moetrain.data.tokenizer import load_tokenizer
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
-            r"data\.seq_len: 256: the 12 tokens of data\.path make no row of so many to learn; lower it",
+            r"data\.seq_len: 256: the 12 tokens of data\.path make no row of so many to learn",
         ),
         ({"source": "text", "path": "{}/blank"}, r"data\.path: .*blank' holds no text"),
         (

@@ -223,7 +223,7 @@ class ChatTemplate:
             raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
         view = View(learned[-1] + 1, False)
         form, lost = self._find_form(turns, variables, view, learned)
-        documents = self._documents(form.of(turns), variables, learned)
+        documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
         said = "".join(text[a:b] for text, spans in documents for a, b in spans)
         # Thoughts that no rendering shows may have been added to what is learned.
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
@@ -232,7 +232,12 @@ class ChatTemplate:
         return documents
 
     def _documents(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], learned: Sequence[int]
+        self,
+        turns: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        learned: Sequence[int],
+        *,
+        adds_ends: bool,
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return as :meth:`documents`, of turns in the form that the template takes."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
