@@ -478,6 +478,27 @@ def test_a_stop_after_the_last_step_still_stops_with_a_checkpoint(tiny, at_end, 
     assert list_checkpoints(trainer.folder / "checkpoints")[-1].name == "step-00000004"
 
 
+def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
+    trainer = Trainer(tiny())
+    save, wait = trainer.save, trainer.snapshots.wait
+
+    def stop(then):
+        os.kill(os.getpid(), signal.SIGTERM)
+        result = then()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    trainer.engine.before_forward = lambda: trainer.step == 1 and stop(trainer.give_up_if_stopped)
+    monkeypatch.setattr(trainer, "save", lambda: stop(save))
+    monkeypatch.setattr(trainer.snapshots, "wait", lambda: stop(wait))
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 143
+    checkpoints = trainer.folder / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+    assert Trainer(tiny()).fit().step == 4
+
+
 def test_the_last_checkpoint_comes_before_all_else_that_a_run_leaves(tiny, monkeypatch):
     """The last evaluation may take long, and who is impatient then loses no step."""
     trainer = Trainer(tiny())
