@@ -232,7 +232,8 @@ def test_texts_with_tools_are_turns():
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     reader = RecordReader(ChatTemplate(template, {}), form="preference", reads_pairs=True)
     one, _ = reader.documents({"prompt": Q, **TEXTS, "tools": [{"name": "f"}]})
-    assert learned(one) == (f"[{{'name': 'f'}}]<user>{Q}<assistant>", [A])
+    # The template ends no turn, so the next one's beginning does.
+    assert learned(one) == (f"[{{'name': 'f'}}]<user>{Q}<assistant>", [f"{A}<user>"])
 
 
 UNKNOWN = {
