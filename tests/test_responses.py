@@ -223,7 +223,7 @@ def test_a_tools_keys_come_in_a_chats_order():
         ({"extra_body": {"max_tokens": 9}}, "is not supported; send max_output_tokens"),
         ({"extra_body": {"response_format": {}}}, "is not supported; send text, with a format"),
         ({"top_logprobs": 2}, "'top_logprobs' is not supported; send a chat, whose tokens have"),
-        ({"reasoning": {"effort": "low"}}, "'reasoning' is not supported"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "'reasoning' is not supported"),
         ({"include": ["reasoning.encrypted_content"]}, "'include' is not supported"),
         ({"input": 5}, "input: 5 is no message, function_call or function_call_output; send those"),
         ({"input": {}}, "input: {} is no message"),

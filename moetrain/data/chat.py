@@ -374,16 +374,46 @@ class ChatTemplate:
         messages: object,
         variables: Mapping[str, Any] = MappingProxyType({}),
         strict: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Render what the assistant's next turn continues; raises as :meth:`documents`.
 
-        ``strict``: refuse what the template does not show; otherwise the log says so, once for
-        each kind.
+        Args:
+            strict: refuse what the template does not show; otherwise the log says so, once for
+                each kind.
+            add_generation_prompt: end with the beginning of an assistant's turn, as
+                ``transformers`` has it.
+            continue_final_message: end with the text of the last message, which is the assistant's,
+                and without the end of its turn, as ``transformers`` has it.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            return self.with_tools.prompt(messages, variables, strict)
+            how = {"add_generation_prompt": add_generation_prompt}
+            how |= {"continue_final_message": continue_final_message}
+            return self.with_tools.prompt(messages, variables, strict, **how)
         turns = self._prompt_turns(messages, variables, strict)
-        return next(self._rendered(turns, variables, [View(len(turns), True)]))
+        opens = add_generation_prompt and not continue_final_message
+        text = next(self._rendered(turns, variables, [View(len(turns), opens)]))
+        return self._cut_behind_content(text, turns[-1]) if continue_final_message else text
+
+    @staticmethod
+    def _cut_behind_content(text: str, turn: Mapping[str, Any]) -> str:
+        """Return ``text`` up to the end of the content of ``turn``, its last one."""
+        content = turn.get("content") or ""
+        if isinstance(content, list):
+            content = content[-1]["text"]
+        if turn["role"] != "assistant" or not content.strip():
+            said = "continue_final_message: the last message is not a text of the assistant's"
+            raise BadLineError(f"{said}; send one, or leave this out")
+        start = text.rfind(content.strip())
+        if start < 0:
+            said = "continue_final_message: the chat template rewrites the last message"
+            raise BadLineError(f"{said}; leave this out")
+        # Blanks at its end are part of it, unless the template strips them.
+        if text[start:].startswith(content.lstrip()):
+            return text[: start + len(content.lstrip())]
+        return text[: start + len(content.strip())]
 
     def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
         """Raise as a strict :meth:`prompt`; only the first conversation of a shape is rendered."""

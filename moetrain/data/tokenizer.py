@@ -26,6 +26,8 @@ from moetrain.models.hf.files import TokenizerFiles, read_json, read_small, smal
 
 _wrong = partial(ConfigError, "data.tokenizer")
 
+_END_OF_TEXT = "<|endoftext|>"
+"""The text of the token that ends a document of bytes, where a text has special tokens."""
 _CONFIG = "tokenizer_config.json"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
@@ -80,8 +82,11 @@ class Tokenizer(Protocol):
         """Encode each text, with nothing added at either end."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode ``ids``; bytes that are not UTF-8 become U+FFFD.
+
+        ``skip_special_tokens``: leave special tokens out, else they are text as in a chat template.
+        """
         ...
 
     def whole_json(self) -> str:
@@ -148,8 +153,10 @@ class ByteTokenizer(Tokenizer):
             for text in texts
         ]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        others = {} if skip_special_tokens else {self.eos_id: _END_OF_TEXT.encode()}
+        parts = (bytes([i]) if i < self.eos_id else others.get(i, b"") for i in ids)
+        return b"".join(parts).decode(errors="replace")
 
     def _files(self) -> dict[str, Path | str]:
         """Write an exact equivalent: byte-level BPE without a merge, whose ids are the bytes.
@@ -162,12 +169,11 @@ class ByteTokenizer(Tokenizer):
         alphabet = sorted(level.alphabet())
         others = (symbol for symbol in alphabet if ord(symbol) > 255)
         vocabulary = {chr(i) if chr(i) in alphabet else next(others): i for i in range(256)}
-        eos = "<|endoftext|>"
-        model = tokenizers.models.BPE(vocab={**vocabulary, eos: self.eos_id}, merges=[])
+        model = tokenizers.models.BPE(vocab={**vocabulary, _END_OF_TEXT: self.eos_id}, merges=[])
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = level
         backend.decoder = tokenizers.decoders.ByteLevel()
-        config = {**_CLASS, "eos_token": eos, "split_special_tokens": True}
+        config = {**_CLASS, "eos_token": _END_OF_TEXT, "split_special_tokens": True}
         config["clean_up_tokenization_spaces"] = False
         return {
             "tokenizer.json": backend.to_str(pretty=True) + "\n",
@@ -289,10 +295,11 @@ class _HFTokenizer(Tokenizer):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        own = [i for i in ids if i != self.eos_id]  # which not all files call special
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        # Not all files call the token that ends a text special.
+        own = [i for i in ids if i != self.eos_id or not skip_special_tokens]
         with _library_errors(f"the tokenizer cannot decode tokens: {self._file}"):
-            return self._tokenizer.decode(own, skip_special_tokens=True)
+            return self._tokenizer.decode(own, skip_special_tokens=skip_special_tokens)
 
     def whole_json(self) -> str:
         if not self.added_ids:

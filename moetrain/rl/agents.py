@@ -41,6 +41,9 @@ from moetrain.rollout.request import Completion, TextStream
 from moetrain.rollout.server import Answer, CompletionServer
 from moetrain.rollout.serving import Update
 
+_NOT_IN_EPISODES = {"stop_token_ids", "ignore_eos", "skip_special_tokens"}
+_NOT_IN_EPISODES |= {"add_generation_prompt", "continue_final_message"}
+"""Fields of a chat that would change what is sampled, which the run alone decides."""
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
 
@@ -54,6 +57,8 @@ class _AgentChat(Chat):
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
             raise ValueError("an episode has one choice, n 1, and logprobs false")
+        if changed := sorted(_NOT_IN_EPISODES & self.model_fields_set):
+            raise ValueError(f"{changed[0]}: an episode's turns are chats as the run samples them")
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
         return self

@@ -287,6 +287,8 @@ class Generator:
         """Append the token after what ``sequence`` knew, and those after its right drafts."""
         completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
         completion.num_new = 0
+        if not completion.tokens:
+            self._report_scores(sequence)
         for i, (token, logprob, ahead, top) in enumerate(chosen):
             if i:  # behind a draft
                 if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
@@ -418,15 +420,20 @@ class Generator:
         completion = sequence.completion
         if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
-        for logprob, top in sequence.scores:
-            completion.prompt_logprobs.append(logprob)
-            completion.prompt_top_logprobs.append(top)
+        self._report_scores(sequence)
         if sequence.matcher is not None:
             self.grammars.end(sequence.matcher)
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):
             del self._live[completion.request_id]
+
+    @staticmethod
+    def _report_scores(sequence: Running) -> None:
+        """Put the scores of the prompt, which was read last, into the completion."""
+        completion = sequence.completion
+        completion.prompt_logprobs = [logprob for logprob, _ in sequence.scores]
+        completion.prompt_top_logprobs = [top for _, top in sequence.scores]
 
 
 def _check_widths(path: str, arch: Architecture, dtype: torch.dtype) -> None:

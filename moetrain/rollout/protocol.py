@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
@@ -37,6 +37,19 @@ _INSTEAD |= {"n": "a request for each answer"}
 _INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose tokens have them")
 _INSTEAD |= dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
 _INSTEAD |= dict.fromkeys(("previous_response_id", "conversation"), "the whole input")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "top_k": (-1,),
+    "truncation": ("disabled",),
+}
+"""Values with which clients send parameters that they do not use, as OpenAI and vLLM name them."""
+_Token = Annotated[int, Field(ge=0)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 
@@ -58,6 +71,10 @@ class _Asked(JsonBody):
     model: str = ""
     """Ignored: the server has one model."""
     user: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    service_tier: str = ""
+    """These four change nothing."""
     max_tokens: PositiveInt | None = None
     temperature: float = 1.0
     top_k: int = 0
@@ -67,6 +84,12 @@ class _Asked(JsonBody):
     """None: a new one for each request."""
     n: int = Field(default=1, le=_MOST_COMPLETIONS)
     stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
+    stop_token_ids: list[_Token] = Field([], max_length=_MOST_STOPS, fail_fast=True)
+    """Tokens that end a completion besides those that end a text, as vLLM has it."""
+    ignore_eos: bool = False
+    """Go on behind a token that ends a text, as vLLM has it."""
+    skip_special_tokens: bool = True
+    """False: special tokens are part of the text, as vLLM has it."""
     stream: bool = False
     stream_options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Ignored: a stream's last part has the usage."""
@@ -75,6 +98,22 @@ class _Asked(JsonBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
     guided_grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        """Leave out what changes nothing: null, and parameters with a value of :data:`_NEUTRAL`."""
+        if not isinstance(body, dict):
+            return body
+        body = {key: value for key, value in body.items() if value is not None}
+        for name in _NEUTRAL.keys() & body.keys():
+            neutral = _NEUTRAL[name]
+            if body[name] in neutral:
+                del body[name]
+            elif name not in cls.model_fields:
+                said = f"{name!r} is not supported, and {shortened(body[name])} would change"
+                raise ValueError(f"{said} something; leave it out, or send {neutral[0]!r}")
+        return body
 
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
         """Return the grammars that are asked for, by kind, of which a text can follow one."""
@@ -132,10 +171,19 @@ class Completions(_Asked):
 
     prompt: Any
     """A text or token ids, or a list of either."""
+    max_tokens: NonNegativeInt | None = None
+    echo: bool = False
+    """Begin the text, and the log-probabilities if there are any, with the prompt's."""
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
     prompt_logprobs: int | None = Field(default=None, ge=0)
     """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list.
     A stream's last part has them."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Completions:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 asks for nothing; raise it, or send echo true")
+        return self
 
     @property
     def likeliest(self) -> int | None:
@@ -170,22 +218,40 @@ class Completions(_Asked):
         each = ({**top, token: logprob}.items() for token, logprob, top in found)
         return [None, *({t: {"logprob": max(p, _LEAST_LOGPROB)} for t, p in x} for x in each)]
 
+    @staticmethod
+    def logprobs_of_prompt(
+        prompt: Sequence[int], done: Completion, name: Callable[[int], str]
+    ) -> dict[str, Any]:
+        """Return log-probabilities of the tokens of a prompt, of which the first has none."""
+        return {
+            "tokens": [name(token) for token in prompt],
+            "token_logprobs": [None, *(max(p, _LEAST_LOGPROB) for p in done.prompt_logprobs)],
+            "top_logprobs": [None, *(_by_name(top, name) for top in done.prompt_top_logprobs)],
+        }
+
     def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
         """Return a choice's log-probabilities; ``name`` gives a token's text."""
-        tops = [update.top_logprobs.items() for update in updates]
         return {
             "tokens": [name(update.token) for update in updates],
             "token_logprobs": [update.logprob for update in updates],
-            "top_logprobs": [
-                {name(token): max(p, _LEAST_LOGPROB) for token, p in top} for top in tops
-            ],
+            "top_logprobs": [_by_name(update.top_logprobs, name) for update in updates],
         }
+
+
+def _by_name(top: Mapping[int, float], name: Callable[[int], str]) -> dict[str, float]:
+    """Return log-probabilities by the tokens' texts; of tokens with one text that of the likeliest.
+
+    Parts of characters have one text, that of U+FFFD.
+    """
+    ascending = sorted(top.items(), key=lambda pair: pair[1])
+    return {name(token): max(p, _LEAST_LOGPROB) for token, p in ascending}
 
 
 class Chat(_Asked):
     """A request to answer the last turn of a chat."""
 
     prompt_logprobs: ClassVar = None
+    echo: ClassVar = False
 
     kind: ClassVar = "chat.completion"
     kind_of_parts: ClassVar = ".chunk"
@@ -196,7 +262,12 @@ class Chat(_Asked):
     tool_choice: Any = None
     documents: Any = None
     chat_template_kwargs: Any = None
-    """These three go to the template, which defines what they may be."""
+    add_generation_prompt: bool = True
+    """Whether the template opens the assistant's turn, as vLLM has it."""
+    continue_final_message: bool = False
+    """Go on with the last message, which is the assistant's, as vLLM has it."""
+    reasoning_effort: str | None = None
+    """This, the tools, the documents and the variables go to the template, which defines them."""
     parallel_tool_calls: bool = True
     store: bool = False
     metadata: Any = None
@@ -209,6 +280,10 @@ class Chat(_Asked):
     def _is_consistent(self) -> Chat:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens is max_completion_tokens by another name; send one")
+        given = {"add_generation_prompt", "continue_final_message"} & self.model_fields_set
+        if len(given) == 2 and self.add_generation_prompt and self.continue_final_message:
+            problem = "add_generation_prompt and continue_final_message exclude each other"
+            raise ValueError(f"{problem}; send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs true; send both")
         return self
@@ -226,14 +301,20 @@ class Chat(_Asked):
         return found
 
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-        return [chat_ids(tokenizer, self.messages, self.record)]
+        continues = self.continue_final_message
+        how = {"add_generation_prompt": self.add_generation_prompt}
+        return [
+            chat_ids(tokenizer, self.messages, self.record, continue_final_message=continues, **how)
+        ]
 
     @property
     def record(self) -> dict[str, Any]:
         """The template's variables beside the messages."""
         tools = None if self.tool_choice == "none" else self.tools
-        record = {"documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
-        return {"tools": tools, **record}
+        variables = self.chat_template_kwargs
+        if self.reasoning_effort is not None and isinstance(variables, dict | None):
+            variables = {"reasoning_effort": self.reasoning_effort, **(variables or {})}
+        return {"tools": tools, "documents": self.documents, "chat_template_kwargs": variables}
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
@@ -300,6 +381,10 @@ class Responses(Chat):
         match body.get("tool_choice"):
             case {"name": name}:
                 body["tool_choice"] = {"type": "function", "name": name, "function": {"name": name}}
+        match body.get("reasoning"):
+            case {"effort": effort, **others} if not any(others.values()):
+                body["reasoning_effort"] = effort
+                del body["reasoning"]
         match body.get("text"):
             case {"format": {**form}}:
                 body["response_format"] = {"type": form.get("type"), "json_schema": form}

@@ -5,6 +5,7 @@ Token ids are all that a generator knows. :class:`JsonBody` is how clients send 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
@@ -204,23 +205,59 @@ def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(text for text in stops if text not in tokenizer.added_tokens)
 
 
+def sampling_defaults(model: Transformer) -> dict[str, float | int]:
+    """Return the sampling parameters that the checkpoint's generation_config.json recommends.
+
+    They are those of ``temperature``, ``top_k``, ``top_p`` and ``min_p`` that it has. One that is
+    no possible value is left out, as is a penalty, which a generator does not have; the log says
+    so.
+    """
+    named = (None if model.source is None else model.source.generation) or {}
+    found: dict[str, float | int] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        if (value := named.get(name)) is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except ValidationError:
+            problem = "which is no possible value, is not used"
+            logger.warning("generation_config.json: %s %s, %s", name, shortened(value), problem)
+        else:
+            found[name] = value
+    penalty = named.get("repetition_penalty")
+    if penalty not in (None, 1):
+        said = "generation_config.json: repetition_penalty %s is not used: there are no penalties"
+        logger.warning(said, shortened(penalty))
+    return found
+
+
 def chat_ids(
     tokenizer: Tokenizer,
     messages: object,
     record: Mapping[str, Any] = MappingProxyType({}),
     strict: bool = False,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> tuple[int, ...]:
     """Return the tokens that an assistant's answer to ``messages`` continues.
 
     ``record``: further variables of the template, such as tools and documents
     (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`). ``strict``: refuse what the template
-    does not show, of which otherwise the log says so.
+    does not show, of which otherwise the log says so. The others are those of
+    :meth:`~moetrain.data.chat.ChatTemplate.prompt`.
 
     Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
         variables = ChatTemplate.variables_of(record)
-        text = ChatTemplate.of(tokenizer).prompt(messages, variables, strict)
+        text = ChatTemplate.of(tokenizer).prompt(
+            messages,
+            variables,
+            strict,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
     except BadLineError as error:
         raise ConfigError("messages", str(error)) from None
     return tuple(tokenizer.encode_batch([text])[0].ids.tolist())
@@ -236,10 +273,17 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         """``stop_ids``: tokens that are no text where they are last."""
         self.tokenizer = tokenizer
+        shown = partial(tokenizer.decode, skip_special_tokens=False)
+        self.decode = tokenizer.decode if skip_special_tokens else shown
         self._stop = stop
         self._stop_ids = stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
@@ -255,7 +299,7 @@ class TextStream:
     def push(self, *tokens: int, is_last: bool = False) -> str:
         """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
         self._tokens += tokens[:-1] if is_last and tokens[-1] in self._stop_ids else tokens
-        text = whole = self.tokenizer.decode(self._tokens)
+        text = whole = self.decode(self._tokens)
         starts = [text.find(stop, self._false) for stop in self._stop]
         found = [start for start in starts if start >= 0]
         if found:
@@ -275,9 +319,9 @@ class TextStream:
         must have a text, so that later tokens are not first, and must end a run of byte tokens.
         """
         last = self._tokens[-self._kept :]
-        if last[0] in self.tokenizer.byte_ids or not self.tokenizer.decode(last[:1]):
+        if last[0] in self.tokenizer.byte_ids or not self.decode(last[:1]):
             return
-        short = self.tokenizer.decode(last)
+        short = self.decode(last)
         pairs = zip(reversed(short), reversed(text), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same > len(text) - self._given:

@@ -10,7 +10,7 @@ import json
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ from moetrain.rollout.request import (
     TextStream,
     chat_stops,
     end_ids,
+    sampling_defaults,
 )
 from moetrain.rollout.serving import Serving, ServingClosedError, Update
 
@@ -44,6 +45,9 @@ _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+"""Parameters for which a checkpoint may have values of its own."""
 
 _Item = tuple[int, Update]
 """One token of one choice: the choice's number, and the update."""
@@ -70,6 +74,10 @@ class CompletionServer(JsonServer):
         self.max_queue = max_queue
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         self.chat_stops = chat_stops(self.tokenizer)
+        self.sampling = sampling_defaults(generator.model)
+        """The checkpoint's own parameters, for requests without them."""
+        if self.sampling:
+            logger.info("requests are sampled with generation_config.json's %s", self.sampling)
         routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.models)]
         for path, kind in self.BODIES.items():
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
@@ -126,6 +134,8 @@ class Answer(ABC):
 
     drafts = False
     """Whether the reply says how many drafts were right."""
+    is_empty = False
+    """Whether the reply has no token of its own."""
 
     def __init__(
         self,
@@ -191,7 +201,7 @@ class Answer(ABC):
         whole = [update.completion for update in ends]
         if len(whole) < len(self.texts):
             return self.asked.reply(self._name, choices, None)
-        counts = self._num_read, sum(len(c.tokens) for c in whole)
+        counts = self._num_read, 0 if self.is_empty else sum(len(c.tokens) for c in whole)
         reply = self.asked.reply(self._name, choices, counts)
         if self.drafts:
             right, drafted = sum(c.num_right for c in whole), sum(c.num_drafted for c in whole)
@@ -204,7 +214,7 @@ class Answer(ABC):
         choice = {"index": number, "token_ids": [update.token for update in updates]}
         choice |= self.asked.said(text, updates[-1].finish_reason)
         if self.asked.likeliest is not None:
-            decode = self.texts[number].tokenizer.decode
+            decode = self.texts[number].decode
             choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
         return choice
 
@@ -224,15 +234,21 @@ class _Served(Answer):
             problem = "a text follows one of them"
             raise ValueError(f"response_format, guided_* and tool_choice: {problem}")
         kind, text = grammars[0] if grammars else (None, None)
+        self.is_empty = wanted == 0
+        """True: the request is for what the prompt has; the one token that is chosen is dropped."""
+        default = min(SamplingParams.max_tokens, most - longest)
+        ends = server.chat_stops if isinstance(asked, Chat) and not asked.ignore_eos else ()
+        scored = asked.prompt_logprobs, asked.likeliest if asked.echo else None
         params = self.params = SamplingParams(
-            max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
+            max_tokens=default if wanted is None else max(wanted, 1),
             seed=uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed,
-            stop=(*asked.stop, *(server.chat_stops if isinstance(asked, Chat) else ())),
-            stop_ids=server.stop_ids,
+            stop=(*asked.stop, *ends),
+            stop_ids=(*asked.stop_token_ids, *(() if asked.ignore_eos else server.stop_ids)),
             logprobs=asked.likeliest or 0,
-            prompt_logprobs=asked.prompt_logprobs,
+            prompt_logprobs=max((number for number in scored if number is not None), default=None),
             grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
-            **asked.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"}),
+            n=asked.n,
+            **server.sampling | asked.model_dump(include=_SAMPLING & asked.model_fields_set),
         )
         count = len(prompts) * params.n
         if count > server.max_queue:
@@ -250,15 +266,31 @@ class _Served(Answer):
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
-        texts = [TextStream(server.tokenizer, *stops) for _ in range(count)]
+        how = {"skip_special_tokens": asked.skip_special_tokens}
+        texts = [TextStream(server.tokenizer, *stops, **how) for _ in range(count)]
+        self._unechoed = set(range(count)) if asked.echo else set[int]()
+        """The choices whose prompt is still to come."""
         super().__init__(server, asked, server.name, texts, read)
         self.drafts = server.generator.steps.draft > 0
 
     def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
+        asked, done = self.asked, updates[-1].completion
+        prompt = self.requests[number // self.params.n].tokens
         choice = super()._choice(number, text, updates)
-        if self.params.prompt_logprobs is not None and updates[-1].finish_reason:
-            prompt = self.requests[number // self.params.n].tokens
-            choice["prompt_logprobs"] = Completions.scored(prompt, updates[-1].completion)
+        if self.is_empty:
+            choice |= {"text": "", "token_ids": [], "finish_reason": "length"}
+            choice |= {"logprobs": asked.logprobs_of([], str)} if "logprobs" in choice else {}
+        if number in self._unechoed:
+            self._unechoed.remove(number)
+            decode = self.texts[number].decode
+            choice |= {"text": decode(prompt) + choice["text"]}
+            choice |= {"token_ids": [*prompt, *choice["token_ids"]]}
+            if "logprobs" in choice:
+                name: Callable[[int], str] = lambda token: decode([token])  # noqa: E731
+                first = Completions.logprobs_of_prompt(prompt, done, name)
+                choice["logprobs"] = {k: first[k] + v for k, v in choice["logprobs"].items()}
+        if asked.prompt_logprobs is not None and updates[-1].finish_reason:
+            choice["prompt_logprobs"] = Completions.scored(prompt, done)
         return choice
 
     async def updates(self) -> AsyncGenerator[_Item, None]:
