@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "tools that are none": (_of_lines({**GOOD, "tools": 5}), r"`tools` is .*: 5; give such a"),
     "tools cut short": (_of_lines({**GOOD, "tools": "[{"}), r"`tools` is .*: '\[{'; write it"),
     "a number for text": (_of_table({"text": 5}), r"'text' is not text: 5; write texts"),
-    "a list cut short": (_of_bytes("a.jsonl", b'[\n{"text": "x"}'), r"a\.jsonl.* the array has no end"),
+    "a list cut short": (_of_bytes("a.jsonl", b'[\n{"text": "x"}'), r"a\.jsonl.* array has no end"),
     "a list in a list": (_of_lines([[GOOD]]), r":1, record 1: not a JSON object: \[{"),
     "mixed schemas": (_mixed_schemas, r"b\.parquet, group 0, row 0: .*no known form, {'q': 'x'}"),
     "a saved data set cut short": (_half_saved, r"saved' cannot be read: "),
