@@ -1,5 +1,7 @@
 """The sample at the end of a run: what plain forwards go on with, on every mesh, or a reason."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,22 @@ def test_a_sample_is_what_the_model_goes_on_with(seq_len, tiny_words, monkeypatc
         ids = plain_continuation(trainer.model, prompt, 60, seq_len)
     assert text == ByteTokenizer().decode(ids)
     assert len(ids) == len(prompt) + 60
+
+
+def test_a_sample_of_chats_is_an_answer_that_ends_as_it_was_learned(
+    tiny_words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(weights, "_TEMPERATURE", 0.0)
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    words = [*tiny_words, "data.source=jsonl", f"data.path={file}", "data.seq_len=80"]
+    words += ["train.sample_prompt=none", "train.sample_tokens=30"]
+    words += ["train.steps=120", "optim.lr=1e-2"]
+    trainer, text = sample_of(words)
+    asked = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{asked}Yes.<|im_end|>"
+    assert trainer.data.eval.row(0).tokens_S[: len(asked)].tolist() == list(asked.encode())
 
 
 def samples_on_ranks(runs):

@@ -82,13 +82,17 @@ def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _coloured(data: Data, row: Row) -> Text:
-    """Return the text of ``row``: what is learned green, the rest dim, a bar between documents."""
+    """Return the text of ``row`` with its special tokens, and a bar between documents.
+
+    What is learned is green, the rest dim.
+    """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()
     for start, end in zip(*_documents(row), strict=True):
         borders = np.flatnonzero(np.diff(learned_S[start:end])) + 1 + start
         for a, b in zip([start, *borders], [*borders, end], strict=True):
-            said = data.tokenizer.decode(row.tokens_S[a:b].tolist())
+            ids = row.tokens_S[a:b].tolist()
+            said = data.tokenizer.decode(ids, skip_special_tokens=False)
             text.append(said, "green" if learned_S[a] else "dim")
         text.append("\n│\n", "cyan")
     return text

@@ -205,7 +205,7 @@ def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(text for text in stops if text not in tokenizer.added_tokens)
 
 
-def sampling_defaults(model: Transformer) -> dict[str, float | int]:
+def sampling_defaults(model: Transformer) -> dict[str, Any]:
     """Return the sampling parameters that the checkpoint's generation_config.json recommends.
 
     They are those of ``temperature``, ``top_k``, ``top_p`` and ``min_p`` that it has. One that is
@@ -213,7 +213,7 @@ def sampling_defaults(model: Transformer) -> dict[str, float | int]:
     so.
     """
     named = (None if model.source is None else model.source.generation) or {}
-    found: dict[str, float | int] = {}
+    found: dict[str, Any] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         if (value := named.get(name)) is None:
             continue

@@ -26,12 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config
 from moetrain.data.loader import Data
+from moetrain.data.packing import IGNORE_INDEX
 from moetrain.kernels.quant.groups import FORMS, quantise_matrices
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import Experts
@@ -43,7 +45,7 @@ from moetrain.parallel.mesh import Box, all_gather_start
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.ranks import ExpertParallel
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.request import Request, SamplingParams, chat_stops, end_ids
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 
@@ -298,6 +300,9 @@ _SPARE = 3 * 2**30
 class Sampled(Callback):
     """Continues ``train.sample_prompt``, or the start of a held-out row, into ``sample.txt``.
 
+    A row that begins with a question, of which nothing is learned, is continued behind it: the
+    sample is then an answer, and its text has the special tokens of the chat template.
+
     If that cannot be done at the end of a run, the log says why: the run itself has succeeded.
     """
 
@@ -311,25 +316,29 @@ class Sampled(Callback):
             return
         data: Data = trainer.data
         try:
-            ids = _prompt(data, run.config.train.sample_prompt)
+            ids, is_answer = _prompt(data, run.config.train.sample_prompt)
             generator = _generator(run.engine, data, ids)
         except ValueError as problem:
             run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
             return
         WeightUpdate(run.engine, generator)()
-        if not _continue(ids, generator, run.config):
+        if not _continue(ids, generator, run.config, is_answer):
             run.say("no sample: the model's logits are not finite")
             return
-        text = data.tokenizer.decode(ids)
+        text = data.tokenizer.decode(ids, skip_special_tokens=not is_answer)
         if run.world.is_main:
             (run.folder / "sample.txt").write_text(text, "utf-8")
         run.say("sample:\n" + text)
 
 
-def _prompt(data: Data, text: str | None) -> list[int]:
-    if text is None:
-        return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
-    return data.tokenizer.encode_prompt(text)
+def _prompt(data: Data, text: str | None) -> tuple[list[int], bool]:
+    """Return the tokens to continue, and whether the sample is an answer to a question in them."""
+    if text is not None:
+        return data.tokenizer.encode_prompt(text), False
+    row = (data.eval or data.train).row(0)
+    first = int(np.argmax(row.targets_S != IGNORE_INDEX))  # target i is token i + 1
+    number = first + 1 if first else _PROMPT_TOKENS
+    return row.tokens_S[:number].tolist(), first > 0
 
 
 def _generator(engine: Engine, data: Data, ids: list[int]) -> Generator:
@@ -349,8 +358,10 @@ def _generator(engine: Engine, data: Data, ids: list[int]) -> Generator:
     return Generator(model, data.tokenizer, **sizes, experts=experts)
 
 
-def _continue(ids: list[int], generator: Generator, config: Config) -> bool:
-    """Add up to ``train.sample_tokens`` to ``ids``, none from the end token on.
+def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:
+    """Add up to ``train.sample_tokens`` to ``ids``, none behind the end token.
+
+    ``is_answer``: the end token, with which an answer was learned to end, is added too.
 
     The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
     half. Every rank makes the same requests; returns False if logits are not finite. Collective.
@@ -366,13 +377,14 @@ def _continue(ids: list[int], generator: Generator, config: Config) -> bool:
             temperature=_TEMPERATURE,
             # Each window has its own random numbers.
             seed=(train.seed + len(ids) - start) % 2**63,
-            stop_ids=(tokenizer.eos_id,),
+            stop_ids=end_ids(generator.model, tokenizer) if is_answer else (tokenizer.eos_id,),
+            stop=chat_stops(tokenizer) if is_answer else (),
         )
         ((done,),) = generator.generate([Request("sample", tuple(seen), params)])
         if not all(map(math.isfinite, done.logprobs)):
             return False
         if done.finish_reason == "stop":
-            ids += done.tokens[:-1]
+            ids += done.tokens if is_answer else done.tokens[:-1]
             break
         ids += done.tokens
     return True
