@@ -454,3 +454,26 @@ def test_quick_calls_share_a_thread():
             calls.start(i, pow, i, 2)
         assert calls.finished() == [(i, i * i) for i in range(500)]
     assert threading.active_count() - before < 50  # the loop's, and some where a core was away
+
+
+def test_rewards_see_special_tokens_where_they_are_asked_for(tmp_path):
+    (tmp_path / "rewards.py").write_text("def last(line, text):\n    return len(text)\n")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    given = {"prompts": lines, "reward": f"{tmp_path}/rewards.py:last"}
+    for skips, expected in ((True, "yes"), (False, "yes<|endoftext|>")):
+        environment = opened("jsonl", skip_special_tokens=skips, **given)
+        episode = environment.episode(0)
+        episode.reset()
+        assert episode.step(ids("yes")).reward == len(expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"env": "sort"}, {"env": "reasoning-gym:x"}, {"env": "agent:a.py:f"}]
+    + [{"env": "jsonl", "prompts": "a.jsonl", "reward": name} for name in ("exact", "math")],
+    ids=lambda values: str([*values.values()]),
+)
+def test_special_tokens_are_for_rewards_of_ones_own(values):
+    with pytest.raises(ConfigError, match=r"^rl\.skip_special_tokens: no, but only a reward or"):
+        open_environment(settings(skip_special_tokens=False, **values), TOKENIZER)

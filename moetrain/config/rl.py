@@ -124,6 +124,9 @@ class RlSection(Section):
     with the line and the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the texts that rewards see. no: they see them as the chat
+    template writes them, such as the marks of GPT-OSS's channels and the end of a turn."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere
     """Seconds within which an environment must answer; else the trajectory is dropped."""
     max_turns: PositiveInt = 8

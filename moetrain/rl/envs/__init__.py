@@ -98,8 +98,11 @@ class Problem(NamedTuple):
 class Prompts:
     """Turns text into tokens: as it is, or as a user's turn by the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat: bool, *, skip_special_tokens: bool = True
+    ) -> None:
         self.tokenizer, self.chat = tokenizer, chat
+        self.skip_special_tokens = skip_special_tokens
 
     def encode(
         self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
@@ -120,6 +123,11 @@ class Prompts:
         if isinstance(prompt, list):
             return prompt
         return [{"role": "user", "content": prompt}] if self.chat else None
+
+    def decode(self, action: Sequence[int]) -> str:
+        """Return the text of what the policy wrote, as ``rl.skip_special_tokens`` says."""
+        how = {"skip_special_tokens": self.skip_special_tokens}
+        return self.tokenizer.decode(action, **how)
 
     def text(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())
@@ -158,7 +166,7 @@ class _OneAnswer(Episode):
         return Turn(self._environment.prompts.encode(problem.prompt, problem.record))
 
     def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
-        text = self._environment.prompts.tokenizer.decode(action)
+        text = self._environment.prompts.decode(action)
         score = self._environment.score(self._problem, text)
         return _later(score) if isinstance(score, Awaitable) else Turn(reward=score, done=True)
 

@@ -272,11 +272,14 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 
 _GENERATED: dict[str, Callable[..., Environment]] = {"sort": _Sort, "arithmetic": _Arithmetic}
 """Environments that need no files, by the name that ``rl.env`` gives them."""
+_NOT_OWN = {*_GENERATED, "reasoning-gym", "agent"}
+"""Beginnings of ``rl.env`` whose rewards do not read the special tokens of an answer."""
 
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     """Make the environment that ``rl.env`` names, with ``rl.env_args``; ConfigError: it cannot."""
-    name, given, prompts = settings.env, settings.env_args, Prompts(tokenizer, settings.chat)
+    how = {"skip_special_tokens": settings.skip_special_tokens}
+    name, given, prompts = settings.env, settings.env_args, Prompts(tokenizer, settings.chat, **how)
     try:
         args = {} if given is None else json.loads(given)
     except (ValueError, RecursionError) as error:
@@ -284,6 +287,10 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     if not isinstance(args, dict):
         raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object")
     gym, _, task = name.partition(":")
+    is_own = ":" in str(settings.reward) if name == "jsonl" else gym not in _NOT_OWN
+    if not (settings.skip_special_tokens or is_own):
+        problem = "no, but only a reward or an environment of your own can read special tokens"
+        raise ConfigError("rl.skip_special_tokens", f"{problem}; set yes, or give one")
     try:
         if name in _GENERATED:
             environment = _GENERATED[name](prompts, **args)
