@@ -24,6 +24,7 @@ def preferences(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    simpo_gamma: float = 0.5,
 ) -> dict[str, Any]:
     """Return the arguments of a trainer that learns from ``pairs``.
 
@@ -64,5 +65,6 @@ def preferences(
         beta,
         desirable_weight=desirable_weight,
         undesirable_weight=undesirable_weight,
+        simpo_gamma=simpo_gamma,
     )
     return {"data": rows, "objective": objective}

@@ -44,6 +44,7 @@ PROBES += (
     "float32",
     "dpo",
     "kto",
+    "simpo",
     "next_token",
     "token",
     "k1",

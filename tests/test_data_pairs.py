@@ -317,7 +317,7 @@ def test_what_is_no_pair_is_refused_with_the_known_forms():
     assert learned(document) == (Q, [A])
 
 
-@pytest.mark.parametrize("objective", ["next_token", "dpo", "ipo", "kto"])
+@pytest.mark.parametrize("objective", ["next_token", "dpo", "ipo", "kto", "simpo", "orpo"])
 def test_a_run_has_the_same_prompt_for_every_objective(objective, tmp_path):
     """The form of the best-known sets, read as a run reads it."""
     record = {"prompt": Q, "prompt_id": "1", **LONG_WHOLE, "score_chosen": 8.0}

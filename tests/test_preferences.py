@@ -14,7 +14,14 @@ from preferences import preferences
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch, eval_batches
-from moetrain.kernels.loss.preference import KINDS, LOSSES, Scores, Segments, kto_losses
+from moetrain.kernels.loss.preference import (
+    KINDS,
+    LOSSES,
+    WITHOUT_REFERENCE,
+    Scores,
+    Segments,
+    kto_losses,
+)
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
@@ -28,6 +35,8 @@ PAIRS = [
 ]
 
 
+WITH = {kind: float(kind not in WITHOUT_REFERENCE) for kind in KINDS}
+"""1 for kinds that have a reference."""
 SINGLES = [
     {"prompt": [n, n + 1], "completion": [7] * (1 + n % 3), "label": n % 4 == 0}
     for n in range(20, 33)
@@ -35,8 +44,21 @@ SINGLES = [
 """Single answers, of which a quarter are desirable."""
 
 
+GAMMA = 0.5
+"""SimPO's margin."""
+
+
 def formula(kind, logps, references, numbers, kl, beta):
-    """trl's: DPOTrainer with loss_type sigmoid and ipo, KTOTrainer with loss_type kto."""
+    """trl's: DPOTrainer with loss_type sigmoid and ipo, KTOTrainer with loss_type kto.
+
+    Of SimPO equation 6 of arXiv 2405.14734, of ORPO equations 4 to 7 of arXiv 2403.07691.
+    """
+    if kind in WITHOUT_REFERENCE:
+        means = [p / n for p, n in zip(logps, numbers, strict=True)]
+        if kind == "simpo":
+            return -F.sigmoid(beta * means[0] - beta * means[1] - GAMMA).log().mean()
+        odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+        return (-means[0] - beta * F.sigmoid((odds[0] / odds[1]).log()).log()).mean()
     chosen, rejected = (p - r for p, r in zip(logps, references, strict=True))
     if kind == "dpo":
         return -F.logsigmoid(beta * (chosen - rejected)).mean()
@@ -69,7 +91,7 @@ def test_a_loss_is_trls_with_its_gradient(kind):
         segments = Segments((mine - references).flatten(), numbers.flatten(), labels, labels)
         found = kto_losses(segments, kl, beta=0.3).mean()
     else:
-        found = LOSSES[kind](Scores(*(mine - references), *numbers), 0.3).mean()
+        found = LOSSES[kind](Scores(*(mine - references * WITH[kind]), *numbers), 0.3, GAMMA).mean()
     found.backward()
     loss = formula(kind, theirs, references, numbers, kl, 0.3)
     loss.backward()
@@ -184,6 +206,8 @@ def by_formula(kind, policy, reference, pairs, beta):
 
 def by_trl(kind, policy, reference, pairs, beta):
     """The same by trl's own function."""
+    if kind in WITHOUT_REFERENCE:
+        pytest.skip("trl's function is in none of these trainers")
     trainers = pytest.importorskip("trl.trainer")
     policy.is_gradient_checkpointing = False  # trl asks
     is_single = "label" in pairs[0]
@@ -236,7 +260,10 @@ def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_word
     pairs = SINGLES[:4] if is_single else PAIRS[:4]
     given = preferences(config, pairs, kind, beta=0.5, **(WEIGHTS if is_single else {}))
     trainer = Trainer(config, **given)
-    Reference([given["data"]]).on_start(trainer)
+    has_reference = any(isinstance(callback, Reference) for callback in trainer.callbacks)
+    assert has_reference == bool(WITH[kind])
+    if has_reference:
+        Reference([given["data"]]).on_start(trainer)
     reference = whole(trainer.engine)
     with torch.no_grad():  # another policy than its reference
         for parameter in trainer.model.parameters():
@@ -343,9 +370,9 @@ def trained(words, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_margin_grows(kind, own_words):
     rows = trained([*own_words, "train.steps=12", "optim.lr=2e-2"], kind)
-    first = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}[kind]
-    assert rows[0]["loss"] == pytest.approx(first, rel=1e-4)  # the policy is the reference
-    assert rows[0]["margin"] == pytest.approx(0, abs=1e-5)
+    if first := {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}.get(kind):
+        assert rows[0]["loss"] == pytest.approx(first, rel=1e-4)  # the policy is the reference
+        assert rows[0]["margin"] == pytest.approx(0, abs=1e-5)
     assert rows[-1]["margin"] > 0.1
     assert rows[-1]["accuracy"] == 1
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -422,8 +449,11 @@ def test_settings_alone_learn_from_a_file_on_every_mesh(pair_words, tmp_path):
             alone = trained_of_settings([*words, f"train.objective={kind}", out])
             for mine, expected in zip(rows, alone, strict=True):
                 assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), (kind, mesh)
-            assert alone[0]["margin"] == pytest.approx(0, abs=1e-5)
-            assert alone[-1]["margin"] > alone[1]["margin"] > 0
+            if WITH[kind]:
+                assert alone[0]["margin"] == pytest.approx(0, abs=1e-5)
+                assert alone[1]["margin"] > 0
+            assert (tmp_path / kind / "reference.npz").exists() == bool(WITH[kind])
+            assert alone[-1]["margin"] > alone[1]["margin"]
         break  # every rank has the same file
 
 

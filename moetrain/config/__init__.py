@@ -107,7 +107,8 @@ class _Need(NamedTuple):
 
 _RECORDS = {"records", "jsonl"}
 _TEXTS = {"text", *_RECORDS}
-_PREFERENCES = {"dpo", "ipo", "kto"}
+_WITH_REFERENCE = {"dpo", "ipo", "kto"}
+_PREFERENCES = {*_WITH_REFERENCE, "simpo", "orpo"}
 _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
@@ -138,12 +139,13 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
-    _Need("train.objective", {"data.format": {"auto", "preference"}}, {"dpo", "ipo"}),
+    _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES - {"kto"}),
     _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label
     # References of all rows are computed before the first step.
     _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
     _Need("train.desirable_weight train.undesirable_weight", {"train.objective": {"kto"}}),
+    _Need("train.simpo_gamma", {"train.objective": {"simpo"}}),
     _Need("train.mtp_weight data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("train.mtp_weight", {"parallel.pp": {1}}),  # the last stage has no embedding
     # PEFT's models have no such blocks; adapters are not copied, and lie between experts' products.
@@ -221,7 +223,7 @@ _NEEDS: tuple[_Need, ...] = (
         {"checkpoint.memory_interval": _SOME, "checkpoint.shared": {False}},
     ),
     # All ranks read their reference's file.
-    _Need("train.objective", {"checkpoint.shared": {True}}, _PREFERENCES),
+    _Need("train.objective", {"checkpoint.shared": {True}}, _WITH_REFERENCE),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),

@@ -271,13 +271,17 @@ class TrainSection(Section):
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which may be a fraction. Give this or train.steps."""
-    objective: Literal["next_token", "dpo", "ipo", "kto"] = "next_token"
-    """What is learned. next_token: the next token of the text; dpo, ipo, kto: which of two answers
-    is preferred (records of data.format preference), against the model that the run begins from;
-    kto also learns from single answers with a `label`, true or false."""
+    objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo"] = "next_token"
+    """What is learned. next_token: the next token of the text; the others: which of two answers
+    is preferred (records of data.format preference), with dpo, ipo and kto against the model that
+    the run begins from, with simpo and orpo without a reference. kto also learns from single
+    answers with a `label`, true or false."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
-    the model stays to the reference."""
+    the model stays to the reference. Of the mean log-probabilities in simpo, where 2 to 10 is
+    usual, and of the odds ratio beside the chosen answer's loss in orpo."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """Margin by which the rewards of the two answers are to differ in simpo."""
     desirable_weight: float = Field(default=1.0, gt=0)
     """Factor of kto's loss of chosen answers and of answers with the label true."""
     undesirable_weight: float = Field(default=1.0, gt=0)

@@ -62,7 +62,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     """
     data = config.data
     data.check()
-    if config.train.objective in ("dpo", "ipo", "kto"):
+    if config.train.objective != "next_token":
         kind = "answers" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})

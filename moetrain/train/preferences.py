@@ -1,4 +1,4 @@
-"""Learning from preferences: DPO, IPO and KTO over pairs of answers, KTO over single ones too.
+"""Learning from preferences: of pairs of answers, and in KTO of single answers too.
 
 A pair, or a single answer with its label, is one row
 (:class:`~moetrain.data.packing.PairDataset`). For KTO a further segment has the prompt with the
@@ -6,7 +6,8 @@ next row's answer, from which the divergence from the reference is estimated: ov
 batch, all micro-batches of all ranks (``Preference.batch_sums``).
 
 The reference is the model that the run begins from, with the adapters that ``lora.path`` loads, if
-it is set. A resumed run reads its log-probabilities from ``output_dir/reference.npz``.
+it is set. A resumed run reads its log-probabilities from ``output_dir/reference.npz``. SimPO and
+ORPO have none: their log-probabilities of the reference stay 0.
 
 Left out on purpose: preferences that share a row, and a reference other than the first weights.
 
@@ -33,6 +34,7 @@ from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.kernels.loss.preference import (
     LOSSES,
+    WITHOUT_REFERENCE,
     Scores,
     Segments,
     divergence,
@@ -67,6 +69,13 @@ class Preference:
     desirable_weight: float = 1.0
     """Factor of the loss of KTO's desirable answers."""
     undesirable_weight: float = 1.0
+    simpo_gamma: float = 0.5
+    """By how much the rewards of SimPO's answers are to differ."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the rows need the reference's log-probabilities; else those are 0."""
+        return self.kind not in WITHOUT_REFERENCE
 
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
         found = {"rows": sum(int((b.targets_BS >= 0).any(1).sum()) for b in batches)}
@@ -104,9 +113,11 @@ class Preference:
     ) -> dict[str, torch.Tensor]:
         scores = Scores.of_pairs(segments)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
-        margin_P = self.beta * (scores.chosen - scores.rejected).detach()
+        sums = scores.chosen, scores.rejected
+        chosen_P, rejected_P = scores.means if self.kind in WITHOUT_REFERENCE else sums
+        margin_P = self.beta * (chosen_P - rejected_P).detach()
         found = {
-            "preference": LOSSES[self.kind](scores, self.beta),
+            "preference": LOSSES[self.kind](scores, self.beta, self.simpo_gamma),
             "margin": margin_P,
             "accuracy": (margin_P > 0).float(),
         }
@@ -253,4 +264,5 @@ def chosen_objective(
         config.train.beta,
         desirable_weight=config.train.desirable_weight,
         undesirable_weight=config.train.undesirable_weight,
+        simpo_gamma=config.train.simpo_gamma,
     )

@@ -94,9 +94,10 @@ class Trainer(Run):
                 self.world.barrier()
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
-        if pairs := pair_datasets(self.data):
-            self.callbacks.append(Reference(pairs))
+        pairs = pair_datasets(self.data)
         self._own = chosen_objective(config, pairs, self._objective)
+        if pairs and getattr(self._own, "needs_reference", True):
+            self.callbacks.append(Reference(pairs))
         self.objective = Pretraining.of(config, arch, own=self._own)
         self.loader = Loader(
             self.data.train,

@@ -1,7 +1,8 @@
 """Losses of answers to prompts, by what a policy's log-probabilities are from its reference's.
 
 DPO and IPO compare the two answers of a pair. KTO takes single answers that are desirable or not,
-and compares each with the policy's divergence from the reference; a pair is one of each.
+and compares each with the policy's divergence from the reference; a pair is one of each. SimPO and
+ORPO compare the answers of a pair without a reference, whose log-probabilities count as 0.
 
 Legend: P rows, G segments of a pair (2), N segments of all rows, T tokens, S tokens of a row.
 """
@@ -67,6 +68,11 @@ class Scores(NamedTuple):
         chosen, rejected = segments.ratio.view(-1, 2).unbind(1)
         return cls(chosen, rejected, *segments.num_tokens.view(-1, 2).clamp(min=1).unbind(1))
 
+    @property
+    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``chosen`` and ``rejected`` a token, so that long answers do not count for more."""
+        return self.chosen / self.num_chosen, self.rejected / self.num_rejected
+
 
 def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
     """Return two sums over segments, whose quotient estimates the divergence from the reference.
@@ -90,23 +96,44 @@ def divergence(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (sums["ratio"] / sums["answers"].clamp(min=1)).clamp(min=0)
 
 
-def _dpo(scores: Scores, beta: float) -> torch.Tensor:
+def _dpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
     return -F.logsigmoid(beta * (scores.chosen - scores.rejected))
 
 
-def _ipo(scores: Scores, beta: float) -> torch.Tensor:
-    # A mean over tokens, as its authors compute it, so that long answers do not count for more.
-    chosen, rejected = scores.chosen / scores.num_chosen, scores.rejected / scores.num_rejected
+def _ipo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
+    chosen, rejected = scores.means  # as its authors compute it
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
-LOSSES: dict[str, Callable[[Scores, float], torch.Tensor]] = {
+def _simpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
+    chosen, rejected = scores.means
+    return -F.logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def _orpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
+    chosen, rejected = scores.means
+    # log(p / (1 - p)) of the mean log-probabilities log p, which are below 0.
+    odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -chosen - beta * F.logsigmoid(odds)
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(x)) for x at most 0; of x near 0, where p rounds to 1, as for -1e-6."""
+    x = x.clamp(max=-1e-6)
+    return torch.where(x > -0.6931, (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
+
+
+LOSSES: dict[str, Callable[[Scores, float, float], torch.Tensor]] = {
     "dpo": _dpo,  # arXiv 2305.18290
     "ipo": _ipo,  # arXiv 2310.12036
+    "simpo": _simpo,  # arXiv 2405.14734, eq. 6
+    "orpo": _orpo,  # arXiv 2403.07691, eq. 6 and 7; beta is its lambda
 }
-"""Each pair's loss [P] of its scores and ``beta``."""
+"""Each pair's loss [P] of its scores, ``beta`` and, for SimPO, the margin ``gamma``."""
 
 KINDS = (*LOSSES, "kto")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Kinds whose scores are the policy's alone."""
 
 
 def kto_losses(
