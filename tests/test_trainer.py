@@ -153,7 +153,7 @@ def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coeff
 )
 def test_which_form_of_the_balancing_loss_is_trained(words, pooled):
     config = Config.load(None, words, environ={})
-    arch = SimpleNamespace(router_aux_loss_coef=0.0, mtp_layers=0)
+    arch = SimpleNamespace(router_aux_loss_coef=0.0, output_router_logits=False, mtp_layers=0)
     assert Pretraining.of(config, arch).is_pooled is pooled
 
 
