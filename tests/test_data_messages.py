@@ -468,3 +468,46 @@ def test_a_template_and_its_variables_in_reinforcement_learning(tmp_path: Path):
         Config.load({"model": {"preset": "debug"}, "data": settings, "rl": rl})
     with pytest.raises(ConfigError, match=r"data\.chat_template"):
         Config.load({"model": {"preset": "debug"}, "data": settings, "rl": {"env": "sort"}})
+
+
+def test_lists_of_parts_are_never_written_as_objects():
+    """A template that reads lists in one role may write those of others as Python does."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' and m.content is iterable and "
+        "m.content is not string %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    plain = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    parts = [{**turn, "content": [*map(part_of, turn["content"])]} for turn in plain]
+    chat = ChatTemplate(template, {})
+    expected = [("<user>ab<end><assistant>c<end>", [(23, 29)])]
+    assert chat.documents(plain) == chat.documents(parts) == expected
+
+
+def part_of(text):
+    return {"type": "text", "text": text}
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+WRAPPED = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize(
+    ("record", "tools"),
+    [
+        ({"tools": [WRAPPED]}, [WRAPPED]),
+        ({"tools": [FUNCTION]}, [WRAPPED]),
+        ({"tools": json.dumps([FUNCTION])}, [WRAPPED]),
+        ({"tools": [json.dumps(FUNCTION)]}, [WRAPPED]),
+        ({"tools": [{"type": "function", **FUNCTION}]}, [WRAPPED]),
+        ({"tools": [{"type": "web_search"}]}, [{"type": "web_search"}]),
+        ({"functions": [FUNCTION]}, [WRAPPED]),
+        ({"functions": [FUNCTION], "tools": []}, [WRAPPED]),
+        ({"tools": []}, None),
+        ({"tools": "[]"}, None),
+        ({"tools": ""}, None),
+    ],
+    ids=str,
+)
+def test_tools_are_written_as_transformers_takes_them(record, tools):
+    assert ChatTemplate.variables_of(record)["tools"] == tools

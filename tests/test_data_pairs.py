@@ -233,7 +233,8 @@ def test_texts_with_tools_are_turns():
     reader = RecordReader(ChatTemplate(template, {}), form="preference", reads_pairs=True)
     one, _ = reader.documents({"prompt": Q, **TEXTS, "tools": [{"name": "f"}]})
     # The template ends no turn, so the next one's beginning does.
-    assert learned(one) == (f"[{{'name': 'f'}}]<user>{Q}<assistant>", [f"{A}<user>"])
+    tool = "{'type': 'function', 'function': {'name': 'f'}}"
+    assert learned(one) == (f"[{tool}]<user>{Q}<assistant>", [f"{A}<user>"])
 
 
 UNKNOWN = {

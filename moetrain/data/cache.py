@@ -51,7 +51,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
-_FORMAT = 5
+_FORMAT = 6
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin")

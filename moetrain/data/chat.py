@@ -229,6 +229,9 @@ class ChatTemplate:
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
             _refuse(lost[0], turns)
+        for name in variables.keys() - {"tools", "documents"}:
+            if variables[name] and not re.search(rf"\b{re.escape(name)}\b", self.source):
+                _warn_of_unread(name)
         return documents
 
     def _documents(
@@ -440,17 +443,17 @@ class ChatTemplate:
 
         ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
-        Each may be the text of its JSON, as tables have it; the template gets no other keys.
+        Each may be the text of its JSON, as tables have it; the template gets no other keys. Tools
+        are written as ``transformers`` takes them: ``{"type": "function", "function": {...}}`` for
+        a function alone, and OpenAI's older ``functions``. No tools are the same as an empty list.
 
         Raises BadLineError: one is of another kind, or a variable has the name of something else.
         """
         found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
+        if not found["tools"]:
+            found["tools"] = record.get("functions")
         for key, value in found.items():
-            try:
-                found[key] = json.loads(value) if isinstance(value, str) else value
-            except (ValueError, RecursionError):
-                said = f"`{key}` is text that is not JSON: {shortened(value)}"
-                raise BadLineError(f"{said}; write it with a JSON library") from None
+            found[key] = _parsed(value, f"`{key}`") if value != "" else None
         variables = found.pop("chat_template_kwargs")
         if not isinstance(variables, dict | None):
             raise BadLineError("`chat_template_kwargs` is not an object")
@@ -461,9 +464,12 @@ class ChatTemplate:
             if not isinstance(value, list | None):
                 said = f"`{key}` is not a list of objects: {shortened(value)}"
                 raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
-            for i, entry in enumerate(value or ()):
+            entries = [_parsed(x, f"{key}[{i}]") for i, x in enumerate(value or ())]
+            for i, entry in enumerate(entries):
                 if not isinstance(entry, dict):
                     raise BadLineError(f"{key}[{i}] is not an object")
+            found[key] = entries or None
+        found["tools"] = found["tools"] and [*map(_as_function, found["tools"])]
         return {**(variables or {}), **found}
 
     def _read(self, messages: object, given: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -644,6 +650,29 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
     raise BadLineError(
         f"{said}; leave it out, or name a template that shows it in data.chat_template"
     )
+
+
+@lru_cache(maxsize=64)
+def _warn_of_unread(name: str) -> None:
+    said = "the chat template does not read %r, which `chat_template_kwargs` of records set: "
+    logger.warning(said + "it changes nothing", name)
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """Return ``value``, of a text what its JSON says; BadLineError: it is not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        said = f"{what} is text that is not JSON: {shortened(value)}"
+        raise BadLineError(f"{said}; write it with a JSON library") from None
+
+
+def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool that is a function alone as an object of OpenAI's ``tools``."""
+    is_alone = isinstance(tool.get("name"), str) and tool.get("type", "function") == "function"
+    if "function" in tool or not is_alone:
+        return {**tool}
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 @lru_cache(maxsize=64)

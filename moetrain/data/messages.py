@@ -28,7 +28,7 @@ _CALL = "tool_call"
 _ROLES: dict[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", _CALL), _CALL),
 }
@@ -101,6 +101,9 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content = role_of(turn), turn.get("content")
     if not isinstance(role, str):
         raise BadLineError(f"{where}.role is missing or not text: {shortened(turn)}; give text")
+    if "role" not in message and role not in _ROLES.values():
+        said = f"{where}.from is {shortened(role)}, which is no known role"
+        raise BadLineError(f"{said}; write human, gpt, system or observation")
     turn["role"] = role
     weight = _read_weight(turn, where)
     if role == _CALL:
@@ -279,6 +282,10 @@ class Piece(NamedTuple):
     def is_in(self, text: str, form: Form) -> bool:
         """Return whether ``text``, a rendering of ``form``, shows the piece as it was written."""
         if not self.place.endswith(".arguments"):
+            # A part of a list that was written as Python or JSON writes objects is not shown.
+            keys = ("'text': '", '"text": "') if self.place.endswith(".content") else ()
+            if any(key + mark in text for key in keys for mark in self.marks):
+                return False
             return all(mark in text for mark in self.marks)
         key, value = self.marks
         if form.arguments == "text":

@@ -29,6 +29,7 @@ from moetrain.config import ConfigError, DataSection, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
+from moetrain.data.field_names import renamed
 from moetrain.data.messages import BadLineError, check_weight, read_messages, role_of
 from moetrain.data.pairs import (
     KNOWN_FORMS,
@@ -298,7 +299,11 @@ class RecordReader:
             BadLineError: the record has no known form, or is malformed.
             ConfigError: the chat template itself is wrong.
         """
+        record = self._renamed(record)
         form = self.form_of(record)
+        if form == "text" and {"role", "parent_id"} <= {*record}:
+            problem = f"a turn of a dialogue and no document: {shortened(record)}"
+            raise BadLineError(f"{problem}; give whole dialogues as `messages`")
         if isinstance(weight := record.get("weight"), int | float):
             check_weight(weight, "`weight`")
             if not weight:
@@ -319,6 +324,7 @@ class RecordReader:
         """Return the form of ``record``; BadLineError, with the nearest form: it has none."""
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
+        record = self._renamed(record)
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if key not in record]
             if missing and self.reads_pairs:
@@ -342,6 +348,11 @@ class RecordReader:
             "fields, or name the field of a text in data.text_field"
         )
 
+    def _renamed(self, record: Any) -> Any:
+        if not isinstance(record, dict):
+            return record
+        return renamed(record, reads_pairs=self.reads_pairs, text_field=self.text_field)
+
     def _needed(self, form: str) -> tuple[str, ...]:
         return (self.text_field,) if form == "text" else _FORMS[form][0]
 
@@ -357,6 +368,9 @@ class RecordReader:
         variables = ChatTemplate.variables_of(record)
         rendered = self.template.documents(messages, variables, self.train_on, given)
         return [Document(text, spans, True) for text, spans in rendered]
+
+    def _chat(self, record: dict[str, Any]) -> list[Document]:
+        return self._dialogue(_with_system(record, read_messages(record["messages"])), record)
 
     def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
         messages = read_messages(record["conversations"], "conversations")
@@ -429,7 +443,7 @@ class RecordReader:
 _FORMS: dict[
     str, tuple[tuple[str, ...], Callable[[RecordReader, dict[str, Any]], list[Document]]]
 ] = {
-    "messages": (("messages",), lambda reader, x: reader._dialogue(x["messages"], x)),
+    "messages": (("messages",), RecordReader._chat),
     "sharegpt": (("conversations",), RecordReader._sharegpt),
     "preference": (("chosen", "rejected"), RecordReader._preference),
     "completion": (("prompt", "completion"), RecordReader._completion),
@@ -483,7 +497,8 @@ def _as_messages(key: str, value: Any) -> Any:
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system = record.get("system")
-    return [{"role": "system", "content": system}, *messages] if system else messages
+    turn = {"role": "system", "content": system}
+    return [turn, *messages] if system and messages[:1] != [turn] else messages
 
 
 def _text_in(record: Mapping[str, Any], key: str) -> str:

@@ -1,0 +1,95 @@
+"""Gives the fields of records the names that are read here, where public data sets have others.
+
+A name is taken for another only where both mean the same in the data sets that have it, and where
+nothing else of the record would be lost. A field that is there under its own name is left alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_DIALOGUES = ("conversation", "trajectory")
+"""Names of ``messages``: of LMSYS-Chat and WildChat, and of runs of OpenHands."""
+_QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
+"""Names of a question and its answer: of GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
+_BESIDE = ("context", "passage", "choices", "options", "documents")
+"""What a question may need besides, so that with one of them it is no whole question."""
+_OWN = ("messages", "conversations", "chosen", "prompt", "completion", "instruction", "text")
+"""Fields of which a record that has one is read by them."""
+
+
+def renamed(
+    record: Mapping[str, Any], *, reads_pairs: bool, text_field: str = "text"
+) -> dict[str, Any]:
+    """Return ``record`` with the names of fields that are read here.
+
+    Args:
+        reads_pairs: whether answers that are not wanted are read too; else ms-swift's
+            ``rejected_response`` changes nothing.
+        text_field: the field of a text (``data.text_field``), which keeps its name.
+    """
+    found = {key: value for key, value in record.items() if value is not None}
+    _rename(found, "system_prompt", "system")
+    if not {"messages", "conversations"} & found.keys():
+        for name in _DIALOGUES:
+            if isinstance(turns := found.get(name), list) and turns and isinstance(turns[0], dict):
+                _rename(found, name, "messages")
+    _rename(found, "chosen_response", "chosen")  # When2Call
+    if "chosen" in found and not isinstance(found.get("rejected_response"), list | type(None)):
+        _rename(found, "rejected_response", "rejected")
+    _read_openais_pair(found)
+    if "instruction" in found:  # Dolly
+        _rename(found, "response", "output")
+        _rename(found, "context", "input")
+    elif not found.keys() & {*_OWN, text_field, *_BESIDE}:
+        _read_question(found, reads_pairs)
+    if reads_pairs and "chosen" not in found:
+        _read_swifts_pair(found)
+    # What is null stays null: a field `system` says something even so.
+    return {**{key: None for key in record if record[key] is None}, **found}
+
+
+def _rename(found: dict[str, Any], name: str, new: str) -> None:
+    """Give a field another name, unless there is one of that name or its text is empty."""
+    if name in found and not found.get(new) and found[name] not in ("", [], {}):
+        found[new] = found.pop(name)
+
+
+def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
+    """Read a question with its answer as an instruction, or as the prompt of a pair."""
+    asked = [name for name in _QUESTIONS if isinstance(found.get(name), str)]
+    said = [name for name in _RESPONSES if isinstance(found.get(name), str)]
+    if len(asked) != 1 or len(said) != 1:
+        return
+    is_pair = reads_pairs and isinstance(found.get("rejected_response"), str)
+    found["question" if is_pair else "instruction"] = found.pop(asked[0])
+    found["chosen" if is_pair else "output"] = found.pop(said[0])
+    if is_pair:
+        found["rejected"] = found.pop("rejected_response")
+
+
+def _read_openais_pair(found: dict[str, Any]) -> None:
+    """Read a record of OpenAI's preference fine-tuning."""
+    given = found.get("input")
+    if not isinstance(given, dict) or not {"preferred_output", "non_preferred_output"} <= {*found}:
+        return
+    del found["input"]
+    found["prompt"] = given.get("messages")
+    if given.get("tools"):
+        found.setdefault("tools", given["tools"])
+    found["chosen"] = found.pop("preferred_output")
+    found["rejected"] = found.pop("non_preferred_output")
+
+
+def _read_swifts_pair(found: dict[str, Any]) -> None:
+    """Read ms-swift's ``messages`` with another answer or another whole dialogue."""
+    messages = found.get("messages")
+    if not isinstance(messages, list) or len(messages) < 2:
+        return
+    if isinstance(other := found.get("rejected_messages"), list):
+        found["chosen"], found["rejected"] = found.pop("messages"), other
+        del found["rejected_messages"]
+    elif isinstance(text := found.get("rejected_response"), str):
+        *found["prompt"], last = found.pop("messages")
+        found["chosen"] = [last]
+        found["rejected"] = [{"role": "assistant", "content": text}]
+        del found["rejected_response"]

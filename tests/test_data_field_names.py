@@ -1,0 +1,135 @@
+"""Records of public data sets, under the names of their fields there."""
+
+import logging
+
+import pytest
+
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.messages import BadLineError
+from moetrain.data.sources import RecordReader
+
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "good"), ("assistant", "bad"))
+)
+ASKED, SAID = "<user>q<end><assistant>", "good<end>"
+
+
+def read(record, pairs=False, **how):
+    form = {"form": "preference", "reads_pairs": True} if pairs else {}
+    return RecordReader(ChatTemplate(TEMPLATE, {}), **form, **how).documents(record)
+
+
+def parts(document):
+    """A document's text up to what is learned, and that."""
+    ((start, stop),) = document.loss_spans
+    assert stop == len(document.text)
+    return document.text[:start], document.text[start:]
+
+
+@pytest.mark.parametrize(
+    ("record", "asked"),
+    [
+        ({"question": "q", "answer": "good"}, ASKED),
+        ({"type": "x", "query": "q", "original_question": "o", "response": "good"}, ASKED),
+        ({"system_prompt": "s", "question": "q", "response": "good"}, f"<system>s<end>{ASKED}"),
+        ({"system_prompt": "", "question": "q", "response": "good"}, ASKED),
+        (
+            {"instruction": "q", "context": "c", "response": "good", "category": "qa"},
+            "<user>q\n\nc<end><assistant>",
+        ),
+        ({"conversation_id": 1, "conversation": [USER, GOOD], "turn": 1}, ASKED),
+        ({"trajectory": [USER, GOOD], "exit_status": "ok"}, ASKED),
+        ({"system_prompt": "s", "messages": [USER, GOOD]}, f"<system>s<end>{ASKED}"),
+        ({"system": "s", "messages": [USER, GOOD]}, f"<system>s<end>{ASKED}"),
+        (
+            {"system": "s", "messages": [{"role": "system", "content": "s"}, USER, GOOD]},
+            f"<system>s<end>{ASKED}",
+        ),
+        (
+            {
+                "system_prompt": "s",
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "bing", "value": "good"},
+                ],
+            },
+            f"<system>s<end>{ASKED}",
+        ),
+        (
+            {"messages": [USER, GOOD], "functions": [{"name": "f"}]},
+            f"f {ASKED}",
+        ),
+    ],
+    ids=str,
+)
+def test_single_answers(record, asked):
+    (document,) = read(record)
+    assert parts(document) == (asked, SAID)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, GOOD], "rejected_response": "bad"},
+        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+        {"query": "q", "response": "good", "rejected_response": "bad"},
+        {
+            "input": {"messages": [USER], "tools": []},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+        {"messages": [USER], "chosen_response": GOOD, "rejected_response": BAD},
+    ],
+    ids=str,
+)
+def test_pairs(record):
+    chosen, rejected = read(record, pairs=True)
+    assert parts(chosen) == (ASKED, SAID)
+    assert parts(rejected) == (ASKED, "bad<end>")
+
+
+def test_next_token_learns_the_messages_of_swifts_pairs():
+    record = {"messages": [USER, GOOD, USER, GOOD], "rejected_response": "bad"}
+    (document,) = read(record)
+    assert [document.text[a:b] for a, b in document.loss_spans] == [SAID, SAID]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"question": "q", "answer": "good", "context": {"x": ["y"]}}, "no known form"),
+        ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "no known form"),
+        ({"question": "q", "answer": True}, "no known form"),
+        ({"question": "q", "answer": "a", "response": "b"}, "no known form"),
+        ({"text": "q", "role": "prompter", "parent_id": None}, "a turn of a dialogue"),
+        (
+            {"conversations": [{"from": "humann", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            r"conversations\[0\]\.from is 'humann', which is no known role; write human",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_be_lost_is_refused(record, says):
+    with pytest.raises(BadLineError, match=says):
+        read(record)
+
+
+def test_a_text_that_is_named_stays_one():
+    (document,) = read({"question": "q", "answer": "good"}, text_field="answer")
+    assert (document.text, document.loss_spans) == ("good", None)
+
+
+def test_variables_that_the_template_does_not_read_are_named_once(caplog):
+    kwargs = {"custom": "x", "tools": None, "unused": False}
+    kwargs.pop("tools")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            read({"messages": [USER, GOOD], "chat_template_kwargs": kwargs})
+    (said,) = [r.getMessage() for r in caplog.records if "does not read" in r.getMessage()]
+    assert "'custom'" in said
