@@ -220,7 +220,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (JSONL, {"a.jsonl": CHAT + CHAT[:30]}, "data.path", "a.jsonl:2: not JSON"),
     (JSONL, {"a.jsonl": b"\x1f\x8b\x08\x00\xff"}, "data.path", "a.jsonl:1: not (JSON|UTF-8)"),
     (JSONL, {"a.jsonl": '{"conversations": []}'}, "data.path", "is not a list of turns"),
-    (JSONL, {"a.jsonl": '{"question": "a", "answer": "b"}'}, "data.path", "data.text_field"),
+    (JSONL, {"a.jsonl": '{"quest": "a", "reply": "b"}'}, "data.path", "data.text_field"),
     (JSONL, {"a.jsonl": '{"conversation": []}'}, "data.path", "'conversation': .*est is sharegpt"),
     (JSONL, {"a.jsonl": '{"prompt": "a", "answer": "b"}'}, "data.path", "nearest is completion"),
     (JSONL, {"a.jsonl": '{"prompt": 5, "completion": 6}'}, "data.path", "are neither two texts"),

@@ -480,7 +480,7 @@ def test_lists_of_parts_are_never_written_as_objects():
     plain = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     parts = [{**turn, "content": [*map(part_of, turn["content"])]} for turn in plain]
     chat = ChatTemplate(template, {})
-    expected = [("<user>ab<end><assistant>c<end>", [(23, 29)])]
+    expected = [("<user>ab<end><assistant>c<end>", [(24, 30)])]
     assert chat.documents(plain) == chat.documents(parts) == expected
 
 
@@ -502,9 +502,9 @@ WRAPPED = {"type": "function", "function": FUNCTION}
         ({"tools": [{"type": "function", **FUNCTION}]}, [WRAPPED]),
         ({"tools": [{"type": "web_search"}]}, [{"type": "web_search"}]),
         ({"functions": [FUNCTION]}, [WRAPPED]),
-        ({"functions": [FUNCTION], "tools": []}, [WRAPPED]),
-        ({"tools": []}, None),
-        ({"tools": "[]"}, None),
+        ({"functions": [FUNCTION], "tools": None}, [WRAPPED]),
+        ({"tools": []}, []),
+        ({"tools": "[]"}, []),
         ({"tools": ""}, None),
     ],
     ids=str,

@@ -167,7 +167,9 @@ def test_tools_of_a_conversation_are_in_its_prompt(lines):
     environment = open_environment(settings(env="jsonl", prompts=lines, reward="exact"), tokenizer)
     assert bytes(environment.episode(0).reset().tokens) == b'[{"a": 1}]hi'
     lines.write_text(json.dumps(row | {"tools": ["a"]}))
-    with pytest.raises(ConfigError, match=r"rl\.prompts: .*:1: tools\[0\] is not an object"):
+    with pytest.raises(
+        ConfigError, match=r"rl\.prompts: .*:1: tools\[0\] is text that is not JSON"
+    ):
         opened("jsonl", prompts=lines, reward="exact")
 
 

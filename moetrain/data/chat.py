@@ -445,12 +445,12 @@ class ChatTemplate:
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
         Each may be the text of its JSON, as tables have it; the template gets no other keys. Tools
         are written as ``transformers`` takes them: ``{"type": "function", "function": {...}}`` for
-        a function alone, and OpenAI's older ``functions``. No tools are the same as an empty list.
+        a function alone, and OpenAI's older ``functions``. An empty text is none.
 
         Raises BadLineError: one is of another kind, or a variable has the name of something else.
         """
         found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
-        if not found["tools"]:
+        if found["tools"] is None:
             found["tools"] = record.get("functions")
         for key, value in found.items():
             found[key] = _parsed(value, f"`{key}`") if value != "" else None
@@ -468,8 +468,9 @@ class ChatTemplate:
             for i, entry in enumerate(entries):
                 if not isinstance(entry, dict):
                     raise BadLineError(f"{key}[{i}] is not an object")
-            found[key] = entries or None
-        found["tools"] = found["tools"] and [*map(_as_function, found["tools"])]
+            found[key] = None if value is None else entries
+        if found["tools"] is not None:
+            found["tools"] = [*map(_as_function, found["tools"])]
         return {**(variables or {}), **found}
 
     def _read(self, messages: object, given: int = 0) -> tuple[list[dict[str, Any]], int]:
