@@ -18,7 +18,6 @@ from architectures import make_architecture
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from test_grammar import GRAMMARS, SCHEMA, follows
 
-from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
@@ -50,7 +49,10 @@ def make_generator(**settings):
     model = Transformer(ARCH)
     model.init_weights(std=0.3, seed=0)
     tokenizer = ByteTokenizer()
-    tokenizer.chat_template = "{# <tool_call> #}" + _CHATML
+    # Without tools, of whose text the model's positions have no room.
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    opened = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer.chat_template = "{# <tool_call> #}" + turns + opened
     return Generator(model, tokenizer, **settings)
 
 
