@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_lines import settled
 from test_data_chat_records import TOOLS
-from test_data_formats import CONTAINERS, FORMS, TEXTS, marked, rows_of, turns
+from test_data_formats import CONTAINERS, FORMS, MARKED, TEXTS, marked, rows_of, turns
 
 from moetrain import Config, Trainer
 from moetrain.config import ConfigError
@@ -40,6 +40,9 @@ def test_a_form_is_trained_on_and_a_container_of_it(
     words += ["train.steps=2", "train.sample_tokens=0", "data.eval_fraction=0"]
     words += ["data.seq_len=64", "data.source=records", f"data.tokenizer={marked}"]
     words += ["model.vocab_size=512", f"data.cache_dir={tmp_path}/cache"]
+    if form == "tools":  # which a template has to show
+        (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + MARKED)
+        words += [f"data.chat_template={tmp_path}/tools.jinja", "data.seq_len=256"]
     found = {}
     for container in ("a.jsonl", other):
         path, folder = tmp_path / container, tmp_path / "out" / container
