@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter three times as fast. Import it before kernels run in the interpreter.
+"""Makes Triton's interpreter faster. Import it before kernels run in the interpreter.
 
 - The interpreter replaces the language's functions while a kernel runs, and it looks for all of
   them again at each call of a device function. One search a launch is enough.

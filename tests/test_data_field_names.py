@@ -105,7 +105,10 @@ def test_next_token_learns_the_messages_of_swifts_pairs():
     [
         ({"question": "q", "answer": "good", "context": {"x": ["y"]}}, "no known form"),
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "no known form"),
+        ({"question": "q", "A": "x", "B": "y", "answer": "A"}, "no known form"),
+        ({"question": "q", "cot": "thought", "answer": "a"}, "no known form"),
         ({"question": "q", "answer": True}, "no known form"),
+        ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, "`system_prompt` differ"),
         ({"question": "q", "answer": "a", "response": "b"}, "no known form"),
         ({"text": "q", "role": "prompter", "parent_id": None}, "a turn of a dialogue"),
         (
@@ -126,10 +129,11 @@ def test_a_text_that_is_named_stays_one():
 
 
 def test_variables_that_the_template_does_not_read_are_named_once(caplog):
-    kwargs = {"custom": "x", "tools": None, "unused": False}
-    kwargs.pop("tools")
+    kwargs = {"custom": "x", "unused": False}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             read({"messages": [USER, GOOD], "chat_template_kwargs": kwargs})
-    (said,) = [r.getMessage() for r in caplog.records if "does not read" in r.getMessage()]
-    assert "'custom'" in said
+        asked = {"custom": "x", "reasoning_effort": "high"}
+        ChatTemplate(TEMPLATE, {}).prompt([USER], asked)
+    said = [r.getMessage() for r in caplog.records if "does not read" in r.getMessage()]
+    assert [each.split()[6] for each in said] == ["'custom',", "'reasoning_effort',"]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from chat_templates import WITHOUT_TOOLS
 from starlette.testclient import TestClient
 from test_drafting import foreseen, make_generator
 from test_drafting import make_model as make_long_model
@@ -195,10 +196,7 @@ OTHER = {"type": "function", "function": {"name": "stop"}}
 @pytest.fixture(scope="module")
 def client():
     tokenizer = ByteTokenizer()
-    # Without tools, of whose text the model's positions have no room.
-    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    opened = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer.chat_template = "{# <tool_call> #}" + turns + opened
+    tokenizer.chat_template = "{# <tool_call> #}" + WITHOUT_TOOLS
     generator = Generator(make_long_model("glm4_moe"), tokenizer, max_tokens=64)
     server = CompletionServer(generator, "tiny")
     with TestClient(server.app) as client:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import uvicorn
 from architectures import make_architecture
+from chat_templates import WITHOUT_TOOLS
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from test_grammar import GRAMMARS, SCHEMA, follows
 
@@ -49,10 +50,7 @@ def make_generator(**settings):
     model = Transformer(ARCH)
     model.init_weights(std=0.3, seed=0)
     tokenizer = ByteTokenizer()
-    # Without tools, of whose text the model's positions have no room.
-    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    opened = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer.chat_template = "{# <tool_call> #}" + turns + opened
+    tokenizer.chat_template = "{# <tool_call> #}" + WITHOUT_TOOLS
     return Generator(model, tokenizer, **settings)
 
 

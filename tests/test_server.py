@@ -146,7 +146,7 @@ def test_tools_go_to_the_template(server, directly, folder):
     assert bytes(ids).startswith(b'[{"a": 1}]')
     choice = client.chat.completions.create(model="tiny", **asked, **COMMON).choices[0]
     assert choice.token_ids == directly(ids)[0].tokens
-    with pytest.raises(openai.BadRequestError, match=r"tools\[0\] is not an object"):
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\] is text that is not JSON"):
         client.chat.completions.create(model="tiny", **{**asked, "tools": ["a"]}, **COMMON)
 
 

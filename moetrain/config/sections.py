@@ -206,9 +206,10 @@ class DataSection(Section):
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: uncut, with padding; a text longer than a row is cut into
-    parts, and for conversations data.overlong decides. stream: documents follow one another and are
-    cut at the end of each row. auto: whole for conversations, else stream."""
+    """How documents fill rows. whole: no document is cut, and rows have padding. Only a text that
+    is longer than a row is cut into parts, and data.overlong decides for conversations. stream:
+    documents follow one another and are cut at the end of each row. auto: whole for conversations,
+    else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"
     """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
     error: they end the run. The log says how many. Preference pairs are left out, or end it."""
@@ -237,7 +238,7 @@ class DataSection(Section):
 
     @property
     def skips_bad(self) -> bool:
-        """Whether bad records are left out."""
+        """True: bad records are left out (``bad_records skip``)."""
         return self.bad_records == "skip"
 
     def check(self) -> None:
@@ -272,10 +273,10 @@ class TrainSection(Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which may be a fraction. Give this or train.steps."""
     objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo"] = "next_token"
-    """What is learned. next_token: the next token of the text; the others: which of two answers
-    is preferred (records of data.format preference), with dpo, ipo and kto against the model that
-    the run begins from, with simpo and orpo without a reference. kto also learns from single
-    answers with a `label`, true or false."""
+    """The loss. next_token learns the next token of the text. The others learn which of two
+    answers is preferred, from records of data.format preference: dpo, ipo and kto compare the model
+    with the one that the run begins from, simpo and orpo have no reference. kto also learns from
+    single answers with a `label`, true or false."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
     the model stays to the reference. Of the mean log-probabilities in simpo, where 2 to 10 is

@@ -34,6 +34,7 @@ from moetrain.data.messages import (
     Piece,
     forms_of,
     marked,
+    parse_json,
     read_messages,
 )
 from moetrain.data.template_worker import View
@@ -139,20 +140,21 @@ class ChatTemplate:
         Raises ConfigError: a file cannot be read, or is no template, or ``kwargs`` is malformed.
         """
         special = tokenizer.special_tokens
-        own: Any = {"special_tokens": special, "added_tokens": frozenset(tokenizer.added_tokens)}
-        own["kwargs"] = tokenizer.chat_template_kwargs if kwargs is None else _read_kwargs(kwargs)
+        given = tokenizer.chat_template_kwargs if kwargs is None else _read_kwargs(kwargs)
+        added = frozenset(tokenizer.added_tokens)
+        make = partial(cls, special_tokens=special, added_tokens=added, kwargs=given)
         if file_name is not None:
-            template = cls(_read(file_name), file=file_name, **own)
+            template = make(_read(file_name), file=file_name)
             list(template._rendered([], {}, []))  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
             files = tokenizer.template_files
-            with_tools = None if tools is None else cls(tools, file=files[1], **own)
-            return cls(tokenizer.chat_template, with_tools=with_tools, file=files[0], **own)
+            with_tools = None if tools is None else make(tools, file=files[1])
+            return make(tokenizer.chat_template, with_tools=with_tools, file=files[0])
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return cls("{{- bos_token }}" * bool(has_bos) + _CHATML, **own)
+        return make("{{- bos_token }}" * bool(has_bos) + _CHATML)
 
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
@@ -204,9 +206,9 @@ class ChatTemplate:
             ConfigError: the template itself is wrong.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            how: Any = {"train_on": train_on, "given": given}
-            how |= {"adds_ends": adds_ends, "strict": strict}
-            return self.with_tools.documents(messages, variables, **how)
+            return self.with_tools.documents(
+                messages, variables, train_on, given, adds_ends=adds_ends, strict=strict
+            )
         turns, given = self._read(messages, given)
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if train_on == "last":
@@ -229,9 +231,6 @@ class ChatTemplate:
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
             _refuse(lost[0], turns)
-        for name in variables.keys() - {"tools", "documents"}:
-            if variables[name] and not re.search(rf"\b{re.escape(name)}\b", self.source):
-                _warn_of_unread(name)
         return documents
 
     def _documents(
@@ -267,7 +266,7 @@ class ChatTemplate:
 
     @property
     def turn_ends(self) -> TurnEnds:
-        """What ends an assistant's turn."""
+        """The texts that end an assistant's turn."""
         variables = tuple(sorted(self.special_tokens.items()))
         return turn_ends(self.source, variables, self.added_tokens)
 
@@ -392,9 +391,13 @@ class ChatTemplate:
                 and without the end of its turn, as ``transformers`` has it.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            how = {"add_generation_prompt": add_generation_prompt}
-            how |= {"continue_final_message": continue_final_message}
-            return self.with_tools.prompt(messages, variables, strict, **how)
+            return self.with_tools.prompt(
+                messages,
+                variables,
+                strict,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         turns = self._prompt_turns(messages, variables, strict)
         opens = add_generation_prompt and not continue_final_message
         text = next(self._rendered(turns, variables, [View(len(turns), opens)]))
@@ -506,6 +509,9 @@ class ChatTemplate:
         needed = range(view.num_turns) if learned is None else learned
         found = marked(turns[: view.num_turns], variables, {*needed})
         given = {**self.special_tokens, **self.kwargs, **found.variables}
+        for name in {*self.kwargs, *variables} - {"tools", "documents"}:
+            if given[name] and not _reads(self.source, name):
+                _warn_of_unread(name)
         try:
             work = pickle.dumps((found.turns, given, found.pieces, forms, view, learned))
         except (AttributeError, RecursionError, TypeError, pickle.PicklingError):
@@ -579,6 +585,7 @@ def _warn_of_thoughts(opening: str) -> None:
 
 
 _MOST_SHAPES = 1024
+"""Shapes of conversations whose form is remembered."""
 
 
 @lru_cache(maxsize=_MOST_SHAPES)
@@ -604,7 +611,7 @@ def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
         if not lost:
             return form, ()
         found.append((form, lost))
-    # Of a form without `content` the template would only say that there is none.
+    # No form works. The template's error for one with `content` says more than that it is missing.
     usual = min(forms, key=lambda form: form.empty != "text")
     return min(found, key=lambda pair: len(pair[1]), default=(usual, ()))
 
@@ -653,19 +660,21 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
+@lru_cache(maxsize=1024)
+def _reads(source: str, name: str) -> bool:
+    """Return whether the template ``source`` has a variable of this name."""
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
 @lru_cache(maxsize=64)
 def _warn_of_unread(name: str) -> None:
-    said = "the chat template does not read %r, which `chat_template_kwargs` of records set: "
+    said = "the chat template does not read %r, which chat_template_kwargs or a request sets: "
     logger.warning(said + "it changes nothing", name)
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return ``value``, of a text what its JSON says; BadLineError: it is not JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        said = f"{what} is text that is not JSON: {shortened(value)}"
-        raise BadLineError(f"{said}; write it with a JSON library") from None
+    """Return ``value``, or what its JSON says if it is a text; BadLineError: it is not JSON."""
+    return parse_json(value, what) if isinstance(value, str) else value
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,35 @@
 """Gives the fields of records the names that are read here, where public data sets have others.
 
-A name is taken for another only where both mean the same in the data sets that have it, and where
-nothing else of the record would be lost. A field that is there under its own name is left alone.
+A name is taken for another only where both mean the same in the data sets that have it. A question
+with its answer is read if all other fields are known to say something about the record
+(:data:`_ABOUT`), since any other may be a part of the question. A field that is there under its own
+name is left alone.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from moetrain.data.messages import BadLineError, role_of
+
 _DIALOGUES = ("conversation", "trajectory")
 """Names of ``messages``: of LMSYS-Chat and WildChat, and of runs of OpenHands."""
 _QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
 """Names of a question and its answer: of GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
-_BESIDE = ("context", "passage", "choices", "options", "documents")
-"""What a question may need besides, so that with one of them it is no whole question."""
-_OWN = ("messages", "conversations", "chosen", "prompt", "completion", "instruction", "text")
-"""Fields of which a record that has one is read by them."""
+_ABOUT = {
+    *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
+    *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
+    *("original_question", "created", "timestamp", "score", "label", "kto_tag", "weight"),
+    *(
+        "system",
+        "system_prompt",
+        "history",
+        "tools",
+        "functions",
+        "chat_template_kwargs",
+        "rejected_response",
+    ),
+}
+"""Fields that may stand beside a question and its answer: they are read too, or describe both."""
 
 
 def renamed(
@@ -26,25 +41,29 @@ def renamed(
         reads_pairs: whether answers that are not wanted are read too; else ms-swift's
             ``rejected_response`` changes nothing.
         text_field: the field of a text (``data.text_field``), which keeps its name.
+
+    Raises BadLineError: the record has two system prompts.
     """
     found = {key: value for key, value in record.items() if value is not None}
     _rename(found, "system_prompt", "system")
+    if found.get("system_prompt") not in ("", None, found.get("system")):
+        raise BadLineError("`system` and `system_prompt` differ; leave one of them out")
     if not {"messages", "conversations"} & found.keys():
         for name in _DIALOGUES:
             if isinstance(turns := found.get(name), list) and turns and isinstance(turns[0], dict):
                 _rename(found, name, "messages")
-    _rename(found, "chosen_response", "chosen")  # When2Call
-    if "chosen" in found and not isinstance(found.get("rejected_response"), list | type(None)):
+    if "chosen_response" in found:  # When2Call
+        _rename(found, "chosen_response", "chosen")
         _rename(found, "rejected_response", "rejected")
     _read_openais_pair(found)
     if "instruction" in found:  # Dolly
         _rename(found, "response", "output")
         _rename(found, "context", "input")
-    elif not found.keys() & {*_OWN, text_field, *_BESIDE}:
+    elif text_field not in found:
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
         _read_swifts_pair(found)
-    # What is null stays null: a field `system` says something even so.
+    # Fields with null stay: `system` makes a record one of dialogues, even if it is null.
     return {**{key: None for key in record if record[key] is None}, **found}
 
 
@@ -58,7 +77,7 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     """Read a question with its answer as an instruction, or as the prompt of a pair."""
     asked = [name for name in _QUESTIONS if isinstance(found.get(name), str)]
     said = [name for name in _RESPONSES if isinstance(found.get(name), str)]
-    if len(asked) != 1 or len(said) != 1:
+    if len(asked) != 1 or len(said) != 1 or found.keys() - {*asked, *said, *_ABOUT}:
         return
     is_pair = reads_pairs and isinstance(found.get("rejected_response"), str)
     found["question" if is_pair else "instruction"] = found.pop(asked[0])
@@ -84,6 +103,8 @@ def _read_swifts_pair(found: dict[str, Any]) -> None:
     """Read ms-swift's ``messages`` with another answer or another whole dialogue."""
     messages = found.get("messages")
     if not isinstance(messages, list) or len(messages) < 2:
+        return
+    if not isinstance(messages[-1], dict) or role_of(messages[-1]) != "assistant":
         return
     if isinstance(other := found.get("rejected_messages"), list):
         found["chosen"], found["rejected"] = found.pop("messages"), other

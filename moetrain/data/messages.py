@@ -62,7 +62,7 @@ def read_messages(
     Raises BadLineError: it is no conversation.
     """
     if isinstance(given, str) and given.lstrip().startswith("["):
-        given = _from_json(given, f"`{name}`")
+        given = parse_json(given, f"`{name}`")
     if not isinstance(given, list) or not given:
         said = f"`{name}` is not a list of turns: {shortened(given)}"
         raise BadLineError(f"{said}; give one turn or more")
@@ -157,7 +157,7 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
 
 def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
     """Read one call or a list of them, or the text of their JSON."""
-    given = _from_json(given, where) if isinstance(given, str) else given
+    given = parse_json(given, where) if isinstance(given, str) else given
     calls: list[dict[str, Any]] = []
     for call in given if isinstance(given, list) else [given]:
         call = {k: v for k, v in call.items() if v is not None} if isinstance(call, dict) else {}
@@ -173,7 +173,7 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
         arguments = function.pop("parameters", {}) if "arguments" not in function else None
         arguments = function.get("arguments", arguments)
         if isinstance(arguments, str):
-            found = _from_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
+            found = parse_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
             arguments = arguments if isinstance(found, dict) and found else found
         if not isinstance(arguments, dict | str):
             said = f"{where}: `arguments` is not an object: {shortened(arguments)}"
@@ -182,7 +182,8 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _from_json(text: str, what: str) -> Any:
+def parse_json(text: str, what: str) -> Any:
+    """Return what the JSON ``text`` says; BadLineError, which names ``what``: it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -191,7 +192,7 @@ def _from_json(text: str, what: str) -> Any:
 
 
 class Form(NamedTuple):
-    """What a template is given of messages that were read, where templates differ."""
+    """A variant of messages that were read, in the points in which templates differ."""
 
     arguments: Literal["object", "text"] = "object"
     """Arguments of a call: an object, or the text of its JSON."""
@@ -271,9 +272,9 @@ class Piece(NamedTuple):
     """Something that a user wrote, of which a template should show the marks."""
 
     place: str
-    """Where it is: ``messages[3].content``."""
+    """The field that holds it, such as ``messages[3].content``."""
     kind: str
-    """What it is, for those who have many: ``content of role 'critic'``."""
+    """The sort of text, such as ``content of role 'critic'``. Servers warn once for each sort."""
     turn: int | None
     """The turn that it is part of; None: it is beside the messages."""
     marks: tuple[str, ...]

@@ -59,7 +59,7 @@ class Texts(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a record has beside its answers."""
+    """The question of a record, with its system and history: all that its answers follow."""
 
     name: str
     """The field that holds the question."""

@@ -65,7 +65,7 @@ class Document(NamedTuple):
     num_bytes: int = 0
     """Bytes of the source that were read for it, for the progress bar."""
     label: bool | None = None
-    """Whether the answer is wanted, for KTO; None: it is one of a pair, or no answer."""
+    """For KTO: True for a desirable answer, False for an undesirable one, None without a label."""
 
 
 class HashRange(NamedTuple):
@@ -264,16 +264,22 @@ class RecordReader:
     """Whether a preference pair's rejected answer is read too; next-token loss learns the chosen
     one alone."""
     reads_labels: bool = False
-    """Whether single answers with a label are read beside pairs, and nothing else."""
+    """True: single answers with a label are read too, and records that are neither these nor pairs
+    are refused."""
     skips_bad: bool = False
-    """Whether bad records are left out."""
+    """True: bad records are left out (``data.bad_records skip``)."""
 
     @classmethod
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Read as ``data`` says; ConfigError: see :meth:`Source.of`."""
         template = ChatTemplate.of(tokenizer, data.chat_template, data.chat_template_kwargs)
-        own = template, data.format, data.text_field, data.train_on
-        reader = cls(*own, skips_bad=data.skips_bad)
+        reader = cls(
+            template=template,
+            form=data.format,
+            text_field=data.text_field,
+            train_on=data.train_on,
+            skips_bad=data.skips_bad,
+        )
         if data.packing not in cls.PAIRED:
             return reader
         if data.packing == "answers":
@@ -299,11 +305,8 @@ class RecordReader:
             BadLineError: the record has no known form, or is malformed.
             ConfigError: the chat template itself is wrong.
         """
-        record = self._renamed(record)
-        form = self.form_of(record)
-        if form == "text" and {"role", "parent_id"} <= {*record}:
-            problem = f"a turn of a dialogue and no document: {shortened(record)}"
-            raise BadLineError(f"{problem}; give whole dialogues as `messages`")
+        record = self._named(record)
+        form = self._form(record)
         if isinstance(weight := record.get("weight"), int | float):
             check_weight(weight, "`weight`")
             if not weight:
@@ -322,9 +325,10 @@ class RecordReader:
 
     def form_of(self, record: Any) -> str:
         """Return the form of ``record``; BadLineError, with the nearest form: it has none."""
-        if not isinstance(record, dict):
-            raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
-        record = self._renamed(record)
+        return self._form(self._named(record))
+
+    def _form(self, record: dict[str, Any]) -> str:
+        """Return the form of a record whose fields have the names that are read here."""
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if key not in record]
             if missing and self.reads_pairs:
@@ -348,15 +352,19 @@ class RecordReader:
             "fields, or name the field of a text in data.text_field"
         )
 
-    def _renamed(self, record: Any) -> Any:
+    def _named(self, record: Any) -> dict[str, Any]:
+        """Give the fields of ``record`` the names that are read here."""
         if not isinstance(record, dict):
-            return record
+            raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
         return renamed(record, reads_pairs=self.reads_pairs, text_field=self.text_field)
 
     def _needed(self, form: str) -> tuple[str, ...]:
         return (self.text_field,) if form == "text" else _FORMS[form][0]
 
     def _text(self, record: dict[str, Any]) -> list[Document]:
+        if {"role", "parent_id"} <= record.keys():  # a row of OASST
+            problem = f"a turn of a dialogue and no document: {shortened(record)}"
+            raise BadLineError(f"{problem}; give whole dialogues as `messages`")
         text = record[self.text_field]
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"

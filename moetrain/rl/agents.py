@@ -41,8 +41,8 @@ from moetrain.rollout.request import Completion, TextStream
 from moetrain.rollout.server import Answer, CompletionServer
 from moetrain.rollout.serving import Update
 
-_NOT_IN_EPISODES = {"stop_token_ids", "ignore_eos", "skip_special_tokens"}
-_NOT_IN_EPISODES |= {"add_generation_prompt", "continue_final_message"}
+_NOT_IN_EPISODES = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
+_NOT_IN_EPISODES += ("add_generation_prompt", "continue_final_message")
 """Fields of a chat that would change what is sampled, which the run alone decides."""
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
@@ -57,7 +57,8 @@ class _AgentChat(Chat):
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
             raise ValueError("an episode has one choice, n 1, and logprobs false")
-        if changed := sorted(_NOT_IN_EPISODES & self.model_fields_set):
+        fields = type(self).model_fields
+        if changed := [x for x in _NOT_IN_EPISODES if getattr(self, x) != fields[x].default]:
             raise ValueError(f"{changed[0]}: an episode's turns are chats as the run samples them")
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
             raise ValueError("an episode follows no response_format and no guided_*; ask in words")
@@ -260,8 +261,9 @@ class _AgentEpisode(Episode):
         template = ChatTemplate.of(prompts.tokenizer)
         with suppress(BadLineError):  # what the template cannot go on from
             variables = ChatTemplate.variables_of(asked.body.record)
-            how: Any = {"adds_ends": False, "strict": False}
-            text, _ = template.documents(turns[: len(said)], variables, "last", **how)[-1]
+            text, _ = template.documents(
+                turns[: len(said)], variables, "last", adds_ends=False, strict=False
+            )[-1]
             whole = template.prompt(turns, variables)
             if whole.startswith(text):
                 more, mark = prompts.text(whole[len(text) :]), prompts.text(text)[-1]

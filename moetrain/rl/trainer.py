@@ -333,8 +333,8 @@ class RlTrainer(Run):
         for t in trajectories:
             said = []
             for acts, run in groupby(zip(t.is_action, t.tokens, strict=True), lambda pair: pair[0]):
-                how = {"skip_special_tokens": self.config.rl.skip_special_tokens}
-                text = self.tokenizer.decode([token for _, token in run], **how)
+                ids, skips = [token for _, token in run], self.config.rl.skip_special_tokens
+                text = self.tokenizer.decode(ids, skip_special_tokens=skips)
                 said.append(f"[[{text}]]" if acts else text)
             ending = t.fault or ("cut off" if t.is_overlong else "ended")
             parts.append(f"--- task {t.task}, reward {t.reward:g}, {ending}\n{''.join(said)}\n")

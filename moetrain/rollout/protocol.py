@@ -301,11 +301,14 @@ class Chat(_Asked):
         return found
 
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-        continues = self.continue_final_message
-        how = {"add_generation_prompt": self.add_generation_prompt}
-        return [
-            chat_ids(tokenizer, self.messages, self.record, continue_final_message=continues, **how)
-        ]
+        ids = chat_ids(
+            tokenizer,
+            self.messages,
+            self.record,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+        return [ids]
 
     @property
     def record(self) -> dict[str, Any]:

@@ -296,6 +296,10 @@ class TextStream:
         self.is_stopped = False
         """True: the text contains a stop text."""
 
+    def text_of(self, token: int) -> str:
+        """Return the text of a token by itself."""
+        return self.decode([token])
+
     def push(self, *tokens: int, is_last: bool = False) -> str:
         """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
         self._tokens += tokens[:-1] if is_last and tokens[-1] in self._stop_ids else tokens

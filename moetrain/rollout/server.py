@@ -10,7 +10,7 @@ import json
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -214,8 +214,8 @@ class Answer(ABC):
         choice = {"index": number, "token_ids": [update.token for update in updates]}
         choice |= self.asked.said(text, updates[-1].finish_reason)
         if self.asked.likeliest is not None:
-            decode = self.texts[number].decode
-            choice["logprobs"] = self.asked.logprobs_of(updates, lambda token: decode([token]))
+            name = self.texts[number].text_of
+            choice["logprobs"] = self.asked.logprobs_of(updates, name)
         return choice
 
 
@@ -266,8 +266,10 @@ class _Served(Answer):
             Request(f"{asked.head['id']}-{i}", prompt, params) for i, prompt in enumerate(prompts)
         ]
         stops = params.stop, params.stop_ids
-        how = {"skip_special_tokens": asked.skip_special_tokens}
-        texts = [TextStream(server.tokenizer, *stops, **how) for _ in range(count)]
+        skips = asked.skip_special_tokens
+        texts = [
+            TextStream(server.tokenizer, *stops, skip_special_tokens=skips) for _ in range(count)
+        ]
         self._unechoed = set(range(count)) if asked.echo else set[int]()
         """The choices whose prompt is still to come."""
         super().__init__(server, asked, server.name, texts, read)
@@ -282,12 +284,11 @@ class _Served(Answer):
             choice |= {"logprobs": asked.logprobs_of([], str)} if "logprobs" in choice else {}
         if number in self._unechoed:
             self._unechoed.remove(number)
-            decode = self.texts[number].decode
-            choice |= {"text": decode(prompt) + choice["text"]}
+            text = self.texts[number]
+            choice |= {"text": text.decode(prompt) + choice["text"]}
             choice |= {"token_ids": [*prompt, *choice["token_ids"]]}
             if "logprobs" in choice:
-                name: Callable[[int], str] = lambda token: decode([token])  # noqa: E731
-                first = Completions.logprobs_of_prompt(prompt, done, name)
+                first = Completions.logprobs_of_prompt(prompt, done, text.text_of)
                 choice["logprobs"] = {k: first[k] + v for k, v in choice["logprobs"].items()}
         if asked.prompt_logprobs is not None and updates[-1].finish_reason:
             choice["prompt_logprobs"] = Completions.scored(prompt, done)

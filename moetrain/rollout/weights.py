@@ -370,6 +370,8 @@ def _continue(ids: list[int], generator: Generator, config: Config, is_answer: b
     assert tokenizer is not None
     window = min(config.data.seq_len, generator.longest)
     start, end = len(ids), len(ids) + train.sample_tokens
+    stop_ids = end_ids(generator.model, tokenizer) if is_answer else (tokenizer.eos_id,)
+    stop = chat_stops(tokenizer) if is_answer else ()
     while len(ids) < end:
         seen = ids if len(ids) < window else ids[-(window // 2) :]
         params = SamplingParams(
@@ -377,8 +379,8 @@ def _continue(ids: list[int], generator: Generator, config: Config, is_answer: b
             temperature=_TEMPERATURE,
             # Each window has its own random numbers.
             seed=(train.seed + len(ids) - start) % 2**63,
-            stop_ids=end_ids(generator.model, tokenizer) if is_answer else (tokenizer.eos_id,),
-            stop=chat_stops(tokenizer) if is_answer else (),
+            stop_ids=stop_ids,
+            stop=stop,
         )
         ((done,),) = generator.generate([Request("sample", tuple(seen), params)])
         if not all(map(math.isfinite, done.logprobs)):

@@ -126,8 +126,7 @@ class Prompts:
 
     def decode(self, action: Sequence[int]) -> str:
         """Return the text of what the policy wrote, as ``rl.skip_special_tokens`` says."""
-        how = {"skip_special_tokens": self.skip_special_tokens}
-        return self.tokenizer.decode(action, **how)
+        return self.tokenizer.decode(action, skip_special_tokens=self.skip_special_tokens)
 
     def text(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())

@@ -278,8 +278,8 @@ _NOT_OWN = {*_GENERATED, "reasoning-gym", "agent"}
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     """Make the environment that ``rl.env`` names, with ``rl.env_args``; ConfigError: it cannot."""
-    how = {"skip_special_tokens": settings.skip_special_tokens}
-    name, given, prompts = settings.env, settings.env_args, Prompts(tokenizer, settings.chat, **how)
+    name, given, skips = settings.env, settings.env_args, settings.skip_special_tokens
+    prompts = Prompts(tokenizer, settings.chat, skip_special_tokens=skips)
     try:
         args = {} if given is None else json.loads(given)
     except (ValueError, RecursionError) as error:
@@ -288,7 +288,7 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object")
     gym, _, task = name.partition(":")
     is_own = ":" in str(settings.reward) if name == "jsonl" else gym not in _NOT_OWN
-    if not (settings.skip_special_tokens or is_own):
+    if not (skips or is_own):
         problem = "no, but only a reward or an environment of your own can read special tokens"
         raise ConfigError("rl.skip_special_tokens", f"{problem}; set yes, or give one")
     try:
