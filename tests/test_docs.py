@@ -41,7 +41,8 @@ from moetrain.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
+PROSE = [*PAGES, *LOG, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = {f"moetrain.{program.name}": program for program in (_TRAIN, _RL, _JOBS)}
 OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of others, of which nothing but the extras that pip installs is checked."""
@@ -319,6 +320,23 @@ def test_links_and_paths_lead_somewhere(page):
 def test_every_page_is_linked_from_the_readme():
     text = (ROOT / "README.md").read_text()
     assert [name_of(page) for page in PAGES[1:] if f"({name_of(page)}" not in text] == []
+
+
+def test_the_index_of_the_log_links_every_topic():
+    text = (ROOT / "docs" / "log" / "README.md").read_text()
+    linked = re.findall(r"^\| \[.+\]\((.+\.md)\) \|", text, re.M)
+    assert sorted(linked) == [page.name for page in LOG if page.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", [p for p in LOG if p.name != "README.md"], ids=name_of)
+def test_entries_of_the_log_begin_with_date_and_commit_newest_first(page):
+    """The form that CONTRIBUTING.md gives."""
+    headings = re.findall(r"^##+ (.*)$", page.read_text(), re.M)
+    found = [re.match(r"(\d{4}-\d\d-\d\d), [0-9a-f]{7,8}: \S", text) for text in headings]
+    assert headings
+    assert [text for text, match in zip(headings, found, strict=True) if not match] == []
+    dates = [match[1] for match in found if match]
+    assert dates == sorted(dates, reverse=True)
 
 
 def test_the_readme_is_short():
