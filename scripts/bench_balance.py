@@ -8,7 +8,7 @@
 within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside those of
 even routing without copies. ``simulate`` makes such routing for many ranks, plans, and adds up what
 a layer's forward and backward would take: the busiest rank's rows, and its copies' bytes at the
-rate and with the fixed times that were measured on two H100s (LOG.md).
+rate and with the fixed times that were measured on two H100s (docs/log/experts.md).
 """
 
 import argparse

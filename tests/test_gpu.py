@@ -91,7 +91,7 @@ def test_compiled_bf16_step_is_the_eager_step(source, words, tmp_path):
     """At each of 20 steps compiled blocks start from the eager run's weights.
 
     Two whole runs are no test: with the latent model and lr 3e-3 roundings grow until one run has
-    a spike that the other has not (LOG.md, 2026-11-28).
+    a spike that the other has not (docs/log/tests.md, bb1ba7b4).
     """
     common = ["train.steps=20", "train.eval_interval=0", "train.sample_tokens=0"]
     common += [f"data.source={source}", f"data.cache_dir={tmp_path / 'cache'}", *words]

@@ -113,8 +113,8 @@ def works_of(config):
 
 
 def test_a_block_and_the_head_take_what_was_measured():
-    """Of pipelines on two H200s (LOG.md, 3796cb2), where a backward takes more than twice its
-    forward, since every micro-batch adds gradients of all experts up."""
+    """Of pipelines on two H200s (docs/log/pipeline.md, 3796cb2), where a backward takes more than
+    twice its forward, since every micro-batch adds gradients of all experts up."""
     first, last = works_of(config_of(2, 1, f"{ONE_AFTER_ANOTHER} parallel.pp=2"))
     (parts, *_) = first.blocks.values()
     assert sum(part.forward for part in parts) == pytest.approx(1.4e-3, rel=0.1)

@@ -45,7 +45,8 @@ _IMBALANCE = 0.1
 _FORWARD, _ATTENTION_FORWARD = 1 / 3, 468 / 608 / 3
 """The forward's share of both passes: by FLOPs, and as cuDNN's kernels run."""
 _ADAPTING = 30e-3 / 24
-"""How long a block with adapters, of two parts, waits for the host: 24 layers (LOG.md, 407cd65)."""
+"""How long a block with adapters, of two parts, waits for the host: 24 layers
+(docs/log/quantisation.md, 407cd65)."""
 
 
 def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:

@@ -33,8 +33,8 @@ from moetrain.kernels.experts.products import grouped_mm
 
 _WIDEST_RANK = 64
 """Columns of the rank that a program takes at a time."""
-# Rows and columns of a tile, and launch settings, measured on one H200 (LOG.md). They are the same
-# for any number of rows, or these would not have the same bits.
+# Rows and columns of a tile, and launch settings, measured on one H200 (docs/log/lora.md). They are
+# the same for any number of rows, or these would not have the same bits.
 _NARROW = {"BR": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 _WIDE = {"BR": 32, "BN": 128, "num_warps": 4, "num_stages": 2}
 _GRADIENT = {"BR": 64, "BN": 128, "num_warps": 4, "num_stages": 3}

@@ -62,7 +62,7 @@ _SEND_TOKENS = {2: (24, 16), 4: (16, 16)}
 _RECEIVE_TOKENS = 256
 """Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
 that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
-slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
+slower at 24 SMs and 7 to 15% at 48 (docs/log/dispatch.md)."""
 
 
 class _Connection(NamedTuple):

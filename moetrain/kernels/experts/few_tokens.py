@@ -31,7 +31,8 @@ from moetrain.kernels.backend import (
 
 _MOST_TOKENS = 16
 """Rows of the smallest tile of a matrix product."""
-# Measured on one H100, as is that a program reads no more of its weights ahead (LOG.md).
+# Measured on one H100, as is that a program reads no more of its weights ahead
+# (docs/log/generation.md).
 _UP_COLUMNS, _DOWN_COLUMNS, _DEPTH, _STAGES = 32, 64, 128, 3
 """Columns of a program in either product, and the inner width at a time in the first."""
 _AHEAD = 256

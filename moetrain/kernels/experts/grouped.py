@@ -28,7 +28,8 @@ wraps around at 2^64 bytes, so that 2^30 is the first row out of bounds (the way
 ``triton.tools.ragged_tma``). So rows past ``offsets[-1]`` are neither read into a sum nor written.
 
 Triton's interpreter does not run Gluon: a CPU never takes this file. Left out: other dtypes, and
-gathering rows while loading (slower where it was tried, LOG.md; TMA gathers on newer GPUs alone).
+gathering rows while loading (slower where it was tried, docs/log/experts.md; TMA gathers on newer
+GPUs alone).
 
 Legend: R rows, E groups (experts), K inner and M, N outer widths, D model width, F expert width.
 """
@@ -65,7 +66,8 @@ _END = gl.constexpr(0x40000000)
 _fetch = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 _store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 # Triton 3.7 and newer have the first names.
-# What is taken, from one H100: 16 to 128 experts, torch's TFLOP/s first, in LOG.md more.
+# What is taken, from one H100: 16 to 128 experts, torch's TFLOP/s first; docs/log/experts.md has
+# more.
 _FEWEST_ROWS = 16384
 """With fewer the host, which takes 0.1 ms a launch, would not keep up."""
 _NARROWEST = 512

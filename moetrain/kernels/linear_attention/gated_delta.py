@@ -292,7 +292,7 @@ def chunked(
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched; see LOG.md for what else was tried."""
+    """How a kernel is launched; docs/log/attention.md has what else was tried."""
 
     warps: int
     stages: int

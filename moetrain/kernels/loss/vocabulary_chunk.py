@@ -60,7 +60,8 @@ class _VocabTile(NamedTuple):
     num_stages: int
 
 
-# bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936 (LOG.md).
+# bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936
+# (docs/log/loss.md).
 _TILES = {
     torch.bfloat16: _VocabTile(256, 128, 64, num_warps=8, num_stages=3),
     # For tests: a small tile, which compiles fast.

@@ -56,7 +56,7 @@ from moetrain.kernels.quant.e4m3 import (
 Scales = Literal["fp32", "ue8m0"]
 _LARGEST = 448.0
 _LEAST = 2.0**-100  # the least largest number of a block, so that neither scale nor inverse is 0
-# The fastest of three on one H100 where ours for many rows is not taken (LOG.md).
+# The fastest of three on one H100 where ours for many rows is not taken (docs/log/quantisation.md).
 _PRODUCT = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 
 

@@ -161,7 +161,7 @@ def _dense(
     wide = b_1NM.values.shape[1]
     is_whole = not (rows % TILE or wide % TILE or width % (4 * TILE))  # torch pads scales by fours
     if a_TM.values.is_cuda and is_whole:
-        # The bits of ours, and 1.8 times its rate (LOG.md).
+        # The bits of ours, and 1.8 times its rate (docs/log/quantisation.md).
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         scales = a_TM.scales.t(), b_1NM.scales[0].t()
         operands = (a_TM.values, b_1NM.values[0].t(), scales[0], kinds[0], scales[1], kinds[1])

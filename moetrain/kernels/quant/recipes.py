@@ -7,7 +7,7 @@
     fp8_blocks_ue8m0    one a tile of 128    2^k, blocks of 128^2      e4m3
 
 Rows are activations and gradients. Gradients of dense weights are in bf16, since quantising takes
-as long as e4m3 saves (LOG.md). The head's are a matter of its loss.
+as long as e4m3 saves (docs/log/quantisation.md). The head's are a matter of its loss.
 """
 
 from typing import NamedTuple

@@ -51,7 +51,7 @@ _SCALES = 4096  # rows whose scales a program reads at once
 _WORD = 4  # columns that lie in one int32
 # 0.25 ms for 163,840 rows of 2,048 and 0.16 for 20,480 tokens on an H100, where a copy takes 0.22.
 _TILE = {"BM": 128, "WORDS": 32, "num_warps": 8}
-# The fastest of seven on one H100 (LOG.md).
+# The fastest of seven on one H100 (docs/log/quantisation.md).
 _PRODUCT = {"BM": 256, "BN": 128, "num_warps": 8, "num_stages": 4}
 _LEAST = 2.0**-126  # the least scale of a row
 

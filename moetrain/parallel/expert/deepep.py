@@ -46,7 +46,7 @@ _MAX_HIDDEN = 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
-the links give (LOG.md)."""
+the links give (docs/log/dispatch.md)."""
 
 
 class StaticSizes(NamedTuple):

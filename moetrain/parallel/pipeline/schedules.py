@@ -15,7 +15,7 @@ activations of at most:
     interleaved_1f1b  arXiv 2104.04473   (v-1)p + 2(p-r) - 1  v > 1
 
 Left out on purpose: schedules that split the backward (zero bubble), which compiled blocks do not
-allow, and forwards merged with backwards; LOG.md has what they gave.
+allow, and forwards merged with backwards; docs/log/pipeline.md has what they gave.
 """
 
 from collections.abc import Callable, Iterator, Mapping
