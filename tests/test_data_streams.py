@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def streamed(tmp_path: Path, path: object, seed: int = 0, **data: object) -> Dat
     settings |= {"eval_fraction": 0, "streaming": "yes", "workers": 0}
     base = {"model": {"preset": "debug"}, "train": {"seed": seed}}
     return build_data(Config.load({**base, "data": settings | data}), BYTE_VOCAB)
+
+
+def test_readers_of_records_travel_to_other_processes(tmp_path: Path):
+    """What makes the blocks of a stream in a process of its own gets them pickled."""
+    tokenizer, path = ByteTokenizer(), write_lines(tmp_path / "chats.jsonl", [{"text": "a"}])
+    for words in ([], ['data.chat_template_kwargs={"thinking": true}']):
+        data = Config.load(None, ["data.source=records", f"data.path={path}", *words]).data
+        source = Source.of(data, tokenizer)
+        again, _ = pickle.loads(pickle.dumps((source, tokenizer)))
+        assert again.identity() == source.identity()
 
 
 def records(count: int = 2000) -> list[dict]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 from family_cases import FAMILY_CASES, architecture_of
-from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
+from test_engine import DENSE, WORDS, make_batches, make_engine, objective_of, train, weights_of
 from test_qk_clip import engine_of
 
 from moetrain.config import Config
@@ -129,7 +129,8 @@ def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
 
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_of_a_healthy_step_nothing_is_named(case):
-    config, arch = make_engine(FIND).config, architecture_of(case)
+    arch = architecture_of(case)
+    config = make_engine(FIND, base=WORDS if arch.num_experts else DENSE).config
     engine = Engine(config, arch, join_world(config, arch))
     engine.forward_backward(make_batches(0), objective_of(engine))
     learn = engine._learn_again

@@ -140,7 +140,7 @@ class ChatTemplate:
         Raises ConfigError: a file cannot be read, or is no template, or ``kwargs`` is malformed.
         """
         special = tokenizer.special_tokens
-        given = tokenizer.chat_template_kwargs if kwargs is None else _read_kwargs(kwargs)
+        given = dict(tokenizer.chat_template_kwargs) if kwargs is None else _read_kwargs(kwargs)
         added = frozenset(tokenizer.added_tokens)
         make = partial(cls, special_tokens=special, added_tokens=added, kwargs=given)
         if file_name is not None:
