@@ -250,7 +250,10 @@ def test_bits_of_kernels_and_in_e4m3():
 
 
 def check_compiled(per_machine: int) -> None:
-    """One graph for every routing, recomputed or not, and the bits of eager."""
+    """One graph for every routing, recomputed or not, and the bits of eager.
+
+    Without recomputation one rank compiles, and meets the other's plain layer in every collective.
+    """
     _, near = both(SMALL, per_machine)
     for again in (plainly, saving):
         torch._dynamo.reset()
@@ -260,12 +263,14 @@ def check_compiled(per_machine: int) -> None:
             return again(lambda *args: run_layer(near, *args), *inputs)
 
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        if is_plain := again is plainly and dist.get_rank() == 0:
+            compiled = layer
         for seed, routing in enumerate(("natural", "one-hot", "empty")):
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             experts = make_experts(SMALL)
             want = run_step(partial(run_layer, near), batch, experts)
             equal(run_step(compiled, batch, experts), want, (again.__name__, routing))
-        assert counter.frame_count == 1, f"{again.__name__} was compiled again"
+        assert counter.frame_count == (not is_plain), f"{again.__name__} was compiled again"
 
 
 def test_a_layer_is_one_graph():

@@ -133,14 +133,19 @@ def keeping(layer, *inputs):
 
 
 def check_compiled() -> None:
-    """One graph for every routing; a token is sent again only if nothing that arrived is kept."""
-    flat, near = both(SMALL, 2)
+    """One graph for every routing; a token is sent again only if nothing that arrived is kept.
+
+    Without recomputation one rank compiles, and meets the other's plain layer in every collective.
+    """
+    flat, near = both(SMALL, 1)
     experts = make_experts(SMALL)
     for how in (plainly, keeping, recomputed):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         layer = partial(how, partial(run_layer, near))
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        if is_plain := how is plainly and dist.get_rank() == 0:
+            compiled = layer
         for seed, routing in enumerate(("natural", "one-hot", "empty")):
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             want = run_step(partial(run_layer, flat), batch, experts)
@@ -153,11 +158,11 @@ def check_compiled() -> None:
                 assert fake_deep_ep.calls == calls, how.__name__
                 if counted is not None and how is not recomputed:
                     assert counted.calls == {"exchange_counts": 1, "exchange_rows": 4}
-        assert counter.frame_count == 1, f"{how.__name__} was compiled again"
+        assert counter.frame_count == (not is_plain), f"{how.__name__} was compiled again"
 
 
 def test_a_layer_is_one_graph():
-    spawn(4, check_compiled, timeout=300.0)
+    spawn(2, check_compiled, timeout=300.0)
 
 
 def train(words: list[str]) -> None:
