@@ -88,7 +88,83 @@ OPENS = """\
 # A plain answer has an empty thought, whose beginning the generation prompt has (as Qwen3.5's).
 EMPTY = OPENS.replace("'<think></think>'", "'<think>\\n\\n</think>\\n\\n'")
 
+# An answer drops the analysis of the calls before it, which its generation prompt has (as GPT-OSS's).
+ANALYSIS = """\
+{%- for m in messages -%}
+{%- set is_last = loop.last and not add_generation_prompt -%}
+{%- if m.tool_calls -%}
+{%- set answers = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}
+{%- if m.reasoning_content and not answers | rejectattr('tool_calls', 'defined') | list -%}
+<|start|>assistant<|analysis|>{{ m.reasoning_content }}<|end|>
+{%- endif -%}
+<|start|>assistant to={{ m.tool_calls[0].function.name }}<|message|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- elif m.role == 'assistant' -%}
+{%- if m.reasoning_content and is_last -%}
+<|start|>assistant<|analysis|>{{ m.reasoning_content }}<|end|>
+{%- endif -%}
+<|start|>assistant<|final|>{{ m.content + ('<|return|>' if is_last else '<|end|>') }}
+{%- else -%}<|start|>{{ m.role }}<|message|>{{ m.content | tojson }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+
+# Only the first calls begin as an answer does, and results are closed in generation prompts and
+# before answers alone (as DeepSeek-V3's).
+ROUNDS = """\
+{%- set n = namespace(has_called=false, is_result=false) -%}
+{%- for m in messages -%}
+{%- if m.tool_calls -%}
+{{- '\\n' if n.has_called else '<|answer|><|calls|>' }}<|call|>
+{{- m.tool_calls[0].function.name ~ (m.tool_calls[0].function.arguments | tojson) }}<|done|>
+{%- set n.has_called = true %}{% set n.is_result = false -%}
+{%- elif m.role == 'assistant' -%}
+{{- ('<|closed|>' if n.is_result else '<|answer|>') + m.content }}<|done|>
+{%- set n.is_result = false -%}
+{%- elif m.role == 'tool' -%}<|result|>{{ m.content }}{% set n.is_result = true -%}
+{%- else -%}<|{{ m.role }}|>{{ m.content }}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|closed|>' if n.is_result }}
+{%- if add_generation_prompt and not n.is_result -%}<|answer|>{%- endif -%}"""
+
+
+def calls_in_rounds(thoughts: bool) -> list[dict]:
+    """Two calls one after the other, an answer, and another question."""
+    thought = {"reasoning_content": "t"} if thoughts else {}
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL], **thought}
+    results = [{"role": "tool", "content": f"r{i}"} for i in (1, 2)]
+    answer = {**ANSWERS[1], **thought}
+    return [QUESTIONS[1], call, results[0], call, results[1], answer, QUESTIONS[2], ANSWERS[2]]
+
+
+_CALLED = '<|start|>assistant to=add<|message|>{"a": 2}<|call|>'
+_THOUGHT = "<|analysis|>t<|end|>"
+_RESULTS = [f'<|start|>tool<|message|>"r{i}"<|end|>' for i in (1, 2)]
+
 CASES = {
+    "an answer drops the analysis of calls": (
+        ANALYSIS,
+        calls_in_rounds(thoughts=True),
+        [
+            f'<|start|>user<|message|>"q1"<|end|><|start|>assistant[{_THOUGHT}{_CALLED}]'
+            f"{_RESULTS[0]}<|start|>assistant[{_THOUGHT}{_CALLED}]{_RESULTS[1]}"
+            f"<|start|>assistant[{_THOUGHT}<|start|>assistant<|final|>a1<|return|>]",
+            f'<|start|>user<|message|>"q1"<|end|>{_CALLED}{_RESULTS[0]}{_CALLED}{_RESULTS[1]}'
+            '<|start|>assistant<|final|>a1<|end|><|start|>user<|message|>"q2"<|end|>'
+            "<|start|>assistant[<|final|>a2<|return|>]",
+        ],
+    ),
+    "results are not closed before calls": (
+        ROUNDS,
+        calls_in_rounds(thoughts=False),
+        [
+            '<|user|>q1<|answer|>[<|calls|><|call|>add{"a": 2}<|done|>]<|result|>r1<|closed|>'
+            '[\n<|call|>add{"a": 2}<|done|>]',
+            '<|user|>q1<|answer|><|calls|><|call|>add{"a": 2}<|done|><|result|>r1\n<|call|>add{"a": 2}'
+            "<|done|><|result|>r2<|closed|>[a1<|done|>]<|user|>q2<|answer|>[a2<|done|>]",
+        ],
+    ),
     "no end, three turns": (
         NO_END,
         THREE,

@@ -302,13 +302,49 @@ class ChatTemplate:
             _, found, behind = self._changed(turns, variables, {"content": _OPEN}).rpartition(_OPEN)
             text = head + thought.said + behind if found else text
         if not text.startswith(head):
-            said = f"generation prompt does not begin its rendering of messages[{len(turns) - 1}]"
-            problem = f"the chat template's {said}; give another template in data.chat_template"
-            raise BadLineError(problem)
+            own = self._own_text(turns, variables)
+            if own is None:
+                turn = f"messages[{len(turns) - 1}]"
+                said = (
+                    f"the chat template's generation prompt does not begin its rendering of {turn}"
+                )
+                raise BadLineError(f"{said}; give another template in data.chat_template")
+            text = prompt + own
         start = len(prompt) if text.startswith(prompt) else len(head)
         if start < len(prompt) and thought is None and not opening["closed"]:
             _warn_of_thoughts(opening[0])
         return start, text[:start] + text[start:].rstrip()
+
+    def _own_text(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
+        """Return what the template writes for the last of ``turns`` alone; None: nothing tells.
+
+        A template may write what comes before a turn otherwise once the turn follows. GPT-OSS's
+        drops the analysis of calls as soon as there is an answer, which a model that writes the
+        answer still sees. DeepSeek-V3's closes results where a generation prompt ends, and leaves
+        them open before further calls. So the turn before has a mark as its content, and the texts
+        behind the mark are compared: that of the prompt, and that of the whole conversation.
+        """
+        given = turns[-2].get("content") if len(turns) > 1 else None
+        if not isinstance(given, str) or not given.strip():
+            return None
+        turns = [*turns[:-2], {**turns[-2], "content": _MARK}, turns[-1]]
+        size = len(turns)
+        views = [View(size - 1, True), View(size - 1, False), View(size, False)]
+        behind = [text.rpartition(_MARK) for text in self._rendered(turns, variables, views)]
+        if not all(found for _, found, _ in behind):
+            return None
+        prompt, closed, said = (rest for *_, rest in behind)
+        if said.startswith(prompt):
+            return said[len(prompt) :]
+        if prompt != closed:
+            return None  # it begins the turn as the template does not write it
+        # The texts part behind the end of the turn before, which both have, and within no token.
+        pairs = enumerate(zip(prompt, said, strict=False))
+        parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(said)))
+        tokens = "|".join(map(re.escape, sorted(self.added_tokens, key=len, reverse=True)))
+        found = re.finditer(tokens or "(?!)", said)
+        within = (token.start() for token in found if token.start() < parting < token.end())
+        return said[next(within, parting) :]
 
     def _shows(
         self,
