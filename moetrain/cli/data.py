@@ -1,7 +1,8 @@
 """``moetrain data PATH``: shows what would be trained on, before anything is trained.
 
 The same code as a run's reads, renders, tokenises and packs the data; what it learns to make is
-green here. Left out on purpose: statistics over all of a large source; they are of its first rows.
+green here, and what it learns to avoid is red. Left out on purpose: statistics over all of a large
+source; they are of its first rows.
 """
 
 import logging
@@ -23,6 +24,10 @@ _MOST_ROWS = 1000
 """Rows whose documents are counted."""
 _BAR = 40
 """Characters of the longest bar of the histogram."""
+_KINDS = ("desirable", "undesirable")
+_COMPARED = "another record's answer, to compare with"
+_COLOURS = {"rejected": "red", "undesirable": "red", _COMPARED: "yellow"}
+"""Colours of answers that are not learned as good ones."""
 
 
 @command
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None) -> None:
     _describe(console, config, data, rows)
     for number, row in enumerate(rows[: options.show]):
         console.rule(f"row {number}", align="left")
-        console.print(_coloured(data, row), soft_wrap=True)
+        console.print(_coloured(data, row, _sides(row)), soft_wrap=True)
 
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
@@ -81,18 +86,31 @@ def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return starts, ends
 
 
-def _coloured(data: Data, row: Row) -> Text:
+def _sides(row: Row) -> list[str]:
+    """Name the answer of each document in a row of :class:`PairDataset`; empty names in others."""
+    if "label" in row.extra:
+        labels = row.extra["label"][np.cumsum(row.lengths) - 1].tolist()
+        wanted, other = ("chosen", "rejected") if -1 in labels and 1 in labels else _KINDS
+        names = {1: wanted, -1: other, 0: _COMPARED}
+        return [names[label] for label in labels]
+    return ["chosen", "rejected"] if "reference" in row.extra else [""] * len(row.lengths)
+
+
+def _coloured(data: Data, row: Row, sides: Sequence[str]) -> Text:
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
-    What is learned is green, the rest dim.
+    What is learned is green, what is learned to be avoided red, and the rest dim. The name of an
+    answer in a preference stands before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()
-    for start, end in zip(*_documents(row), strict=True):
+    for side, start, end in zip(sides, *_documents(row), strict=True):
+        colour = _COLOURS.get(side, "green")
+        text.append(f"{side}:\n" if side else "", f"bold {colour}")
         borders = np.flatnonzero(np.diff(learned_S[start:end])) + 1 + start
         for a, b in zip([start, *borders], [*borders, end], strict=True):
             ids = row.tokens_S[a:b].tolist()
             said = data.tokenizer.decode(ids, skip_special_tokens=False)
-            text.append(said, "green" if learned_S[a] else "dim")
+            text.append(said, colour if learned_S[a] else "dim")
         text.append("\n│\n", "cyan")
     return text
