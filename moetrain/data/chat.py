@@ -32,10 +32,13 @@ from moetrain.data.messages import (
     BadLineError,
     Form,
     Piece,
+    are_listed,
     forms_of,
+    in_order_of_calls,
     marked,
     parse_json,
     read_messages,
+    undeclared_call,
 )
 from moetrain.data.template_worker import View
 from moetrain.data.templates import (
@@ -205,11 +208,12 @@ class ChatTemplate:
                 or does not show something of it. Templates may drop earlier turns' reasoning.
             ConfigError: the template itself is wrong.
         """
+        turns, given = self._read(messages, given, strict=strict)
+        variables = _with_tools_once(turns, variables) if strict else variables
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.documents(
-                messages, variables, train_on, given, adds_ends=adds_ends, strict=strict
+                turns, variables, train_on, given, adds_ends=adds_ends, strict=strict
             )
-        turns, given = self._read(messages, given)
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if train_on == "last":
             learned = learned[-1:]
@@ -222,7 +226,11 @@ class ChatTemplate:
         learned = [i for i in learned if turns[i].get("weight", 1)]
         if not learned:
             said = "`messages` has no assistant turn to learn from"
-            raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
+            remedy = "leave such records out, or let a policy answer them: rl.prompts"
+            raise BadLineError(f"{said}: {shortened(messages)}; {remedy} of moetrain rl reads them")
+        name = undeclared_call(turns, learned, variables.get("tools") or ())
+        if name is not None and strict:
+            _warn_of_undeclared(name)
         view = View(learned[-1] + 1, False)
         form, lost = self._find_form(turns, variables, view, learned)
         documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
@@ -426,15 +434,16 @@ class ChatTemplate:
             continue_final_message: end with the text of the last message, which is the assistant's,
                 and without the end of its turn, as ``transformers`` has it.
         """
+        turns, variables = self._prompt_given(messages, variables, strict)
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(
-                messages,
+                turns,
                 variables,
                 strict,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-        turns = self._prompt_turns(messages, variables, strict)
+        turns = self._prompt_turns(turns, variables, strict)
         opens = add_generation_prompt and not continue_final_message
         text = next(self._rendered(turns, variables, [View(len(turns), opens)]))
         return self._cut_behind_content(text, turns[-1]) if continue_final_message else text
@@ -459,16 +468,23 @@ class ChatTemplate:
 
     def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
         """Raise as a strict :meth:`prompt`; only the first conversation of a shape is rendered."""
+        turns, variables = self._prompt_given(messages, variables, strict=True)
         if self.with_tools is not None and variables.get("tools") is not None:
-            return self.with_tools.check_prompt(messages, variables)
-        self._prompt_turns(messages, variables, strict=True)
+            return self.with_tools.check_prompt(turns, variables)
+        self._prompt_turns(turns, variables, strict=True)
         return None
 
-    def _prompt_turns(
+    def _prompt_given(
         self, messages: object, variables: Mapping[str, Any], strict: bool
+    ) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+        """Read what is given to :meth:`prompt`."""
+        turns, _ = self._read(messages, strict=strict)
+        return turns, _with_tools_once(turns, variables) if strict else variables
+
+    def _prompt_turns(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], strict: bool
     ) -> list[dict[str, Any]]:
         """Return the turns of :meth:`prompt` in the form that the template takes."""
-        turns, _ = self._read(messages)
         form, lost = self._find_form(turns, variables, View(len(turns), True))
         for piece in lost:
             if strict:
@@ -512,11 +528,22 @@ class ChatTemplate:
             found["tools"] = [*map(_as_function, found["tools"])]
         return {**(variables or {}), **found}
 
-    def _read(self, messages: object, given: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the messages; return turns, and how many are of the first ``given`` messages."""
+    def _read(
+        self, messages: object, given: int = 0, *, strict: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Read the messages; return turns, and how many are of the first ``given`` messages.
+
+        ``strict``: refuse results that cannot be in the order of their calls.
+        """
         turns = read_messages(messages, num_given=given)
         if given and isinstance(messages, list):
             given = len(read_messages(messages[:given]))
+        if not _reads(self.source, "tool_call_id"):
+            try:
+                turns = in_order_of_calls(turns)
+            except BadLineError:
+                if strict:
+                    raise
         return turns, given
 
     def _find_form(
@@ -719,6 +746,32 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     if "function" in tool or not is_alone:
         return {**tool}
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _with_tools_once(
+    turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return ``variables`` without tools that the system's turn has already.
+
+    Such records (NousResearch's hermes-function-calling) repeat in ``tools`` what their text says,
+    so the text is what a model sees. Raises BadLineError: the two lists differ.
+    """
+    if not are_listed(variables.get("tools") or (), turns):
+        return variables
+    _warn_of_repeated_tools()
+    return {**variables, "tools": None}
+
+
+@lru_cache(maxsize=1)
+def _warn_of_repeated_tools() -> None:
+    said = "records list their tools in the system's turn and in `tools`: they are shown once, as "
+    logger.warning(said + "the turn has them; leave the list out of the turn for the template's")
+
+
+@lru_cache(maxsize=1)
+def _warn_of_undeclared(name: str) -> None:
+    said = "records call a tool that they do not declare, such as %r: a model learns to call what "
+    logger.warning(said + "it is not shown; give the tools of each record in `tools`", name)
 
 
 @lru_cache(maxsize=64)

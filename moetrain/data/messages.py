@@ -13,7 +13,7 @@ Left out on purpose: images and sounds in ``content``, and repairing JSON.
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,8 @@ _ROLES: dict[str, str] = {
     **dict.fromkeys(("function_call", _CALL), _CALL),
 }
 """Roles of OpenAI's messages, and the names that other forms have for them, in lower case."""
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.S)
+_OF_SYSTEM = ("system", "developer")
 
 
 class BadLineError(Exception):
@@ -72,11 +74,12 @@ def read_messages(
             raise BadLineError(f"{name}[{i}] is not an object")
         turn = _read_turn(message, f"{name}[{i}]")
         if turn["role"] == _CALL:
-            calls = turn["tool_calls"]
-            weight = {key: turn[key] for key in ("weight",) if key in turn}
-            if not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given:
-                turns.append({"role": "assistant", **weight})
-            if turns[-1].get("weight") != weight.get("weight"):
+            calls = turn.pop("tool_calls")
+            # A thought is the beginning of a turn.
+            is_first = not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given
+            if is_first or "reasoning_content" in turn:
+                turns.append({**turn, "role": "assistant"})
+            if turns[-1].get("weight") != turn.get("weight"):
                 said = f"{name}[{i}] is part of the turn before it, whose weight differs"
                 raise BadLineError(f"{said}; give both the same")
             # A call belongs to the turn before it, and calls in a row are calls at once.
@@ -107,8 +110,9 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     turn["role"] = role
     weight = _read_weight(turn, where)
     if role == _CALL:
+        thought, content = _without_thought(content)
         calls = _read_calls(content, f"{where}, a call,")
-        return {"role": role, "tool_calls": calls, **weight}
+        return {"role": role, "tool_calls": calls, **thought, **weight}
     turn |= weight
     calls = turn.pop("tool_calls", ())
     calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
@@ -123,6 +127,18 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if reasoning := [turn[key] for key in REASONING if key in turn]:
         turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
     return turn
+
+
+def _without_thought(content: object) -> tuple[dict[str, str], object]:
+    """Return the thought before a call that is text, as keys of its turn, and the call.
+
+    LLaMA-Factory's calls have it: ``<think>...</think>`` and then the JSON.
+    """
+    found = _THOUGHT.match(content) if isinstance(content, str) else None
+    if found is None:
+        return {}, content
+    thought = found[1].strip()
+    return dict.fromkeys(("thinking", "reasoning_content"), thought) if thought else {}, found[2]
 
 
 def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
@@ -189,6 +205,86 @@ def parse_json(text: str, what: str) -> Any:
     except (ValueError, RecursionError):
         said = f"{what} is text that is not JSON: {shortened(text)}"
         raise BadLineError(f"{said}; write it with a JSON library") from None
+
+
+# ---- calls, their results, and tools ------------------------------------------------------------
+
+
+def in_order_of_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``turns`` with the results of parallel calls in the order of the calls.
+
+    Most templates write results without ``tool_call_id``: the first one is read as that of the
+    first call. Results without ids, and those of calls without ids, stay as they are.
+
+    Raises BadLineError: an id names none of several calls, or a result before others is missing.
+    """
+    made = [*turns]
+    for i, turn in enumerate(turns):
+        ids = [call.get("id") for call in turn.get("tool_calls", ())]
+        stop = i + 1
+        while stop < len(turns) and turns[stop]["role"] == "tool":
+            stop += 1
+        results = turns[i + 1 : stop]
+        answered = [result.get("tool_call_id") for result in results]
+        if len(ids) < 2 or None in ids or None in answered or len({*ids}) < len(ids):
+            continue
+        for k, each in enumerate(answered, i + 1):
+            if each not in ids:
+                said = f"messages[{k}].tool_call_id is {shortened(each)}, which names no call of"
+                said = f"{said} messages[{i}]: {shortened(ids)}"
+                raise BadLineError(f"{said}; give the id of the call that it answers")
+        places = [ids.index(each) for each in answered]
+        if sorted(places) != [*range(len(places))]:
+            said = f"the results of the calls of messages[{i}] are {shortened(answered)}"
+            said = f"{said}, and the calls are {shortened(ids)}"
+            raise BadLineError(f"{said}; give one result for each call, or leave such records out")
+        made[i + 1 : stop] = sorted(results, key=lambda x: ids.index(x["tool_call_id"]))
+    return made
+
+
+def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the system's turns have signatures of all ``tools``, as Hermes' records do.
+
+    Raises BadLineError: they have those of some, and not of others.
+    """
+    said = "\n".join(_text_of(turn) for turn in turns if turn["role"] in _OF_SYSTEM)
+    # Each part begins with the value of a key `name`; an example of a call has no description.
+    parts = re.split(r"""["']name["']\s*:\s*""", said)[1:]
+    listed = {
+        name[2]
+        for part in parts
+        if (name := re.match(r"""(["'])(.*?)\1""", part))
+        and re.search(r"""["'](description|parameters)["']\s*:""", part)
+    }
+    names = [_name_of(tool) for tool in tools]
+    others = [name for name in names if name not in listed]
+    if others and len(others) < len(names):
+        said = f"the system's turn lists other tools than `tools`, which has {shortened(others[0])}"
+        raise BadLineError(f"{said}; leave one of the two lists out")
+    return bool(names) and not others
+
+
+def undeclared_call(
+    turns: Sequence[Mapping[str, Any]], learned: Iterable[int], tools: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return the name in a ``learned`` call that neither ``tools`` nor a turn before them has."""
+    declared = {_name_of(tool) for tool in tools}
+    for i in learned:
+        for call in turns[i].get("tool_calls", ()):
+            name = call["function"]["name"]
+            if name not in declared and not any(name in _text_of(turn) for turn in turns[:i]):
+                return name
+    return None
+
+
+def _name_of(tool: Mapping[str, Any]) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
+
+
+def _text_of(turn: Mapping[str, Any]) -> str:
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 class Form(NamedTuple):
