@@ -88,7 +88,7 @@ OPENS = """\
 # A plain answer has an empty thought, whose beginning the generation prompt has (as Qwen3.5's).
 EMPTY = OPENS.replace("'<think></think>'", "'<think>\\n\\n</think>\\n\\n'")
 
-# An answer drops the analysis of the calls before it, which its generation prompt has (as GPT-OSS's).
+# An answer drops the analysis of the calls before it, which its prompt has (as GPT-OSS's).
 ANALYSIS = """\
 {%- for m in messages -%}
 {%- set is_last = loop.last and not add_generation_prompt -%}
@@ -161,8 +161,8 @@ CASES = {
         [
             '<|user|>q1<|answer|>[<|calls|><|call|>add{"a": 2}<|done|>]<|result|>r1<|closed|>'
             '[\n<|call|>add{"a": 2}<|done|>]',
-            '<|user|>q1<|answer|><|calls|><|call|>add{"a": 2}<|done|><|result|>r1\n<|call|>add{"a": 2}'
-            "<|done|><|result|>r2<|closed|>[a1<|done|>]<|user|>q2<|answer|>[a2<|done|>]",
+            '<|user|>q1<|answer|><|calls|><|call|>add{"a": 2}<|done|><|result|>r1\n<|call|>add'
+            '{"a": 2}<|done|><|result|>r2<|closed|>[a1<|done|>]<|user|>q2<|answer|>[a2<|done|>]',
         ],
     ),
     "no end, three turns": (

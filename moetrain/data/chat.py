@@ -226,8 +226,11 @@ class ChatTemplate:
         learned = [i for i in learned if turns[i].get("weight", 1)]
         if not learned:
             said = "`messages` has no assistant turn to learn from"
-            remedy = "leave such records out, or let a policy answer them: rl.prompts"
-            raise BadLineError(f"{said}: {shortened(messages)}; {remedy} of moetrain rl reads them")
+            remedy = (
+                "leave such records out, or let a policy answer them for a reward: moetrain rl "
+            )
+            remedy += "reads `messages` from rl.prompts"
+            raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None and strict:
             _warn_of_undeclared(name)

@@ -2,34 +2,19 @@
 
 A name is taken for another only where both mean the same in the data sets that have it. A question
 with its answer is read if all other fields are known to say something about the record
-(:data:`_ABOUT`), since any other may be a part of the question. A field that is there under its own
-name is left alone.
+(:data:`~moetrain.data.known_sets.ABOUT`), since any other may be a part of the question.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from moetrain.data.known_sets import ABOUT, is_dialogue, read_known_set, with_tools_of_metadata
 from moetrain.data.messages import BadLineError, role_of
 
 _DIALOGUES = ("conversation", "trajectory")
 """Names of ``messages``: of LMSYS-Chat and WildChat, and of runs of OpenHands."""
 _QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
 """Names of a question and its answer: of GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
-_ABOUT = {
-    *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
-    *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
-    *("original_question", "created", "timestamp", "score", "label", "kto_tag", "weight"),
-    *(
-        "system",
-        "system_prompt",
-        "history",
-        "tools",
-        "functions",
-        "chat_template_kwargs",
-        "rejected_response",
-    ),
-}
-"""Fields that may stand beside a question and its answer: they are read too, or describe both."""
 
 
 def renamed(
@@ -42,17 +27,18 @@ def renamed(
             ``rejected_response`` changes nothing.
         text_field: the field of a text (``data.text_field``), which keeps its name.
 
-    Raises BadLineError: the record has two system prompts.
+    Raises BadLineError: the record has two system prompts, or two answers to an instruction, or is
+    one of a known set of which a part cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
     _rename(found, "system_prompt", "system")
-    if found.get("system_prompt") not in ("", None, found.get("system")):
-        raise BadLineError("`system` and `system_prompt` differ; leave one of them out")
-    if not {"messages", "conversations"} & found.keys():
+    if not {"messages", "conversations", text_field} & found.keys():
+        read_known_set(found)
         for name in _DIALOGUES:
-            if isinstance(turns := found.get(name), list) and turns and isinstance(turns[0], dict):
+            if is_dialogue(found.get(name)):
                 _rename(found, name, "messages")
-    if "chosen_response" in found:  # When2Call
+    found = with_tools_of_metadata(found)
+    if "chosen_response" in found and "chosen" not in found:  # When2Call
         _rename(found, "chosen_response", "chosen")
         _rename(found, "rejected_response", "rejected")
     _read_openais_pair(found)
@@ -68,16 +54,19 @@ def renamed(
 
 
 def _rename(found: dict[str, Any], name: str, new: str) -> None:
-    """Give a field another name, unless there is one of that name or its text is empty."""
-    if name in found and not found.get(new) and found[name] not in ("", [], {}):
-        found[new] = found.pop(name)
+    """Give a field another name, unless its text is empty; BadLineError: both have a value."""
+    if name not in found or found[name] in ("", [], {}):
+        return
+    if found.get(new) and found[new] != found[name]:
+        raise BadLineError(f"`{new}` and `{name}` differ; leave one of them out")
+    found[new] = found.pop(name)
 
 
 def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     """Read a question with its answer as an instruction, or as the prompt of a pair."""
     asked = [name for name in _QUESTIONS if isinstance(found.get(name), str)]
     said = [name for name in _RESPONSES if isinstance(found.get(name), str)]
-    if len(asked) != 1 or len(said) != 1 or found.keys() - {*asked, *said, *_ABOUT}:
+    if len(asked) != 1 or len(said) != 1 or found.keys() - {*asked, *said, *ABOUT}:
         return
     is_pair = reads_pairs and isinstance(found.get("rejected_response"), str)
     found["question" if is_pair else "instruction"] = found.pop(asked[0])

@@ -20,7 +20,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
@@ -30,6 +30,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
 from moetrain.data.field_names import renamed
+from moetrain.data.known_sets import remedy_for
 from moetrain.data.messages import BadLineError, check_weight, read_messages, role_of
 from moetrain.data.pairs import (
     KNOWN_FORMS,
@@ -46,6 +47,8 @@ _T = TypeVar("_T")
 _PART_BYTES = 1 << 20
 """Size of the parts in which longer text files are read, cut at line ends, and of the parts of
 files of lines that a stream reads in any order."""
+_ALIKE = 0.5
+"""Share of a form's fields that a record has at least if the form is named as the nearest one."""
 _FIRST = 64
 """Records that are looked at to say what forms a source has."""
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
@@ -333,6 +336,10 @@ class RecordReader:
             missing = [key for key in self._needed(self.form) if key not in record]
             if missing and self.reads_pairs:
                 said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
+                remedy = remedy_for(record)
+                if remedy is None and self._has_form(record, "messages", "sharegpt", "alpaca"):
+                    remedy = "it has one answer, which train.objective next_token learns"
+                said = f"{said}; {remedy}" if remedy else said
                 raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
             if missing:
                 raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
@@ -344,19 +351,30 @@ class RecordReader:
         for name in _FORMS:
             if fields.issuperset(self._needed(name)):
                 return name
-        nearest = max(_FORMS, key=lambda name: _likeness(self._needed(name), record))
         known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
+        remedy = remedy_for(record) or self._nearest(record)
         raise BadLineError(
             f"no {self.text_field!r} and no 'messages': a record of no known form, "
-            f"{shortened(record)}; known are {known}; nearest is {nearest}: fill or rename its "
-            "fields, or name the field of a text in data.text_field"
+            f"{shortened(record)}; {remedy}; known are {known}; data.text_field names the field of "
+            "a text"
         )
+
+    def _nearest(self, record: dict[str, Any]) -> str:
+        """Say which form has fields most like those of ``record``, and what it lacks."""
+        likeness, form = max((_likeness(self._needed(name), record), name) for name in _FORMS)
+        if likeness < _ALIKE:
+            return "fill or rename its fields"
+        missing = ", ".join(f"`{key}`" for key in self._needed(form) if record.get(key) is None)
+        return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
 
     def _named(self, record: Any) -> dict[str, Any]:
         """Give the fields of ``record`` the names that are read here."""
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
         return renamed(record, reads_pairs=self.reads_pairs, text_field=self.text_field)
+
+    def _has_form(self, record: dict[str, Any], *forms: str) -> bool:
+        return any(all(record.get(key) for key in self._needed(form)) for form in forms)
 
     def _needed(self, form: str) -> tuple[str, ...]:
         return (self.text_field,) if form == "text" else _FORMS[form][0]
@@ -487,10 +505,9 @@ def _has_answer(record: Mapping[str, Any]) -> bool:
 
 
 def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
-    """Return how much ``record`` has keys like ``fields``, from 0 to 1."""
-    keys = [key.lower() for key in record]
-    ratios = [[SequenceMatcher(None, field, key).ratio() for key in keys] for field in fields]
-    return sum(max(each, default=0.0) for each in ratios) / len(fields)
+    """Return how many of ``fields`` the record has, or has misspelt, as a share of all."""
+    keys = [key for key, value in record.items() if value is not None]
+    return sum(bool(get_close_matches(field, keys, cutoff=0.8)) for field in fields) / len(fields)
 
 
 def _as_messages(key: str, value: Any) -> Any:

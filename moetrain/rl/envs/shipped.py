@@ -32,6 +32,7 @@ from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
+from moetrain.data.known_sets import with_tools_of_metadata
 from moetrain.data.messages import BadLineError, read_messages
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
@@ -259,6 +260,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
             if not isinstance(asked, str | list):
                 problem = "has neither a `prompt`, a text or a list of messages, nor `messages`"
                 raise BadLineError(problem)
+            line = with_tools_of_metadata(line)
             ChatTemplate.variables_of(line)
         except BadLineError as error:
             raise ConfigError("rl.prompts", f"{raw.where}: {error}") from None

@@ -1,0 +1,239 @@
+"""Reads records of public data sets whose fields are no renamed ones, and says what others lack.
+
+A record is read if its form says what is asked, what is answered, and how: Glaive's function
+calling, xLAM's, runs of SWE-agent, and SHP's pairs. Others leave a choice to the user, such as
+which of two judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer): these are
+refused with what to write (:func:`remedy_for`).
+
+Left out on purpose: records that differ from the published ones.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moetrain.config.sources import shortened
+from moetrain.data.messages import BadLineError, parse_json, role_of
+
+_GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
+_GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_INTRODUCTION = (
+    "You are a helpful assistant with access to the following functions. Use them if required -"
+)
+"""It stands before the functions of a system's text, and says nothing without them."""
+_GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
+
+ABOUT = {
+    *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
+    *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
+    *("original_question", "created", "timestamp", "score", "label", "kto_tag", "weight"),
+    *(
+        "system",
+        "system_prompt",
+        "history",
+        "tools",
+        "functions",
+        "chat_template_kwargs",
+        "rejected_response",
+    ),
+}
+"""Fields that may stand beside a question and its answer: they are read too, or describe both."""
+_METADATA = ("metadata", "meta", "extra", "extra_info")
+"""Fields that say something about a record, and in Nemotron's records have its tools."""
+
+_QUESTIONS = ("prompt", "question", "query", "problem")
+_ANSWERS = {
+    *("completion", "chosen", "response", "output", "answer", "solution", "target", "label"),
+    *("ground_truth", "reference", "rejected", "text"),
+}
+"""Fields that may be an answer to a prompt."""
+
+
+def read_known_set(found: dict[str, Any]) -> None:
+    """Give the fields of a record of a known set the names and forms that are read here.
+
+    Raises BadLineError: it is of such a set, and a part of it cannot be read.
+    """
+    chat = found.get("chat")
+    if isinstance(chat, str) and re.match(r"\s*USER:", chat):
+        _read_glaive(found)
+    if _is_swe_agents(found.get("trajectory")):
+        _read_swe_agent(found)
+    if {"query", "tools", "answers"} <= found.keys() and isinstance(found["query"], str):
+        _read_xlam(found)
+    if {"history", "human_ref_A", "human_ref_B", "labels"} <= found.keys():
+        _read_shp(found)
+
+
+def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
+    """Return ``record`` with the tools that only its metadata has in ``tools``."""
+    found = {**record}
+    if not found.get("tools") and not found.get("functions"):
+        tools = next(filter(None, (_tools_in(found.get(key)) for key in _METADATA)), None)
+        found |= {"tools": tools} if tools else {}
+    return found
+
+
+def is_dialogue(turns: object) -> bool:
+    """Return whether ``turns`` are a list whose first entry has a role."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def _tools_in(metadata: object) -> list[Any] | None:
+    """Return the tools that are objects in ``metadata``, an object or the text of its JSON."""
+    if isinstance(metadata, str) and metadata.lstrip().startswith("{") and '"tools"' in metadata:
+        metadata = parse_json(metadata, "metadata")
+    tools = metadata.get("tools") if isinstance(metadata, dict) else None
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        tools = parse_json(tools, "`tools` of metadata")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None  # names of tools, which say nothing to a template
+    return tools if all({"name", "function"} & tool.keys() for tool in tools) else None
+
+
+def _read_glaive(found: dict[str, Any]) -> None:
+    """Read Glaive's function calling v2: ``system`` and ``chat``, both one text."""
+    chat = found.pop("chat")
+    marks = list(_GLAIVE_TURN.finditer(chat))
+    ends = [*(mark.start() for mark in marks[1:]), len(chat)]
+    found["messages"] = [
+        _glaive_turn(mark[1], chat[mark.end() : end].strip())
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+    system = found.pop("system", None) or ""
+    if not isinstance(system, str):
+        raise BadLineError(f"`system` is not text: {shortened(system)}; write a text there")
+    system = re.sub(r"\A\s*SYSTEM:\s*", "", system).strip()
+    start = system.find("{")
+    tools = _objects_in(system[start:]) if start >= 0 else []
+    if tools and all(isinstance(tool.get("name"), str) for tool in tools):
+        found["tools"], system = tools, system[:start].strip()
+        system = "" if system == _GLAIVE_INTRODUCTION else system
+    if system:
+        found["system"] = system
+
+
+def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
+    role = _GLAIVE_ROLES[mark]
+    text = text.removesuffix("<|endoftext|>").rstrip() if role == "assistant" else text
+    if "<|endoftext|>" in text:
+        said = f"`chat` has <|endoftext|> within a turn: {shortened(text)}"
+        raise BadLineError(f"{said}; leave such records out")
+    before, call, given = text.partition("<functioncall>")
+    if role != "assistant" or not call:
+        return {"role": role, "content": text}
+    parts = _GLAIVE_CALL.fullmatch(given.strip())
+    arguments = parts[2] or "{}" if parts else ""
+    if len(arguments) > 1 and arguments[0] == arguments[-1] == "'":
+        arguments = arguments[1:-1].replace("\\'", "'")
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if parts is None or not is_object:
+        said = f"`chat` has a call that cannot be read: {shortened(given.strip())}"
+        raise BadLineError(f"{said}; leave such records out, or write them as `messages`")
+    function = {"name": parts[1], "arguments": arguments}
+    calls = [{"type": "function", "function": function}]
+    return {"role": role, "content": before.strip(), "tool_calls": calls}
+
+
+def _objects_in(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects that ``text`` consists of; none if there is anything else in it."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        found.append(value)
+        at += len(text[at:]) - len(text[at:].lstrip(" \n\r\t,"))
+    return found if all(isinstance(value, dict) for value in found) else []
+
+
+def _read_xlam(found: dict[str, Any]) -> None:
+    """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``."""
+    given = found["answers"]
+    calls = parse_json(given, "`answers`") if isinstance(given, str) else given
+    if not isinstance(calls, list) or not calls or not all(isinstance(x, dict) for x in calls):
+        said = f"`answers` is no list of calls: {shortened(given)}"
+        raise BadLineError(f'{said}; give [{{"name": ..., "arguments": {{...}}}}]')
+    del found["answers"]
+    asked = {"role": "user", "content": found.pop("query")}
+    found["messages"] = [asked, {"role": "tool_call", "content": calls}]
+
+
+def _is_swe_agents(turns: object) -> bool:
+    """Return whether ``turns`` are those of SWE-agent's runs, with `text` in place of `content`."""
+    if not isinstance(turns, list) or not turns:
+        return False
+    return all(
+        isinstance(x, dict) and {"role", "text"} <= {*x} and "content" not in x for x in turns
+    )
+
+
+def _read_swe_agent(found: dict[str, Any]) -> None:
+    """Read a run of SWE-agent, whose system's turn has its text in ``system_prompt``."""
+    turns = found.pop("trajectory")
+    masks = {turn.get("mask") for turn in turns if role_of(turn) == "assistant"}
+    if len(masks) > 1:
+        said = "`trajectory` has a `mask` that differs between answers, and does not say which are"
+        raise BadLineError(f'{said} learned; write "weight": 0 in those that are not')
+    found["messages"] = [
+        {"role": turn["role"], "content": turn["text"] or turn.get("system_prompt")}
+        | ({"weight": turn["weight"]} if "weight" in turn else {})
+        for turn in turns
+    ]
+
+
+def _read_shp(found: dict[str, Any]) -> None:
+    """Read a pair of SHP, whose ``labels`` is 1 if the first answer is preferred, and else 0."""
+    answers, label = [found.pop("human_ref_A"), found.pop("human_ref_B")], found.pop("labels")
+    if label not in (0, 1):
+        said = f"`labels` is {shortened(label)}, and 1 says that `human_ref_A` is preferred"
+        raise BadLineError(f"{said}, 0 that `human_ref_B` is; give one of these")
+    found["question"] = found.pop("history")
+    found["chosen"], found["rejected"] = answers if label else reversed(answers)
+
+
+# ---- what others lack ---------------------------------------------------------------------------
+
+
+def remedy_for(record: Mapping[str, Any]) -> str | None:
+    """Return what to write in place of a ``record`` of no known form; None: nothing is known."""
+    fields = {key for key, value in record.items() if value is not None}
+    asked = [key for key in _QUESTIONS if key in fields]
+    said = [key for key in ("answer", "response") if isinstance(record.get(key), str)]
+    run = record.get("trajectory")
+    if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
+        return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
+    if {"response_0", "response_1"} <= fields:
+        judges = " or ".join(f"`{key}`" for key in sorted(fields) if key.endswith("_response_id"))
+        names = f", the one that {judges} names" * bool(judges)
+        return (
+            f"it has two answers; write the better one{names}, as `chosen`, the other as `rejected`"
+        )
+    if "prompt" in asked and "response" in said:
+        scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
+        kept = f"keep the records whose {scores} suffice, and " * bool(scores)
+        return f"{kept}write `response` as `completion`"
+    if len(said) > 1:
+        return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
+    if asked and said and asked[0] in ("question", "query"):
+        others = [f"`{k}`" for k in fields - {*asked, *said} if k not in ABOUT]
+        return (
+            f"{', '.join(sorted(others))} may be a part of the question or of the answer; write "
+            f"what is asked as `instruction` and what is learned as `output`"
+        )
+    if asked and not fields & _ANSWERS:
+        return (
+            f"`{asked[0]}` has no answer of a known name beside it; write what is to be learned as "
+            "`completion` beside `prompt`, or let a policy answer it for a reward: moetrain rl "
+            "reads `prompt` or `messages` from rl.prompts"
+        )
+    return None

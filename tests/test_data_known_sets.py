@@ -1,0 +1,260 @@
+"""Records of public data sets in forms of their own: read as what they are, or refused with a way.
+
+Fields are those of the data sets' cards. The right texts are transformers' of OpenAI's messages.
+"""
+
+import json
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.sources import RecordReader
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.shipped import Jsonl
+
+FUNCTION = {
+    "name": "rain",
+    "description": "says whether it rains",
+    "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+}
+OTHER = {"name": "time"}
+TOOLS = [{"type": "function", "function": each} for each in (FUNCTION, OTHER)]
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+_OF_RL = "moetrain rl reads .* rl.prompts"
+
+
+def call(**arguments: object) -> dict:
+    return {"type": "function", "function": {"name": "rain", "arguments": arguments}}
+
+
+def documents(record: dict, pairs: bool = False, text_field: str = "text") -> list:
+    form = "preference" if pairs else "auto"
+    template = ChatTemplate(_CHATML, {})
+    reader = RecordReader(template, form=form, reads_pairs=pairs, text_field=text_field)
+    return reader.documents(record)
+
+
+def theirs(messages: list[dict], tools: list | None = None) -> str:
+    rendered, _ = render_jinja_template([messages], tools=tools, chat_template=_CHATML)
+    return rendered[0].rstrip()
+
+
+INTRODUCTION = "You are a helpful assistant with access to the following functions. Use them if "
+INTRODUCTION += "required -"
+
+
+def glaive(chat: str, *functions: dict, before: str = INTRODUCTION) -> dict:
+    system = "\n".join([f"SYSTEM: {before}", *(json.dumps(x, indent=4) for x in functions), ""])
+    return {"system": system, "chat": chat}
+
+
+def glaive_chat(call: str) -> str:
+    return (
+        f"USER: Rain in Köln?\n\n\nASSISTANT: {call} <|endoftext|>\n\n\n"
+        'FUNCTION RESPONSE: {"rain": false}\n\n\nASSISTANT: No.\n\nIt is dry. <|endoftext|>\n\n\n'
+    )
+
+
+GLAIVE = [
+    {"role": "user", "content": "Rain in Köln?"},
+    {"role": "assistant", "tool_calls": [call(where="Köln")]},
+    {"role": "tool", "content": '{"rain": false}'},
+    {"role": "assistant", "content": "No.\n\nIt is dry."},
+]
+GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"}'}"""
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "tools"),
+    [
+        (glaive(glaive_chat(GLAIVE_CALL), FUNCTION, OTHER), GLAIVE, TOOLS),
+        (
+            glaive(glaive_chat(GLAIVE_CALL.replace("'", "")), FUNCTION, before="Be brief."),
+            [{"role": "system", "content": "Be brief."}, *GLAIVE],
+            TOOLS[:1],
+        ),
+        (
+            glaive(glaive_chat("""<functioncall> {"name": "rain"}"""), FUNCTION),
+            [GLAIVE[0], {"role": "assistant", "tool_calls": [call()]}, *GLAIVE[2:]],
+            TOOLS[:1],
+        ),
+        (
+            glaive("USER: q\n\n\nASSISTANT: a <|endoftext|>\n\n\n", before="No functions."),
+            [{"role": "system", "content": "No functions."}, USER, ANSWER],
+            None,
+        ),
+        (
+            {
+                "id": 0,
+                "query": "q",
+                "tools": json.dumps([FUNCTION, OTHER]),
+                "answers": json.dumps([call(where=x)["function"] for x in "ab"]),
+            },
+            [USER, {"role": "assistant", "tool_calls": [call(where=x) for x in "ab"]}],
+            TOOLS,
+        ),
+        (
+            {
+                "instance_id": "x-1",
+                "trajectory": [
+                    {"role": "system", "system_prompt": "s", "text": None, "mask": False},
+                    {"role": "user", "system_prompt": None, "text": "q", "mask": False},
+                    {"role": "ai", "system_prompt": None, "text": "a", "mask": True},
+                ],
+                "exit_status": "submitted",
+            },
+            [{"role": "system", "content": "s"}, USER, ANSWER],
+            None,
+        ),
+        (
+            {
+                "instance_id": "x-1",
+                "messages": json.dumps([USER, {**ANSWER, "agent": "main", "thought": "t"}]),
+            },
+            [USER, ANSWER],
+            None,
+        ),
+    ],
+    ids=[
+        "Glaive",
+        "Glaive, other words",
+        "Glaive, no arguments",
+        "Glaive, no functions",
+        "xLAM",
+        "SWE-agent",
+        "SWE-smith",
+    ],
+)
+def test_records_are_read_as_what_they_are(record: dict, messages: list, tools: list | None):
+    (document,) = documents(record)
+    assert document.text == theirs(messages, tools)
+
+
+@pytest.mark.parametrize("labels", [1, 0])
+def test_a_pair_of_shp_has_its_preference(labels: int):
+    record = {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": labels}
+    record |= {"score_A": 7, "domain": "askbaking_train"}
+    found = [document.text for document in documents(record, pairs=True)]
+    answers = "AB" if labels else "BA"
+    assert found == [theirs([USER, {**ANSWER, "content": each}]) for each in answers]
+
+
+METADATA = [{"tools": TOOLS}, json.dumps({"tools": TOOLS}), {"tools": json.dumps(TOOLS)}]
+
+
+@pytest.mark.parametrize("metadata", METADATA, ids=["object", "text", "text in an object"])
+def test_tools_of_the_metadata_are_shown(metadata: object, tmp_path):
+    """Nemotron's records, and lines of rl.prompts."""
+    calling = [USER, {"role": "assistant", "tool_calls": [call()]}]
+    for empty in ({}, {"tools": None}, {"tools": ""}):
+        (document,) = documents({"messages": calling, "metadata": metadata, **empty})
+        assert document.text == theirs(calling, TOOLS)
+    line = {"messages": [USER], "metadata": metadata}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    prompts = Prompts(ByteTokenizer(), True)
+    problem = Jsonl(prompts, str(path), "zero").problem(0)
+    prompt = bytes(prompts.encode(problem.prompt, problem.record)).decode()
+    assert prompt == theirs([USER], TOOLS) + "\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"tools": ["rain"]}, {"tools": "rain"}, "the tools", {"tools": [{"type": "x"}]}, 3],
+    ids=str,
+)
+def test_other_metadata_is_no_tools(metadata: object):
+    (document,) = documents({"messages": [USER, ANSWER], "metadata": metadata})
+    assert document.text == theirs([USER, ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (glaive(glaive_chat("<functioncall> {'name"), FUNCTION), "a call that cannot be read"),
+        (glaive(glaive_chat(GLAIVE_CALL[:-4] + "'}"), FUNCTION), "a call that cannot be read"),
+        (glaive("USER: q\n\n\nASSISTANT: a <|endoftext|> b"), "<|endoftext|> within a turn"),
+        ({"query": "q", "tools": "[]", "answers": "[]"}, "`answers` is no list of calls"),
+        ({"query": "q", "tools": "[]", "answers": "a"}, "`answers` is text that is not JSON"),
+        (
+            {
+                "trajectory": [
+                    {"role": "user", "text": "q", "mask": False},
+                    *({"role": "ai", "text": "a", "mask": mask} for mask in (True, False)),
+                ]
+            },
+            '`mask` that differs between answers, .*; write "weight": 0 in those',
+        ),
+        (
+            {"trajectory": [{"action": "ls", "observation": "x"}], "history": [USER, ANSWER]},
+            "a run without roles; write its turns \\(SWE-agent's `history`\\) as `messages`",
+        ),
+        (
+            {
+                "prompt": "q",
+                "response_0": "a",
+                "response_1": "b",
+                "better_response_id": 0,
+                "safer_response_id": 1,
+            },
+            "two answers; write the better one, the one that `better_response_id` or "
+            "`safer_response_id` names, as `chosen`, the other as `rejected`",
+        ),
+        (
+            {"prompt": "q", "response": "a", "helpfulness": 3, "verbosity": 2},
+            "keep the records whose `helpfulness`, `verbosity` suffice, and write `response` as "
+            "`completion`",
+        ),
+        ({"prompt": "q", "response": "a"}, "; write `response` as `completion`;"),
+        (
+            {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
+            "`labels` is 2, and 1 says that `human_ref_A` is preferred",
+        ),
+        (
+            {"question": "q", "answer": "a #### 3", "cot": "t", "passage": "p"},
+            "`cot`, `passage` may be a part of the question or of the answer; write what is asked "
+            "as `instruction` and what is learned as `output`",
+        ),
+        ({"question": "q", "answer": "a", "response": "b"}, "`answer` and `response`; leave one"),
+        ({"prompt": "q"}, "`prompt` has no answer .*" + _OF_RL),
+        (
+            {"prompt": [USER], "reward_model": {"ground_truth": "3"}},
+            _OF_RL,
+        ),
+        ({"question": "q", "id": 3}, "`question` has no answer .*" + _OF_RL),
+        ({"messages": [USER]}, "no assistant turn .*" + _OF_RL),
+        ({"prompt": "q", "answer": "a"}, "nearest is completion, which lacks `completion`"),
+        ({"chosen": "a"}, "nearest is preference, which lacks `rejected`"),
+        ({"instuction": "a", "output": "b"}, "nearest is alpaca, which lacks `instruction`"),
+        ({"body": "a"}, r"; fill or rename its fields; .* data\.text_field names"),
+        ({"instruction": "q", "output": "a", "response": "b"}, "`output` and `response` differ"),
+        ({"instruction": "q", "input": "a", "context": "b", "output": "o"}, "`context` differ"),
+    ],
+    ids=str,
+)
+def test_other_records_are_refused_with_what_to_write(record: dict, says: str):
+    with pytest.raises(BadLineError, match=says.replace("<|", r"<\|").replace("|>", r"\|>")):
+        documents(record)
+
+
+def test_a_single_answer_is_no_pair():
+    for record in ({"question": "q", "answer": "#### 3"}, {"messages": [USER, ANSWER]}):
+        with pytest.raises(BadLineError, match=r"one answer, which train\.objective next_token"):
+            documents(record, pairs=True)
+    pair = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0}
+    with pytest.raises(BadLineError, match=r"that `better_response_id` names, as `chosen`.*known"):
+        documents(pair, pairs=True)
+
+
+def test_the_same_answer_twice_is_one():
+    (document,) = documents({"instruction": "q", "output": "a", "response": "a"})
+    assert document.text == theirs([USER, ANSWER])
+
+
+def test_a_text_that_is_named_stays_one():
+    (document,) = documents(glaive(glaive_chat(GLAIVE_CALL)), text_field="chat")
+    assert document.text == glaive_chat(GLAIVE_CALL)
