@@ -13,6 +13,7 @@ import pytest
 from moetrain.config import ConfigError
 from moetrain.data import containers, parquet_pages
 from moetrain.data.containers import FilePart, Files
+from moetrain.data.messages import BadLineError
 from moetrain.data.parquet_pages import group_size
 
 MIB = 1 << 20
@@ -71,10 +72,24 @@ def test_a_line_beyond_the_limit_is_refused_with_its_file_and_number(
         file.write(b'{"text": "first"}\n')
         for _ in range(20):
             file.write(filling * MIB)
-    read = records(path)
-    assert next(read).value() == {"text": "first"}
-    with pytest.raises(ConfigError, match=r"bomb\.jsonl[.\w]*:2: the record has more than 1 MiB"):
-        next(read)
+        file.write(b'\n{"text": "last"}\n')
+    first, large, last = records(path)
+    assert (first.value(), last.value()) == ({"text": "first"}, {"text": "last"})
+    assert (large.where, large.content) == (f"{path}:2", b"")
+    assert last.where == f"{path}:3"
+    with pytest.raises(BadLineError, match="the record has more than 1 MiB; make several"):
+        large.value()
+
+
+def test_parts_of_a_file_pass_over_a_line_that_is_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(containers, "_MOST_BYTES", MIB)
+    path = tmp_path / "long.jsonl"
+    lines = [b'{"text": "%s"}\n' % (b"a" * size * MIB) for size in (0, 5, 0, 2, 0)]
+    path.write_bytes(b"".join(lines).rstrip())
+    found = list(records(path, MIB // 2))
+    assert [record.problem is None for record in found] == [True, False, True, False, True]
+    places = np.cumsum([0, *map(len, lines)])
+    assert [int(x.where.rpartition(" ")[2]) for x in found[2:]] == places[2:5].tolist()
 
 
 def test_parts_of_a_file_read_no_more_of_a_long_line_than_their_length(tmp_path, monkeypatch):
@@ -147,16 +162,18 @@ def test_a_row_with_too_long_a_list_is_refused_before_it_is_read(tmp_path, monke
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_a_row_beyond_the_limit_is_refused_with_its_file_and_number(tmp_path, monkeypatch, form):
     monkeypatch.setattr(containers, "_MOST_BYTES", MIB, raising=False)
-    path, table = tmp_path / f"row.{form}", pa.table({"text": ["a", "b", "c" * (2 * MIB)]})
+    path, table = tmp_path / f"row.{form}", pa.table({"text": ["a", "b", "c" * (2 * MIB), "d"]})
     if form == "parquet":
         pq.write_table(table, path, compression="zstd")
     else:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-    read = records(path)
-    assert [next(read).content["text"] for _ in range(2)] == ["a", "b"]
-    with pytest.raises(ConfigError, match=rf"row\.{form}.*, row 2: the record has more than 1 MiB"):
-        next(read)
+    *others, large, last = records(path)
+    assert [record.value()["text"] for record in [*others, last]] == ["a", "b", "d"]
+    assert large.where.endswith(", row 2")
+    assert last.where.endswith(", row 3")
+    with pytest.raises(BadLineError, match="the record has more than 1 MiB; make several"):
+        large.value()
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "view"])

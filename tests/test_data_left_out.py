@@ -1,5 +1,6 @@
 """What is left out of the rows, and what is said of it: bad records, chats longer than a row."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import build_data
+from moetrain.data.sources import Skipped, _BadRecord
 
 STRICT = (  # as Mistral's and Gemma's templates refuse turns
     "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -72,12 +74,81 @@ def test_bad_records_are_left_out_and_named(case: str, streaming: str, tmp_path:
     for _ in range(2):  # the second time from the cache
         caplog.clear()
         assert tokens_of(built(path, tmp_path / "cache", **how, bad_records="skip")) == wanted
-        said = [r.getMessage() for r in caplog.records if "bad records" in r.getMessage()]
-        assert len(said) == 1
-        found = re.search(
-            r"a\.jsonl: 2 bad records were left out: .*a\.jsonl:6: .*; .*:14: ", said[0]
-        )
-        assert found, said
+        said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(said) == 2
+        assert said[0].endswith("a.jsonl: 2 bad records were left out")
+        assert re.match(r"2 such as .*a\.jsonl:6: ", said[1])
+
+
+def test_each_kind_of_bad_records_has_an_example(tmp_path: Path, caplog):
+    shown = {"cut short": 5, "refused by the template": 1, "no turns": 2}
+    lines = [line for name, count in shown.items() for line in [BAD[name]] * count]
+    lines += [json.dumps({"messages": [{"role": "assistant", "content": i}]}) for i in range(3)]
+    path = write(tmp_path / "a.jsonl", *GOOD, *lines)
+    for fraction in (0, 0.3):
+        caplog.clear()
+        built(path, tmp_path / "cache", bad_records="skip", eval_fraction=fraction)
+        said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert said[0].endswith("a.jsonl: 11 bad records were left out")
+        found = [re.fullmatch(r"(\d+) such as .*?a\.jsonl:(\d+): (.*)", each) for each in said[1:]]
+        places = [(int(each[1]), int(each[2])) for each in found if each]
+        assert [count for count, _ in places] == [5, 3, 2, 1]
+        if not fraction:
+            assert [line for _, line in places] == [13, 21, 19, 18]
+
+
+def test_ten_kinds_are_shown_and_the_others_counted(caplog):
+    first, second = Skipped(), Skipped()
+    for skipped, letters in ((first, "aabcdefgh"), (second, "ghijjklaa")):
+        for i, letter in enumerate(letters):
+            reason = f"{letter}[{i}] is missing: {{'a': {i}}}; give it"
+            skipped.add(_BadRecord("data.path", f"f:{i}", reason))
+    first.merge(second)
+    first.warn("f")
+    said = [r.getMessage() for r in caplog.records]
+    assert said[:2] == [
+        "f: 18 bad records were left out",
+        "4 such as f:0: a[0] is missing: {'a': 0}; give it",
+    ]
+    counts = {each.split()[4][0]: int(each.split()[0]) for each in said[1:-1]}
+    assert counts == dict.fromkeys("bcdefi", 1) | {"a": 4, "g": 2, "h": 2, "j": 2}
+    assert said[-1] == "2 of other kinds"
+
+
+@pytest.mark.parametrize("kind", ["lines", "gz", "parquet", "arrow"])
+def test_a_record_that_is_too_large_is_left_out(kind: str, tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 3000)
+    monkeypatch.setattr("moetrain.data.containers._LINE_PART", 700)
+    records = [json.loads(line) for line in GOOD]
+    large = json.loads(chat("a", "b" * 9000))
+    records[4:4] = [large]
+    records.append(large)
+    path = write_records(tmp_path, kind, records)
+    with pytest.raises(ConfigError, match=r"data\.path: .*: the record has more than 0 MiB; make"):
+        built(path, tmp_path / "cache")
+    found = tokens_of(built(path, tmp_path / "cache", bad_records="skip"))
+    assert found == tokens_of(built(write(tmp_path / "b.jsonl", *GOOD), tmp_path / "cache"))
+    assert "2 bad records were left out" in caplog.text
+    assert re.search(r"2 such as .*: the record has more than 0 MiB", caplog.text)
+
+
+def write_records(folder: Path, kind: str, records: list[dict]) -> Path:
+    """Write a file of ``kind``, of lines that end with no newline or of a table."""
+    text = "\n".join(map(json.dumps, records))
+    if kind == "lines":
+        return write(folder / "a.jsonl", text)
+    if kind == "gz":
+        path = folder / "a.jsonl.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+        return path
+    pa = pytest.importorskip("pyarrow")
+    table, path = pa.Table.from_pylist(records), folder / f"a.{kind}"
+    if kind == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    return path
 
 
 def test_a_source_of_bad_records_alone_is_refused(tmp_path: Path):

@@ -214,9 +214,9 @@ class DataSection(Section):
     """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
     error: they end the run. The log says how many. Preference pairs are left out, or end it."""
     bad_records: Literal["error", "skip"] = "error"
-    """Records that are not JSON, of no known form, or that the chat template refuses. error: the
-    first one ends the run; skip: they are left out, and the log has their number and the first
-    ones."""
+    """Records that are not JSON, too large, of no known form, or that the chat template refuses.
+    error: the first one ends the run; skip: they are left out, and the log has their number, and
+    the first one of each kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
     """Whether training begins while later blocks of the data are tokenised. The number of rows in a
     pass over a stream is estimated from its first block. auto: for files over 64 MiB, of which no

@@ -51,7 +51,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
-_FORMAT = 6
+_FORMAT = 7
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin")
@@ -319,7 +319,7 @@ def _build(
             task = progress.add_task("Tokenising", total=total and total())
             meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
             if skipped is not None and skipped.count:
-                meta["skipped"] = {"count": skipped.count, "first": skipped.first}
+                meta["skipped"] = {"count": skipped.count, "kinds": skipped.kinds}
                 (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files

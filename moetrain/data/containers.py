@@ -6,7 +6,7 @@ They are read in pieces, each by itself and in any order. ``pyarrow`` reads tabl
 lines of JSON can be read, and those in ``.gz``.
 
 No record has more than :data:`_MOST_BYTES`, however small the file is that it comes from: nothing
-larger is held in memory.
+larger is held in memory. A larger line or row is passed over, and is a bad record.
 
 Left out on purpose: remote files other than a hub's data sets, which a program gives to a Trainer
 as an iterable (docs/library.md).
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
@@ -61,6 +61,8 @@ _RATIO = 4
 """About how many bytes of text there are in one that is compressed."""
 _MOST_BYTES = 64 << 20
 """The largest record: a line of JSON, or a table's row."""
+_LINE_PART = 1 << 20
+"""Bytes of a line that is passed over, at once."""
 _ROWS_AT_ONCE = 256
 """Rows of a table that are objects at once, at most."""
 _ROWS = 4096
@@ -77,9 +79,18 @@ class Raw(NamedTuple):
     content: bytes | dict[str, Any]
     """A line of JSON, or a table's row."""
     num_bytes: int
+    problem: str | None = None
+    """Why it was not read, if it was not."""
+
+    @classmethod
+    def too_large(cls, where: str, num_bytes: int = 0) -> Self:
+        """Return a record of more than :data:`_MOST_BYTES`, of which nothing is held."""
+        return cls(where, where.encode(), b"", num_bytes, _too_large())
 
     def value(self) -> object:
-        """Return the record; BadLineError if the line is not JSON."""
+        """Return the record; BadLineError if the line is not JSON, or the record too large."""
+        if self.problem is not None:
+            raise BadLineError(self.problem)
         if isinstance(self.content, dict):
             return self.content
         try:
@@ -206,22 +217,24 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
     for batch in batches:
-        for few in _bounded(batch, place, number):
+        for few in _bounded(batch):
+            if few is None:
+                yield Raw.too_large(f"{place}, row {number}")
+                number += 1
+                continue
             for row in map(_without_nulls, few.to_pylist()):
                 key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
                 encoded = key.encode(errors="replace")
                 where = f"{place}, row {number}"
-                if len(encoded) > _MOST_BYTES:
-                    raise _too_large(where)
-                yield Raw(where, encoded, row, len(encoded))
+                is_bounded = len(encoded) <= _MOST_BYTES
+                yield Raw(where, encoded, row, len(encoded)) if is_bounded else Raw.too_large(where)
                 number += 1
 
 
-def _bounded(batch: Any, place: str, number: int) -> Iterator[Any]:
-    """Yield slices of ``batch``, of which each may become objects at once.
+def _bounded(batch: Any) -> Iterator[Any]:
+    """Yield slices of ``batch``, of which each may become objects at once; None for a large row.
 
-    Raises BadLineError: a row is too large. ``number`` is the first row's. Rows that may share
-    their bytes, and those of a large batch, are yielded one by one.
+    Rows that may share their bytes, and those of a large batch, are yielded one by one.
     """
     shares = any(map(_shares_bytes, batch.schema.types))
     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
@@ -231,9 +244,7 @@ def _bounded(batch: Any, place: str, number: int) -> Iterator[Any]:
             continue
         for i in range(few.num_rows):
             row = few.slice(i, 1)
-            if not shares and row.nbytes > _MOST_BYTES:
-                raise _too_large(f"{place}, row {number + start + i}")
-            yield row
+            yield row if shares or row.nbytes <= _MOST_BYTES else None
 
 
 def _shares_bytes(kind: Any) -> bool:
@@ -244,9 +255,9 @@ def _shares_bytes(kind: Any) -> bool:
     return any(_shares_bytes(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _too_large(where: str) -> BadLineError:
-    problem = f"{where}: the record has more than {_MOST_BYTES >> 20} MiB"
-    return BadLineError(f"{problem}; make several records of it, or leave it out")
+def _too_large() -> str:
+    size = f"more than {_MOST_BYTES >> 20} MiB"
+    return f"the record has {size}; make several records of it, or leave it out"
 
 
 def _without_nulls(value: Any) -> Any:
@@ -292,11 +303,13 @@ def _json(piece: FilePart) -> Iterator[Raw]:
             if at >= piece.stop or not (line := file.readline(_MOST_BYTES + 1)):
                 return
             where = f"{piece.file}:byte {at}" if piece.start else f"{piece.file}:{number}"
-            if len(line) > _MOST_BYTES:
-                raise _too_large(where)
-            if line.strip():
-                yield Raw(where, line.strip(), line, len(line))
             at += len(line)
+            if len(line) > _MOST_BYTES:
+                yield Raw.too_large(where, len(line))
+                while at < piece.stop and line and line[-1:] != b"\n":  # the rest of it
+                    at += len(line := file.readline(_LINE_PART))
+            elif line.strip():
+                yield Raw(where, line.strip(), line, len(line))
 
 
 def _array(path: Path, file: Any) -> Iterator[Raw]:
@@ -305,7 +318,8 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
             where = f"{path}:{element.line}, record {number}"
             yield Raw(where, element.text, element.text, len(element.text))
     except TooLargeError as error:
-        raise _too_large(f"{path}:{error.line}, record {error.number}") from None
+        where = f"{path}:{error.line}, record {error.number}"
+        raise BadLineError(f"{where}: {_too_large()}") from None
 
 
 # ---- finding files ------------------------------------------------------------------------------

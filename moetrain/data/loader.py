@@ -164,7 +164,7 @@ def _tokenised(
     has_chats = any(cache.masked is not None for cache in both)
     skipped = Skipped()
     for cache in both:
-        skipped.add(cache.skipped)
+        skipped.merge(cache.skipped)
     skipped.warn(source.path)
     if held_out is None:
         return _all_rows(train, source, data), None, has_chats
@@ -287,7 +287,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
 def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     """Return ``cache``; ConfigError if there is no text, or no token of it has loss."""
     if cache.num_documents == 0:
-        why = f"; the first bad record: {cache.skipped.first[0]}" if cache.skipped.count else ""
+        _, first = next(iter(cache.skipped.kinds.values()), (0, ""))
+        why = f"; the first bad record: {first}" if first else ""
         raise ConfigError(source.field, f"{source.path!r} holds no text{why}")
     if cache.targets.any():
         return cache

@@ -16,6 +16,7 @@ records (a line of the user's own script does that), and images and sounds in ``
 import codecs
 import hashlib
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,23 +86,43 @@ class HashRange(NamedTuple):
 
 @dataclass
 class Skipped:
-    """The records that ``data.bad_records skip`` leaves out: how many, and the first ones."""
+    """The records that ``data.bad_records skip`` leaves out: how many, and one of each kind."""
 
-    MOST_NAMED: ClassVar = 3
+    MOST_KINDS: ClassVar = 10
     count: int = 0
-    first: list[str] = field(default_factory=list)
-    """File, line and problem of each."""
+    kinds: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By what is wrong: how many records, and file, line and problem of the first one."""
 
-    def add(self, other: "Skipped") -> None:
+    def add(self, error: "_BadRecord") -> None:
+        """Count a bad record."""
+        self.merge(Skipped(1, {_kind_of(error.reason): (1, error.problem)}))
+
+    def merge(self, other: "Skipped") -> None:
         """Count ``other``'s records too."""
         self.count += other.count
-        self.first = [*self.first, *other.first][: self.MOST_NAMED]
+        for kind, (count, first) in other.kinds.items():
+            if kind in self.kinds or len(self.kinds) < self.MOST_KINDS:
+                known, said = self.kinds.get(kind, (0, first))
+                self.kinds[kind] = (known + count, said)
 
     def warn(self, path: str) -> None:
         """Name the records of ``path`` in the log, if there are any."""
-        if self.count:
-            said = "; ".join(self.first)
-            logger.warning("%s: %s bad records were left out: %s", path, f"{self.count:,}", said)
+        if not self.count:
+            return
+        logger.warning("%s: %s bad records were left out", path, f"{self.count:,}")
+        for count, first in sorted(self.kinds.values(), key=lambda kind: -kind[0]):
+            logger.warning("%s such as %s", f"{count:,}", first)
+        if rest := self.count - sum(count for count, _ in self.kinds.values()):
+            logger.warning("%s of other kinds", f"{rest:,}")
+
+
+_VALUE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+|(?<=\s)[\[{(].*""")
+"""What an error says of one record alone: texts, numbers, and from a list or an object on all."""
+
+
+def _kind_of(problem: str) -> str:
+    """Return what ``problem`` says without the values of its record and the remedy."""
+    return _VALUE.sub("...", problem.partition("; ")[0])
 
 
 _EVERYTHING = HashRange()
@@ -110,9 +131,9 @@ _EVERYTHING = HashRange()
 class _BadRecord(ConfigError):
     """A record that cannot be used, with its file and line."""
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(field, problem)
-        self.problem = problem
+    def __init__(self, field: str, where: str, reason: str) -> None:
+        self.reason, self.problem = reason, f"{where}: {reason}"
+        super().__init__(field, self.problem)
 
 
 @dataclass(frozen=True)
@@ -221,7 +242,7 @@ class Source(Files):
                 if not self.reader.skips_bad:
                     raise
                 if skipped is not None:
-                    skipped.add(Skipped(1, [error.problem]))
+                    skipped.add(error)
                 continue
             for document in documents:
                 yield document._replace(num_bytes=num_bytes)
@@ -233,7 +254,7 @@ class Source(Files):
         try:
             return read(self.reader, raw.value())
         except BadLineError as error:
-            raise _BadRecord(error.field or self.field, f"{raw.where}: {error}") from None
+            raise _BadRecord(error.field or self.field, raw.where, str(error)) from None
 
     def _form_of(self, raw: Raw) -> str:
         try:
