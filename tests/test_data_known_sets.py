@@ -209,7 +209,7 @@ def test_other_metadata_is_no_tools(metadata: object):
             "keep the records whose `helpfulness`, `verbosity` suffice, and write `response` as "
             "`completion`",
         ),
-        ({"prompt": "q", "response": "a"}, "; write `response` as `completion`;"),
+        ({"prompt": "q", "response": "a"}, "; write `response` as `completion`, or"),
         (
             {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
             "`labels` is 2, and 1 says that `human_ref_A` is preferred",
@@ -230,7 +230,7 @@ def test_other_metadata_is_no_tools(metadata: object):
         ({"prompt": "q", "answer": "a"}, "nearest is completion, which lacks `completion`"),
         ({"chosen": "a"}, "nearest is preference, which lacks `rejected`"),
         ({"instuction": "a", "output": "b"}, "nearest is alpaca, which lacks `instruction`"),
-        ({"body": "a"}, r"; fill or rename its fields; .* data\.text_field names"),
+        ({"body": "a"}, r"none is near: fill or rename its fields, .* data\.text_field"),
         ({"instruction": "q", "output": "a", "response": "b"}, "`output` and `response` differ"),
         ({"instruction": "q", "input": "a", "context": "b", "output": "o"}, "`context` differ"),
     ],
@@ -246,7 +246,9 @@ def test_a_single_answer_is_no_pair():
         with pytest.raises(BadLineError, match=r"one answer, which train\.objective next_token"):
             documents(record, pairs=True)
     pair = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0}
-    with pytest.raises(BadLineError, match=r"that `better_response_id` names, as `chosen`.*known"):
+    with pytest.raises(
+        BadLineError, match=r"that `better_response_id` names, as `chosen`.*; known"
+    ):
         documents(pair, pairs=True)
 
 

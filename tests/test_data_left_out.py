@@ -10,6 +10,7 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import build_data
+from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Skipped, _BadRecord
 
 STRICT = (  # as Mistral's and Gemma's templates refuse turns
@@ -84,17 +85,18 @@ def test_each_kind_of_bad_records_has_an_example(tmp_path: Path, caplog):
     shown = {"cut short": 5, "refused by the template": 1, "no turns": 2}
     lines = [line for name, count in shown.items() for line in [BAD[name]] * count]
     lines += [json.dumps({"messages": [{"role": "assistant", "content": i}]}) for i in range(3)]
+    lines += [json.dumps({"prompt": "{; ['"}), json.dumps({"body": 1}), json.dumps({"prompt": "b"})]
     path = write(tmp_path / "a.jsonl", *GOOD, *lines)
     for fraction in (0, 0.3):
         caplog.clear()
         built(path, tmp_path / "cache", bad_records="skip", eval_fraction=fraction)
         said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        assert said[0].endswith("a.jsonl: 11 bad records were left out")
+        assert said[0].endswith("a.jsonl: 14 bad records were left out")
         found = [re.fullmatch(r"(\d+) such as .*?a\.jsonl:(\d+): (.*)", each) for each in said[1:]]
         places = [(int(each[1]), int(each[2])) for each in found if each]
-        assert [count for count, _ in places] == [5, 3, 2, 1]
+        assert [count for count, _ in places] == [5, 3, 2, 2, 1, 1]
         if not fraction:
-            assert [line for _, line in places] == [13, 21, 19, 18]
+            assert [line for _, line in places] == [13, 21, 19, 24, 18, 25]
 
 
 def test_ten_kinds_are_shown_and_the_others_counted(caplog):
@@ -102,7 +104,7 @@ def test_ten_kinds_are_shown_and_the_others_counted(caplog):
     for skipped, letters in ((first, "aabcdefgh"), (second, "ghijjklaa")):
         for i, letter in enumerate(letters):
             reason = f"{letter}[{i}] is missing: {{'a': {i}}}; give it"
-            skipped.add(_BadRecord("data.path", f"f:{i}", reason))
+            skipped.add(_BadRecord("data.path", f"f:{i}", BadLineError(reason)))
     first.merge(second)
     first.warn("f")
     said = [r.getMessage() for r in caplog.records]

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from moetrain.data import chat
-from moetrain.data.chat import ChatTemplate
+from moetrain.data.chat import BadLineError, ChatTemplate
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 QUESTIONS = [{"role": "user", "content": f"q{i}"} for i in range(4)]
@@ -347,3 +347,16 @@ def test_thoughts_follow_the_variables_of_the_record(
 )
 def test_stops_are_the_ends_that_were_learned(source: str, stops: tuple[str, ...]):
     assert template_of(source).stops == stops
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ROUNDS.replace("<|closed|>' if n.is_result }}", "<|shut|>' if n.is_result }}"),
+        ROUNDS.replace("if add_generation_prompt and not n.is_result", "if add_generation_prompt"),
+    ],
+    ids=["answers begin otherwise", "the prompt begins a turn"],
+)
+def test_calls_that_the_prompt_does_not_begin_are_refused(source: str):
+    with pytest.raises(BadLineError, match=r"does not begin its rendering of messages\[3\]"):
+        template_of(source).documents(calls_in_rounds(thoughts=False)[:4])

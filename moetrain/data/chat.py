@@ -347,8 +347,10 @@ class ChatTemplate:
         prompt, closed, said = (rest for *_, rest in behind)
         if said.startswith(prompt):
             return said[len(prompt) :]
-        if prompt != closed:
-            return None  # it begins the turn as the template does not write it
+        answer = {"role": "assistant", "content": "x"}
+        (answered,) = self._rendered([*turns[:-1], answer], variables, [View(size, False)])
+        if prompt != closed or not answered.rpartition(_MARK)[2].startswith(prompt):
+            return None  # the prompt begins no turn of the model, or another one
         # The texts part behind the end of the turn before, which both have, and within no token.
         pairs = enumerate(zip(prompt, said, strict=False))
         parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(said)))

@@ -40,10 +40,13 @@ _OF_SYSTEM = ("system", "developer")
 class BadLineError(Exception):
     """A line's content is wrong; the caller, who knows file and line number, reports both."""
 
-    def __init__(self, problem: str, field: str | None = None) -> None:
-        """``field`` is the setting at fault, if that is not the one that named the file."""
+    def __init__(self, problem: str, field: str | None = None, *, kind: str | None = None) -> None:
+        """``field`` is the setting at fault, if that is not the one that named the file.
+
+        ``kind``: what tells ``problem`` from problems of other kinds; None: its words do.
+        """
         super().__init__(problem)
-        self.field = field
+        self.field, self.kind = field, kind
 
 
 def read_messages(

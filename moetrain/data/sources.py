@@ -95,7 +95,7 @@ class Skipped:
 
     def add(self, error: "_BadRecord") -> None:
         """Count a bad record."""
-        self.merge(Skipped(1, {_kind_of(error.reason): (1, error.problem)}))
+        self.merge(Skipped(1, {error.kind: (1, error.problem)}))
 
     def merge(self, other: "Skipped") -> None:
         """Count ``other``'s records too."""
@@ -131,8 +131,9 @@ _EVERYTHING = HashRange()
 class _BadRecord(ConfigError):
     """A record that cannot be used, with its file and line."""
 
-    def __init__(self, field: str, where: str, reason: str) -> None:
-        self.reason, self.problem = reason, f"{where}: {reason}"
+    def __init__(self, field: str, where: str, error: BadLineError) -> None:
+        self.problem = f"{where}: {error}"
+        self.kind = error.kind or _kind_of(str(error))
         super().__init__(field, self.problem)
 
 
@@ -254,7 +255,7 @@ class Source(Files):
         try:
             return read(self.reader, raw.value())
         except BadLineError as error:
-            raise _BadRecord(error.field or self.field, raw.where, str(error)) from None
+            raise _BadRecord(error.field or self.field, raw.where, error) from None
 
     def _form_of(self, raw: Raw) -> str:
         try:
@@ -361,7 +362,7 @@ class RecordReader:
                 if remedy is None and self._has_form(record, "messages", "sharegpt", "alpaca"):
                     remedy = "it has one answer, which train.objective next_token learns"
                 said = f"{said}; {remedy}" if remedy else said
-                raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
+                raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}", kind=remedy)
             if missing:
                 raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
             return self.form
@@ -376,15 +377,16 @@ class RecordReader:
         remedy = remedy_for(record) or self._nearest(record)
         raise BadLineError(
             f"no {self.text_field!r} and no 'messages': a record of no known form, "
-            f"{shortened(record)}; {remedy}; known are {known}; data.text_field names the field of "
-            "a text"
+            f"{shortened(record)}; known are {known}; {remedy}, or name the field of a text in "
+            "data.text_field",
+            kind=remedy,
         )
 
     def _nearest(self, record: dict[str, Any]) -> str:
         """Say which form has fields most like those of ``record``, and what it lacks."""
         likeness, form = max((_likeness(self._needed(name), record), name) for name in _FORMS)
         if likeness < _ALIKE:
-            return "fill or rename its fields"
+            return "none is near: fill or rename its fields"
         missing = ", ".join(f"`{key}`" for key in self._needed(form) if record.get(key) is None)
         return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
 
