@@ -107,6 +107,14 @@ def test_a_system_that_names_tools_does_not_declare_them(said: str):
     assert texts({"messages": turns, "tools": TOOLS}) == [theirs(turns, TOOLS)]
 
 
+def test_tools_with_names_that_are_none_are_shown():
+    """A template may write such tools whole; nothing compares their names."""
+    tools = [{"type": "function", "function": {"name": {"a": 1}}}, {"type": "x"}]
+    assert texts({"messages": [USER, calls("c")], "tools": tools}) == [
+        theirs([USER, calls("c")], tools)
+    ]
+
+
 # ---- results ------------------------------------------------------------------------------------
 
 ORDERED = [USER, calls("c1", "c2"), result("c1", "one"), result("c2", "two"), ANSWER]

@@ -250,6 +250,8 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
 
     Raises BadLineError: they have those of some, and not of others.
     """
+    if not tools:
+        return False
     said = "\n".join(_text_of(turn) for turn in turns if turn["role"] in _OF_SYSTEM)
     # Each part begins with the value of a key `name`; an example of a call has no description.
     parts = re.split(r"""["']name["']\s*:\s*""", said)[1:]
@@ -264,7 +266,7 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
     if others and len(others) < len(names):
         said = f"the system's turn lists other tools than `tools`, which has {shortened(others[0])}"
         raise BadLineError(f"{said}; leave one of the two lists out")
-    return bool(names) and not others
+    return not others
 
 
 def undeclared_call(
@@ -280,9 +282,10 @@ def undeclared_call(
     return None
 
 
-def _name_of(tool: Mapping[str, Any]) -> object:
+def _name_of(tool: Mapping[str, Any]) -> str | None:
     function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else tool.get("name")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
+    return name if isinstance(name, str) else None
 
 
 def _text_of(turn: Mapping[str, Any]) -> str:
