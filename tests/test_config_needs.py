@@ -39,6 +39,7 @@ PROBES += (
     "reinforce",
     "mask",
     "reinforce_pp",
+    "grpo",
     "local",
     "cpu",
     "float32",
@@ -84,7 +85,7 @@ def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, name, monkeyp
     lacking = dict.fromkeys(there, "the reason")
     wrong = {k: next(x for x in PROBES if x not in v) for k, v in need.of.items() if k in DEFAULTS}
     values = DEFAULTS | wrong | {name: value}
-    ((found, why),) = _unmet(values, DEFAULTS, lacking)
+    ((found, why, _),) = _unmet(values, DEFAULTS, lacking)
     assert found == name
     assert all(other in why for other in wrong)
     assert ("the reason" in why) == bool(there)
@@ -101,11 +102,13 @@ GIVEN = [
     ("--optim.schedule constant --optim.min_lr_ratio 0", "optim.min_lr_ratio: 0.0 contradicts opt"),
     (
         "--train.sample_tokens 0 --train.sample_prompt x",
-        "train.sample_prompt: 'x' contradicts train.sample_tokens 0; unset one",
+        "train.sample_prompt: 'x' contradicts train.sample_tokens 0; unset it, or raise "
+        "train.sample_tokens",
     ),
     (
         "--data.source synthetic --train.sample_prompt x",
-        "train.sample_prompt: 'x' contradicts data.source 'synthetic'; unset one",
+        "train.sample_prompt: 'x' contradicts data.source 'synthetic'; unset it, or use "
+        "another data.source",
     ),
     (
         "--checkpoint.asynchronous yes --checkpoint.minutes 0",
@@ -113,31 +116,34 @@ GIVEN = [
     ),
     (
         "--data.eval_fraction 0 --train.eval_rows 8",
-        "train.eval_rows: 8 contradicts data.eval_fraction 0.0 and data.eval_path none; unset one",
+        "train.eval_rows: 8 contradicts data.eval_fraction 0.0 and data.eval_path none; unset it, "
+        "or raise data.eval_fraction, or set data.eval_path",
     ),
     (
         "--moe.force_balanced yes --moe.bias_update_rate 0.1",
-        "moe.bias_update_rate: 0.1 contradicts moe.force_balanced True; unset one",
+        "moe.bias_update_rate: 0.1 contradicts moe.force_balanced True; unset it, or set "
+        "moe.force_balanced no",
     ),
     (
         "--lora.rank 8 --moe.bias_update_rate 0.01",
-        "moe.bias_update_rate: 0.01 contradicts lora.rank 8; adapter files have no place for the "
-        "bias that it moves; set it to 0",
+        "moe.bias_update_rate: 0.01 contradicts lora.rank 8, whose files have no place for "
+        "the bias that it moves; set it to 0",
     ),
     ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
     ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),
     ("--model.preset qwen3-0.6b --moe.z_loss_coef 1", "moe.z_loss_coef: 1.0, but qwen3 has no exp"),
     (
         "--optim.muon_momentum 0.9",
-        "optim.muon_momentum: 0.9 contradicts optim.name 'adamw'; unset one",
+        "optim.muon_momentum: 0.9 contradicts optim.name 'adamw'; unset it, or set optim.name muon",
     ),
     (
         "--optim.muon_qk_clip 100",
-        "optim.muon_qk_clip: 100.0 contradicts optim.name 'adamw'; unset one",
+        "optim.muon_qk_clip: 100.0 contradicts optim.name 'adamw'; unset it, or set optim.name m",
     ),
     (
         "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
-        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex'; unset one",
+        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex'; unset it, or use "
+        "another kernels.attention",
     ),
     (
         "--optim.name muon --lora.rank 8",
@@ -149,7 +155,7 @@ GIVEN = [
     ),
     (
         "--optim.name muon --optim.offload_fraction 0.5",
-        "optim.offload_fraction: 0.5 contradicts optim.name 'muon'; unset one",
+        "optim.offload_fraction: 0.5 contradicts optim.name 'muon'; unset it, or set optim.name a",
     ),
     ("--optim.lr 1 --train.seed 1 --optim.lr 2", "optim.lr: given twice on the command line, as"),
     ("--train.seed 1 train.seed=1", "train.seed: given twice on the command line, as '1' and '1'"),
@@ -176,9 +182,8 @@ def test_what_a_recipe_proposes_goes_back_to_the_default():
     prompt = Config.load("debug").train.sample_prompt
     config = Config.load("debug", ["train.sample_tokens=0"])
     assert (prompt is None, config.train.sample_prompt) == (False, None)
-    assert config.origins["train.sample_prompt"] == (
-        f"as {prompt!r} contradicts train.sample_tokens 0; unset one"
-    )
+    origin = f"as {prompt!r} contradicts train.sample_tokens 0"
+    assert config.origins["train.sample_prompt"] == origin
     assert Config.load(config.to_dict(), environ={}).to_dict() == config.to_dict()
     dense, _ = resolve_run(Config.load("debug", ["model.preset=qwen3-0.6b"]))
     assert dense.moe.aux_loss_coef is None
@@ -201,7 +206,7 @@ def test_a_proposal_that_the_device_does_not_take_is_not_what_runs_or_is_planned
     plan = MemoryPlan.of(config, arch, generates=False)
     for found in (Session(config, arch).config, plan.config):
         assert found.kernels.attention == "auto"
-        origin = "as 'exact', but this run is on a CPU; unset it"
+        origin = "as 'exact', but this run is on a CPU"
         assert found.origins["kernels.attention"] == origin
 
 

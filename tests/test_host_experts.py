@@ -109,7 +109,7 @@ def test_memory_is_estimated():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lora.rank=8", "lora.offload_experts: True contradicts lora.base_dtype 'auto'; unset one"),
+        ("lora.rank=8", "lora.offload_experts: True contradicts lora.base_dtype 'auto'; unset it"),
         (
             "lora.rank=8 lora.base_dtype=nf4 model.preset=qwen3-0.6b",
             "lora.offload_experts: True, but qwen3 has no experts; unset it",

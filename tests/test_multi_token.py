@@ -457,8 +457,8 @@ def test_depths_follow_each_other():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2; unset one"),
-        (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset one"),
+        (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2; unset it, or set"),
+        (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset it, or set"),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
         (["model.path=", "model.preset=debug"], "this qwen3_moe model has no blocks for further"),
         (["model.path=", "model.preset=deepseek-v2-lite"], "this deepseek_v2 model has no blocks"),

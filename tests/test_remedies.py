@@ -12,13 +12,16 @@ import json
 import re
 import shutil
 import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
+from test_config_needs import NEEDS_OF_ONE
 
-from moetrain.config import Config, ConfigError
-from moetrain.config.sources import leaves
+from moetrain.config import Config, ConfigError, Fact, _unmet
+from moetrain.config.sources import Reader, leaves
 from moetrain.data.loader import build_data
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.parallel.world import plan_world
@@ -29,6 +32,9 @@ from moetrain.train.trainer import Trainer
 ROOT = Path(__file__).parent.parent
 UNSET = object()
 """Leaves a setting out."""
+
+DEFAULTS = dict(leaves(Config().model_dump()))
+SECTIONS = {name.partition(".")[0] for name in DEFAULTS if "." in name}
 
 
 class Row(NamedTuple):
@@ -171,9 +177,9 @@ ROWS = {
     ),
     "a need": Row(
         {"a.jsonl": CHATS},
-        {**OF_CHATS, "data.workers": 2, "data.streaming": "no"},
-        "data.workers: 2 contradicts data.streaming 'no'; unset one",
-        [{"data.workers": UNSET}, {"data.streaming": UNSET}],
+        {**OF_CHATS, "data.workers": 2, "data.streaming": "no", "data.eval_fraction": 0},
+        "data.workers: 2 contradicts data.streaming 'no'; unset it, or set data.streaming auto or",
+        [{"data.workers": UNSET}, {"data.streaming": "auto"}, {"data.streaming": "yes"}],
     ),
     "an empty value": Row(
         {"a.txt": TEXT},
@@ -366,7 +372,7 @@ ROWS = {
 }
 
 
-def write(files: dict[str, str | None]) -> None:
+def write(files: Mapping[str, str | None]) -> None:
     letters = ByteTokenizer().export().files
     for name, content in files.items():
         path = Path(name)
@@ -415,6 +421,105 @@ def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
         write(files)
         write(remedy.get("files", {}))
         use(settings | {k: v for k, v in remedy.items() if k != "files"})
+
+
+# ---- settings that need others: what the table advises, each way with each value -----------------
+
+FIELDS = {
+    f"{section}.{key}": field
+    for section, of in Config.model_fields.items()
+    if isinstance(of.default, BaseModel)
+    for key, field in type(of.default).model_fields.items()
+}
+PROBES = [None, 0, 1, 2, 4, 0.5, 1.5, True, False, "x", ("wandb",), ("experts",), (1, 1)]
+PROBES += [({"path": "a.jsonl"},)]
+BESIDE = {"lora.": {"lora.rank": 8}, "moe.": {"parallel.ep": 2}, "rl.kl": {"rl.kl_coef": 0.1}}
+"""What a user of such settings has set too."""
+
+
+@functools.cache
+def possible(name: str) -> list[Any]:
+    """Values that a setting takes: each choice, or some of PROBES."""
+    kinds = [FIELDS[name].annotation, *get_args(FIELDS[name].annotation)]
+    found = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
+    return [x for x in [*found, *PROBES, DEFAULTS[name]] if can_be(name, x)]
+
+
+def can_be(name: str, value: Any) -> bool:
+    try:
+        return Config().filled({name: value}, "a test") is not None
+    except ConfigError:
+        return False
+
+
+def read(name: str, text: str) -> Any:
+    """Return the value of ``name`` that is ``text`` on a command line."""
+    return dict(leaves(Reader(Config).build({name: text}, strict=False).model_dump()))[name]
+
+
+def ways(name: str, advice: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield settings that do as ``advice`` on ``name`` says: each way, with each of its values."""
+    for way in re.split(r",? or (?=set |raise |unset |use |in )", advice):
+        verb, _, rest = way.partition(" ")
+        target, _, texts = rest.partition(" ")
+        if way == "in reinforcement learning rl.chat yes":
+            yield {"rl.chat": True}
+        elif way == "use 2 or more":
+            yield from ({name: x} for x in (2, 7))
+        elif way == "set it to 0":
+            yield {name: 0}
+        elif verb == "use" and target == "another":
+            yield from ({texts: x} for x in possible(texts) if x != values[texts])
+        elif verb == "use":
+            yield from ({name: read(name, x)} for x in rest.split(" or "))
+        elif verb == "unset":
+            target = name if target == "it" else target
+            yield {target: DEFAULTS[target]}
+        elif verb == "raise":
+            more = [x for x in possible(target) if x is not None and x > (values[target] or 0)]
+            yield from ({target: x} for x in more)
+        else:
+            assert verb == "set", f"nothing here follows {way!r}"
+            known = [x for x in possible(target) if x is not None]
+            yield from ({target: x} for x in (texts and re.split(", | or ", texts)) or known)
+
+
+_SETTING = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+")
+
+
+def complaints(values: dict[str, Any]) -> dict[tuple[str, ...], str]:
+    """Return the advice of each complaint about ``values`` by the settings that it names."""
+    config = Config().filled(values, "a test")
+    found = _unmet(dict(leaves(config.model_dump())), DEFAULTS, {})
+    return {(name, *_SETTING.findall(why)): advice for name, why, advice in found}
+
+
+OF_SETTINGS = [(need, name) for need, name in NEEDS_OF_ONE if not {*need.of} & {*Fact}]
+
+
+@pytest.mark.parametrize(
+    ("need", "name"), OF_SETTINGS, ids=[f"{name}-{'-'.join(x.of)}" for x, name in OF_SETTINGS]
+)
+def test_what_the_error_of_a_need_advises_works(need, name):
+    """Following it ends this complaint, and makes no other."""
+    beside = {"data.source": "records", "data.path": "a.jsonl"}
+    beside |= {
+        k: v for start, of in BESIDE.items() if name.startswith(start) for k, v in of.items()
+    }
+    values = {k: v for k, v in beside.items() if k not in need.of}
+    for other, fitting in need.of.items():
+        refused = [x for x in possible(other) if x not in fitting]
+        values[other] = DEFAULTS[other] if DEFAULTS[other] in refused else refused[0]
+    for value in (x for x in possible(name) if x in need.when and x != DEFAULTS[name]):
+        before = complaints(values | {name: value})
+        advice = before[name, *need.of]
+        followed = [*ways(name, advice, values)]
+        assert len(followed) > advice.count(" or ") - advice.count("use 2 or more")
+        for way in followed:
+            way = {k: read(k, v) if isinstance(v, str) else v for k, v in way.items()}
+            after = complaints(values | {name: value} | way)
+            assert (name, *need.of) not in after, f"{advice}: {way}"
+            assert after.keys() <= before.keys(), f"{advice}: {way}"
 
 
 # ---- layouts: settings, processes, the error, and for each remedy settings and processes --------
@@ -635,8 +740,6 @@ def texts() -> dict[str, str]:
     return found
 
 
-DEFAULTS = dict(leaves(Config().model_dump()))
-SECTIONS = {name.partition(".")[0] for name in DEFAULTS if "." in name}
 _NAMED = re.compile(rf"(?<![\w.'/`])({'|'.join(sorted(SECTIONS))})\.([a-z_]+[a-z0-9_]*)(?![\w(./])")
 
 

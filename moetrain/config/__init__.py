@@ -13,10 +13,11 @@ Those checks live where the thing is built (:mod:`moetrain.train.setup`) and rai
 import json
 import logging
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import starmap
 from pathlib import PurePath
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 from pydantic import PrivateAttr
 
@@ -98,25 +99,49 @@ class _Need(NamedTuple):
     """Other settings or facts, and the values with which they satisfy the need; one is enough."""
     when: Container[Any] = _ANY
     """Values of the settings that have this need."""
-    remedy: str = "unset one"
+    why: str = ""
+    """What a message says behind the values of ``of``."""
+    remedy: str = ""
+    """What a message advises; empty: to unset the setting, or to satisfy one of ``of``."""
 
     def covers(self, name: str) -> bool:
         is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
         return name in self.settings.split() or (is_in_section and name not in self.of)
 
+    def advised(self) -> str:
+        """Return the end of a message: what to do, each way by itself."""
+        return self.remedy or ", or ".join(["unset it", *starmap(_satisfied, self.of.items())])
 
-_RECORDS = {"records", "jsonl"}
-_TEXTS = {"text", *_RECORDS}
-_WITH_REFERENCE = {"dpo", "ipo", "kto"}
-_PREFERENCES = {*_WITH_REFERENCE, "simpo", "orpo"}
+
+def _satisfied(name: str, fitting: Container[Any]) -> str:
+    """Say how the setting ``name`` comes to one of the values ``fitting``."""
+    if isinstance(fitting, _Other):
+        if fitting.excluded == (None,):
+            return f"set {name}"
+        is_least = fitting.excluded in ((0,), (1,))
+        return f"raise {name}" if is_least else f"use another {name}"
+    values = [x for x in cast("Iterable[Any]", fitting) if x is not None]
+    if not values:
+        return f"unset {name}"
+    *words, last = (("no", "yes")[x] if isinstance(x, bool) else str(x) for x in values)
+    return f"set {name} {', '.join(words)}{' or ' * bool(words)}{last}"
+
+
+_RECORDS = ("records", "jsonl")
+_TEXTS = ("text", *_RECORDS)
+_WITH_REFERENCE = ("dpo", "ipo", "kto")
+_PREFERENCES = (*_WITH_REFERENCE, "simpo", "orpo")
+_PAIRS = ("dpo", "ipo", "simpo", "orpo")
 _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_CHATS = {"rl.chat": {True}, "rl.env": _Other("sort", "arithmetic")}
+_OR_CHATS = "unset it, or set data.source records, or in reinforcement learning rl.chat yes"
+_OF_GROUPS = ("dr_grpo", "grpo", "rloo", "reinforce_pp_baseline")
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
-_NO_PLACE_FOR_BIAS = "adapter files have no place for the bias that it moves; set it to 0"
+_NO_PLACE_FOR_BIAS = ", whose files have no place for the bias that it moves"
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -128,21 +153,27 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("model.rope", {"model.max_positions": _SET}),
     _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
     _Need("data.mix data.text_field data.format", {"data.source": _RECORDS}),
-    _Need("data.chat_template data.chat_template_kwargs", {"data.source": _RECORDS} | _HAS_CHATS),
+    _Need(
+        "data.chat_template data.chat_template_kwargs",
+        {"data.source": _RECORDS} | _HAS_CHATS,
+        remedy=_OR_CHATS,
+    ),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.bad_records data.overlong", {"data.source": _RECORDS}),
-    _Need("data.overlong", {"data.packing": {"auto", "whole"}}),
-    _Need("data.text_field", {"data.format": {"auto", "text"}}),
+    _Need("data.overlong", {"data.packing": ("auto", "whole")}),
+    _Need("data.text_field", {"data.format": ("auto", "text")}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
     _Need("data.chat_template_kwargs", {"data.format": _Other("text")}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
-    _Need("data.eval_fraction", {"data.eval_path": {None}}),
+    _Need(
+        "data.eval_fraction", {"data.eval_path": {None}}, _SOME
+    ),  # 0: nothing is held out either way
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
-    _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES - {"kto"}),
+    _Need("train.objective", {"data.format": ("auto", "preference")}, _PAIRS),
     _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label
     # References of all rows are computed before the first step.
-    _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
+    _Need("train.objective", {"data.streaming": ("auto", "no")}, _PREFERENCES),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
     _Need("train.desirable_weight train.undesirable_weight", {"train.objective": {"kto"}}),
     _Need("train.simpo_gamma", {"train.objective": {"simpo"}}),
@@ -150,7 +181,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.mtp_weight", {"parallel.pp": {1}}),  # the last stage has no embedding
     # PEFT's models have no such blocks; adapters are not copied, and lie between experts' products.
     _Need("train.mtp_weight moe.redundant_experts kernels.precision", {"lora.rank": {0}}),
-    _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
+    _Need("data.workers", {"data.streaming": ("auto", "yes")}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.compare_replicas", {"parallel.dp_replicate": _Other(1)}, _SOME),
     _Need("train.eval_interval train.eval_rows", _EVALUATED, _SOME),
@@ -165,14 +196,16 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("lora.offload_experts", {"lora.base_dtype": _NARROW}),
     _Need("lora.layout lora.offload_experts", {Fact.EXPERTS: _HELD}),
     _Need("rl.routing_replay rl.generator_dtype", {Fact.EXPERTS: _HELD}),
-    _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
+    _Need("optim.min_lr_ratio", {"optim.schedule": ("cosine", "wsd")}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     _Need("optim.muon_momentum optim.muon_iterations optim.muon_scale", {"optim.name": {"muon"}}),
     _Need("optim.muon_qk_clip", {"optim.name": {"muon"}}),
     _Need("optim.muon_qk_clip", {"kernels.attention": _Other("flex")}),  # shows no documents
-    _Need("optim.name", {"lora.rank": {0}}, {"muon"}, "use adamw"),  # adapters are no such matrices
+    _Need(
+        "optim.name", {"lora.rank": {0}}, {"muon"}, remedy="use adamw"
+    ),  # adapters are no such matrices
     _Need("optim.offload_fraction", {"optim.name": {"adamw"}}),  # matrices lie in parts on the host
-    _Need("optim.state_dtype", {"optim.name": {"adamw"}}, {"float8"}, "use bfloat16"),
+    _Need("optim.state_dtype", {"optim.name": {"adamw"}}, {"float8"}, remedy="use bfloat16"),
     _Need("optim.weight_dtype", {"optim.state_dtype": {"float8"}}, {"bfloat16"}),
     _Need("optim.weight_dtype", {"lora.rank": {0}}, {"bfloat16"}),  # adapters are fp32
     # The update on the host knows no other dtypes.
@@ -180,23 +213,23 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
     _Need("activation.save", {"activation.policy": {"selective"}}),
     # A graph holds what a device computes over memory that stays where it is.
-    _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}, "set no"),
+    _Need("compile.cuda_graphs", {Fact.CUDA: _HELD}, {True}),
     _Need("compile.cuda_graphs", {"optim.offload_fraction": {0}}, {True}),
-    _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": {None, False}}, {True}),
+    _Need("compile.cuda_graphs", {"parallel.reshard_after_forward": (None, False)}, {True}),
     _Need("compile.cuda_graphs", {"lora.dropout": {0}}, {True}),
     *(_Need("compile.cuda_graphs", {f"parallel.{x}": {1}}, {True}) for x in ("pp", "tp", "cp")),
     _Need("compile.cuda_graphs", {"parallel.ep": {1}, "moe.dispatch_mode": {"static"}}, {True}),
     _Need("parallel.cp_method", {"parallel.cp": _SEVERAL}),
     _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
     _Need("moe.*", {Fact.EXPERTS: _HELD}),
-    _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": ("auto", "deepep")}),
     _Need("moe.deepep_num_sms moe.dispatch_mode moe.redundant_experts", _EXPERT_PARALLEL),
     _Need("moe.deepep_num_sms moe.dispatch_mode", {Fact.DEEPEP: _HELD}),
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
     _Need("moe.dispatcher", _EXPERT_PARALLEL, {"alltoall", "deepep"}),
     _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
     # A step cannot be done again over stages.
-    _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, "use exact"),
+    _Need("moe.dispatch_mode", {"parallel.pp": {1}}, {"static"}, remedy="use exact"),
     # Neither memory on the host nor graphs know of places for copies.
     _Need("moe.redundant_experts", {"optim.offload_fraction": {0}}),
     _Need("compile.cuda_graphs", {"moe.redundant_experts": {0}}, {True}),
@@ -204,7 +237,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
     # PEFT's files have adapters alone: base and adapters would choose other experts than the model.
-    _Need("moe.bias_update_rate", {"lora.rank": {0}}, _SOME, _NO_PLACE_FOR_BIAS),
+    _Need("moe.bias_update_rate", {"lora.rank": {0}}, _SOME, _NO_PLACE_FOR_BIAS, "set it to 0"),
     # exact promises the bits of generation, which are a kernel's.
     _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
     # Tensor parallel ranks would cut rows and so change their scales; exact promises the bits of
@@ -212,8 +245,16 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
     # Which has other weights, unless training's are in codes too.
-    _Need("rl.generator_dtype", {"kernels.attention": _Other("exact"), "lora.base_dtype": _NARROW}),
-    _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
+    _Need(
+        "rl.generator_dtype",
+        {"kernels.attention": _Other("exact"), "lora.base_dtype": _NARROW},
+        remedy="unset it, or use another kernels.attention",
+    ),
+    _Need(
+        "log.project",
+        {"log.reporters": _Other((), ("tensorboard",))},
+        remedy="unset it, or set log.reporters wandb",
+    ),
     _Need("log.profile_after", {"log.profile": _SOME}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", _SAVES | {"checkpoint.memory_interval": _SOME}),
@@ -226,7 +267,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.objective", {"checkpoint.shared": {True}}, _WITH_REFERENCE),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
-    _Need("rl.clip_low rl.clip_high", _HAS_RATIO, _ANY, "it has no ratio to clip; unset one"),
+    _Need("rl.clip_low rl.clip_high", _HAS_RATIO, why=", which has no ratio to clip"),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
     _Need("rl.importance_high", {"rl.importance": _Other("none")}),
@@ -235,12 +276,12 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.importance rl.importance_high", {"rl.ratio": _Other("rollout")}, _Other("none")),
     _Need("rl.kl rl.kl_in", {"rl.kl_coef": _SOME}),
     # In the loss its gradient is 0 in expectation.
-    _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, "use k2 or k3, or rl.kl_in reward"),
+    _Need("rl.kl", {"rl.kl_in": {"reward"}}, {"k1"}, remedy="use k2 or k3, or set rl.kl_in reward"),
     # The others compare within a group.
-    _Need("rl.group_size", {"rl.advantage": {"reinforce_pp", "none"}}, {1}, "use 2 or more"),
-    _Need("rl.advantage", {"rl.teacher": _SET}, {"none"}, "name a teacher"),
+    _Need("rl.group_size", {"rl.advantage": ("reinforce_pp", "none")}, {1}, remedy="use 2 or more"),
+    _Need("rl.advantage", {"rl.teacher": _SET}, {"none"}),
     _Need("rl.teacher_coef rl.teacher_top_k", {"rl.teacher": _SET}),
-    _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
+    _Need("rl.resample", {"rl.advantage": _OF_GROUPS}),
     _Need("rl.resample", {"rl.teacher": {None}}),  # from whom every group learns
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
@@ -347,9 +388,9 @@ class Config(Section):
         """
         default, config = dict(leaves(Config().model_dump())), self
         while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
-            name, why = found
+            name, why, advised = found
             if self.is_users(name):
-                raise ConfigError(name, why)
+                raise ConfigError(name, f"{why}; {advised}")
             config = config.filled({name: default[name]}, f"as {why}")
         return config
 
@@ -401,8 +442,11 @@ def _name_of_run(config: Config) -> str:
 
 def _unmet(
     values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
-) -> Iterator[tuple[str, str]]:
-    """Yield settings, by dotted name, whose value is not their default and has no effect; why."""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield settings, by dotted name, whose value is not their default and has no effect.
+
+    With each comes the reason, and what a user can do.
+    """
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]
     for need in _NEEDS:
@@ -414,8 +458,8 @@ def _unmet(
         others = " and ".join(f"{other} {_shown(known[other])}" for other in need.of)
         for name in changed:
             if need.covers(name) and values[name] in need.when:
-                why = f", but {fact}; unset it" if fact else f" contradicts {others}; {need.remedy}"
-                yield name, _shown(values[name]) + why
+                why = f", but {fact}" if fact else f" contradicts {others}{need.why}"
+                yield name, _shown(values[name]) + why, "unset it" if fact else need.advised()
 
 
 def _shown(value: Any) -> str:

@@ -157,6 +157,10 @@ class MixEntry(Section):
     format: str | None = None
     text_field: str | None = None
 
+    def __str__(self) -> str:
+        """Return the path, which says in messages which entry is meant."""
+        return self.path
+
     def label(self) -> str:
         """Return the entry's name."""
         return self.name or os.path.basename(os.path.normpath(self.path)).partition(".")[0]
