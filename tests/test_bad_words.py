@@ -173,7 +173,7 @@ VALUES = [
     ("--log.profile 5 --train.steps 3", "log.profile", "5, but the run has 3 steps, and 10 are"),
     ("--log.profile_after 0", "log.profile_after", "greater than 0"),
     ("--launch.nproc 0", "launch.nproc", "positive number of processes"),
-    ("--launch.nproc all", "launch.nproc", "'all': give a valid integer or give 'auto'"),
+    ("--launch.nproc all", "launch.nproc", "'all': give a valid integer or 'auto'"),
     (
         "--launch.nproc 9999",
         "launch.nproc",

@@ -20,6 +20,8 @@ import pytest
 from pydantic import BaseModel
 from test_config_needs import NEEDS_OF_ONE
 
+from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
+from moetrain.cli.main import _COMMANDS
 from moetrain.config import Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import Reader, leaves
 from moetrain.data.loader import build_data
@@ -522,6 +524,54 @@ def test_what_the_error_of_a_need_advises_works(need, name):
             assert after.keys() <= before.keys(), f"{advice}: {way}"
 
 
+# ---- values that a setting does not take ---------------------------------------------------------
+
+GIVEN = {
+    r"'(\w+)'": lambda name: [name],
+    r"yes or no": lambda: ["yes", "no"],
+    r"yes, no, or a number of blocks from 2 on": lambda: ["yes", "no", "2", "3"],
+    r"a valid integer": lambda: ["2"],
+    r"a (?:valid|finite) number|a number (?:nearer to|farther from) 0": lambda: ["2", "0.5"],
+    r"a number greater than ([\d.-]+)": lambda least: [str(int(least) + 1)],
+    r"a number greater than or equal to ([\d.-]+)": lambda least: [least],
+    r"a number less than ([\d.-]+)": lambda most: [str(int(most) - 1)],
+    r"a number less than or equal to ([\d.-]+)": lambda most: [most],
+    r"a positive number, or -1": lambda: ["1", "-1"],
+    r"positive numbers": lambda: ["1,2"],
+    r"auto or a positive (?:even )?number": lambda: ["auto", "2"],
+    r"a table|a list of tables(?: in JSON)?": lambda: ['[{"path": "a.jsonl"}]'],
+}
+"""What a message says to give, and texts that are that."""
+WRONG = ["", "x", "-5", "0", "1.5", "1e300", "1e-60", str(10**20), "yes", "[1]", "nan", "a\0", "5"]
+
+
+def refusal(name: str, text: str) -> str:
+    try:
+        Reader(Config).build({name: text}, strict=False)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "output_dir"])
+def test_what_the_error_of_a_value_says_to_give_is_taken(name):
+    for wrong in WRONG:
+        error = refusal(name, wrong)
+        if not error or error.endswith(("; leave it out", "; leave that out")):
+            continue  # nothing is given
+        advice = error.rpartition("give ")[2]
+        texts = [
+            text
+            for pattern, made in GIVEN.items()
+            for found in re.finditer(rf"{pattern}(?= or |, '|\W*$| \(| of )", advice)
+            for text in made(*found.groups())
+        ]
+        assert texts, error
+        taken = [text for text in texts if not refusal(name, text)]
+        is_any = re.search("valid number|finite|nearer|farther", advice)
+        assert taken if is_any else taken == texts, error
+
+
 # ---- layouts: settings, processes, the error, and for each remedy settings and processes --------
 
 LAYOUTS = {
@@ -717,7 +767,10 @@ def test_what_an_error_of_a_run_that_goes_on_advises_works(case, trained, tmp_pa
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """Every string of the package that is no docstring, by its place; ``{}`` for what is filled."""
+    """Every string of the package but docstrings, by its place; ``{}`` for what is filled.
+
+    What ``--help`` says of each setting is among them.
+    """
     found = {}
     for file in sorted((ROOT / "moetrain").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -736,8 +789,9 @@ def texts() -> dict[str, str]:
             else:
                 continue
             if id(node) not in skipped:
-                found[f"{file.relative_to(ROOT)}:{node.lineno}"] = text
-    return found
+                found[f"{file.relative_to(ROOT)}:{node.lineno}:{node.col_offset}"] = text
+    helped = {f"--help of {k}": " ".join((f.description or "").split()) for k, f in FIELDS.items()}
+    return found | helped
 
 
 _NAMED = re.compile(rf"(?<![\w.'/`])({'|'.join(sorted(SECTIONS))})\.([a-z_]+[a-z0-9_]*)(?![\w(./])")
@@ -755,6 +809,46 @@ def test_every_setting_that_a_message_names_is_one():
             if not known and not (is_start and is_more):
                 wrong.append(f"{place}: {section}.{name}")
     assert wrong == []
+
+
+_VALUED = re.compile(rf"(?:set|use|with|or|unless) ({'|'.join(map(re.escape, FIELDS))}) '?(\w+)")
+_ELSE = {"as", "that", "to", "and", "or", "is", "are", "asks", "names", "decides", "keeps", "each"}
+
+
+def test_every_value_that_a_message_names_for_a_setting_is_one_of_its_choices():
+    named, wrong = 0, []
+    for place, text in texts().items():
+        for name, value in _VALUED.findall(text):
+            kinds = [FIELDS[name].annotation, *get_args(FIELDS[name].annotation)]
+            has_choices = bool in kinds or any(get_origin(kind) is Literal for kind in kinds)
+            if has_choices and value not in _ELSE:
+                named += 1
+                wrong += [f"{place}: {name} {value}"] * bool(refusal(name, value))
+    assert wrong == []
+    assert named >= 15
+
+
+def test_every_command_that_a_message_names_is_one():
+    named, wrong = 0, []
+    for place, text in texts().items():
+        for name, rest in re.findall(r"python -m moetrain\.(\w+) ?([\w-]*)", text):
+            named += 1
+            is_one = rest in checkpoint_commands if name == "checkpoint" else name in _COMMANDS
+            wrong += [f"{place}: {name} {rest}"] * (not is_one)
+    assert wrong == []
+    assert named >= 4
+
+
+def test_every_file_of_the_repository_that_the_package_names_is_there():
+    """In messages, docstrings and comments; a page of docs with its heading."""
+    pattern = r"(?<![\w/.{-])((?:docs|examples|scripts|tests)/[\w./-]*\w\.(?:md|py|sh|txt))"
+    named = {
+        (str(file.relative_to(ROOT)), name)
+        for file in (ROOT / "moetrain").rglob("*.py")
+        for name in re.findall(pattern, file.read_text())
+    }
+    assert [(place, name) for place, name in named if not (ROOT / name).exists()] == []
+    assert len(named) > 5
 
 
 def test_every_extra_that_a_message_says_to_install_is_one():

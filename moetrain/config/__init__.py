@@ -311,7 +311,10 @@ class Config(Section):
     launch: LaunchSection = LaunchSection()
     output_dir: Annotated[
         GivenPath,
-        checked(lambda x: x.lower() not in ("none", "null"), "a run needs a folder to write to"),
+        checked(
+            lambda x: x.lower() not in ("none", "null"),
+            "a run needs a folder to write to; name one",
+        ),
     ] = "outputs/MODEL-DATA"
     """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""

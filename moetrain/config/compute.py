@@ -15,15 +15,18 @@ AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
 Precision = Literal["bf16", "fp8", "fp8_gradients", "fp8_blocks", "fp8_blocks_ue8m0"]
 
 
+_PositiveOrRest = Annotated[
+    int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
+]
+
+
 class ParallelSection(Section):
     """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
-    dp_replicate: Annotated[
-        int, checked(lambda n: n == -1 or n > 0, "give a positive number, or -1")
-    ] = 1
+    dp_replicate: _PositiveOrRest = 1
     """Replicas of the sharded model (HSDP). -1: as many as a given dp_shard leaves ranks for, else
     one for each machine (launch.gpus_per_machine)."""
-    dp_shard: int = Field(default=-1, ge=-1)
+    dp_shard: _PositiveOrRest = -1
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1
     """Tensor parallel ranks."""
@@ -39,7 +42,7 @@ class ParallelSection(Section):
         tuple[int, ...] | None,
         checked(
             lambda sizes: sizes is None or min(sizes, default=0) > 0,
-            "a stage has one block at least",
+            "a stage has one block at least; give positive numbers",
         ),
     ] = None
     """Blocks of each stage in order, separated by commas, the head with the last; unset: a split

@@ -63,11 +63,13 @@ class Section(BaseModel):
             raise ValueError("is empty; leave it out")
         # Surrogates: bytes that are not UTF-8, or half a character.
         if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("holds what is not text")
+            raise ValueError("holds what is not text; leave that out")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("is beyond 64 bits")
+            raise ValueError("is beyond 64 bits; give a number nearer to 0")
         if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
-            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
+            remedy = "nearer to 0" if abs(value) > 1 else "farther from 0"
+            problem = "is 0 or infinite in fp32, in which weights are updated"
+            raise ValueError(f"{problem}; give a number {remedy}")
         return value
 
 
@@ -236,9 +238,12 @@ class DataSection(Section):
     @classmethod
     def _read_tables(cls, value: Any) -> Any:
         try:
-            return json.loads(value) if isinstance(value, str) else value
+            tables = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
+        if tables is None or isinstance(tables, list | tuple):
+            return tables
+        raise ValueError("give a list of tables")
 
     @property
     def skips_bad(self) -> bool:
@@ -248,7 +253,9 @@ class DataSection(Section):
     def check(self) -> None:
         """Raise ConfigError unless the source has what it reads."""
         if self.source in ("text", "records", "jsonl") and not (self.path or self.sources()):
-            raise ConfigError("data.path", f"not set, and data.source {self.source!r} needs it")
+            raise ConfigError(
+                "data.path", f"not set, and data.source {self.source!r} needs it; set it"
+            )
 
     def sources(self) -> dict[str, Self]:
         """Return the settings of each source of the mixture by name; raises ConfigError."""

@@ -158,8 +158,9 @@ class Reader(Generic[_C]):
         (name, first), *_ = named
         field = next((k for k in self._may_be_unset if f"{name}.".startswith(f"{k}.")), name)
         own = (each["msg"] for name, each in named if name.startswith(field))
-        remedies = dict.fromkeys(map(_remedy, own))
-        return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(remedies)}")
+        first_way, *others = dict.fromkeys(map(_remedy, own))
+        ways = " or ".join([first_way, *(way.removeprefix("give ") for way in others)])
+        return ConfigError(field, f"{shortened(first['input'])}: {ways}")
 
     def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layers:
         """Read a recipe, a TOML file (UTF-8, perhaps with a byte order mark) or a mapping."""
@@ -374,6 +375,7 @@ def _remedy(message: str) -> str:
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
     message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
+    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     return message.replace("Input should be", "give")
 
 
