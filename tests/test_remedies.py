@@ -24,7 +24,11 @@ from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
 from moetrain.cli.main import _COMMANDS
 from moetrain.config import Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import Reader, leaves
+from moetrain.data.chat import _CHATML as CHATML
+from moetrain.data.chat import ChatTemplate
 from moetrain.data.loader import build_data
+from moetrain.data.messages import BadLineError
+from moetrain.data.sources import Document, RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.parallel.world import plan_world
 from moetrain.rl.envs.shipped import open_environment
@@ -57,6 +61,8 @@ def chat(*said: str) -> str:
 
 TEXT = "some words of text. " * 40
 CHATS = "".join(chat(f"{i}?", f"{i}!") for i in range(9))
+PAIR = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+LABELLED = json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n"
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": 257,
@@ -303,7 +309,104 @@ ROWS = {
         "tokens; raise data.seq_len to 362, or set data.overlong drop",
         [{"data.seq_len": 362}, {"data.overlong": "drop"}, {"data.overlong": "cut"}],
     ),
+    "no object of variables": Row(
+        {"a.jsonl": CHATS},
+        {**OF_CHATS, "data.chat_template_kwargs": "{'a': 1}"},
+        "data.chat_template_kwargs: .* is not JSON; write an object such as {.enable_thinking",
+        [{"data.chat_template_kwargs": '{"enable_thinking": false}'}],
+    ),
+    "a list of variables": Row(
+        {"a.jsonl": CHATS},
+        {**OF_CHATS, "data.chat_template_kwargs": "[1]"},
+        "data.chat_template_kwargs: .* is no JSON object; write one such as {.enable_thinking",
+        [{"data.chat_template_kwargs": '{"enable_thinking": false}'}],
+    ),
+    "a variable that records have": Row(
+        {"a.jsonl": CHATS},
+        {**OF_CHATS, "data.chat_template_kwargs": '{"tools": [], "a": 1}'},
+        "data.chat_template_kwargs: has 'tools', which records have; leave it out",
+        [{"data.chat_template_kwargs": '{"a": 1}'}],
+    ),
+    "a template that marks nothing": Row(
+        {"a.jsonl": CHATS, "t.jinja": "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}a"},
+        {**OF_CHATS, "data.chat_template": "t.jinja"},
+        "data.chat_template: .*: the chat template marks no text with {% generation %}, though .*; "
+        "give another one",
+        [{"data.chat_template": UNSET}],
+    ),
+    "a template of users alone": Row(
+        {"a.jsonl": CHATS, "t.jinja": "{% for m in messages[::2] %}{{ m.content }}{% endfor %}"},
+        {**OF_CHATS, "data.chat_template": "t.jinja"},
+        r"data.chat_template: .*: the chat template renders no text for messages\[1\], an .* turn; "
+        "give another one",
+        [{"data.chat_template": UNSET}],
+    ),
+    "a template whose prompt begins nothing": Row(
+        {
+            "a.jsonl": CHATS,
+            "t.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}answer:{% endif %}",
+        },
+        {**OF_CHATS, "data.chat_template": "t.jinja"},
+        "the chat template's generation prompt does not begin its rendering of .*; give another "
+        "template in data.chat_template",
+        [{"data.chat_template": UNSET}],
+    ),
+    "texts beside pairs": Row(
+        {"a.jsonl": PAIR * 9},
+        {
+            "data.mix": '[{"path": "a.jsonl", "format": "messages"}]',
+            "train.objective": "dpo",
+            "data.format": "auto",
+        },
+        "data.format: 'messages', and train.objective learns from pairs alone; set preference",
+        [{"data.mix": '[{"path": "a.jsonl", "format": "preference"}]'}],
+    ),
+    "texts beside labels": Row(
+        {"a.jsonl": LABELLED * 9},
+        {"data.mix": '[{"path": "a.jsonl", "format": "text"}]', "train.objective": "kto"},
+        "data.format: 'text', and train.objective kto learns from answers with a label; set auto",
+        [
+            {"data.mix": '[{"path": "a.jsonl", "format": "auto"}]'},
+            {"data.mix": '[{"path": "a.jsonl", "format": "completion"}]'},
+        ],
+    ),
+    "a mixture that is no list": Row(
+        {"a.jsonl": CHATS},
+        {"data.mix": '{"path": "a.jsonl"}'},
+        "data.mix: .*: give a list of tables$",
+        [{"data.mix": '[{"path": "a.jsonl"}]'}],
+    ),
     # ---- rows
+    "no path": Row(
+        {"a.txt": TEXT},
+        {"data.source": "text"},
+        "data.path: not set, and data.source 'text' needs it; set it",
+        [OF_TEXT],
+    ),
+    "no such file": Row(
+        {"d/a.txt": TEXT},
+        {"data.path": "gone.txt"},
+        "data.path: 'gone.txt' cannot be read: .*; name a file or folder of this machine",
+        [{"data.path": "d/a.txt"}, {"data.path": "d"}],
+    ),
+    "a folder without a tokenizer": Row(
+        {"a.txt": TEXT, **model()},
+        {**OF_TEXT, "data.tokenizer": "."},
+        r"data.tokenizer: '\.' holds no tokenizer.json; name a folder that holds one",
+        [{"data.tokenizer": "model"}],
+    ),
+    "a stream that holds out too little": Row(
+        {"a.jsonl": CHATS, "b.jsonl": CHATS},
+        {**OF_CHATS, "data.streaming": "yes", "data.eval_fraction": 1e-6},
+        "data.eval_fraction: 1e-06: the first blocks of data.path hold out too little; raise it, "
+        "name data in data.eval_path instead, or set it to 0",
+        [
+            {"data.eval_fraction": 0.5},
+            {"data.eval_path": "b.jsonl", "data.eval_fraction": UNSET},
+            {"data.eval_fraction": 0},
+        ],
+    ),
     "no row of text": Row(
         {"a.txt": "tiny"},
         {**OF_TEXT, "data.eval_fraction": 0},
@@ -320,7 +423,7 @@ ROWS = {
         {"a.txt": TEXT[:40], "b.txt": TEXT},
         {**OF_TEXT, "data.seq_len": 32},
         "data.eval_fraction: 0.02: of the 1 rows .*; lower data.seq_len to 20, add data, name some "
-        "in data.eval_path, or set it to 0",
+        "in data.eval_path instead, or set it to 0",
         [
             {"data.seq_len": 20},
             {"files": {"a.txt": TEXT}},
@@ -332,7 +435,7 @@ ROWS = {
         {"a.jsonl": chat("a", "b"), "b.jsonl": CHATS},
         {**OF_CHATS, "data.seq_len": 128},
         "data.eval_fraction: 0.02: of the 1 documents .* to learn; add data, name some in "
-        "data.eval_path, or set it to 0",
+        "data.eval_path instead, or set it to 0",
         [
             {"files": {"a.jsonl": CHATS}},
             {"data.eval_path": "b.jsonl"},
@@ -570,6 +673,303 @@ def test_what_the_error_of_a_value_says_to_give_is_taken(name):
         taken = [text for text in texts if not refusal(name, text)]
         is_any = re.search("valid number|finite|nearer|farther", advice)
         assert taken if is_any else taken == texts, error
+
+
+# ---- records: what is refused, how it is read, the error, and for each remedy a record -----------
+
+ASKED = {"role": "user", "content": "a?"}
+SAID = {"role": "assistant", "content": "a!"}
+OTHER = {"role": "assistant", "content": "no"}
+CHAT = {"messages": [ASKED, SAID]}
+CALL = {"name": "f", "arguments": {"x": 1}}
+PAIRS = {"reads_pairs": True}
+LABELS = {"reads_pairs": True, "reads_labels": True}
+FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+
+
+def turns(*changed: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that ends with an answer, with further turns before it."""
+    return {"messages": [ASKED, *changed, SAID]}
+
+
+def called(call: Any) -> dict[str, Any]:
+    return turns({"role": "assistant", "content": "", "tool_calls": call}, ASKED) | {
+        "tools": [FUNCTION]
+    }
+
+
+RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
+    "no turns": ({"messages": []}, {}, "is not a list of turns: .*; give one turn or more", [CHAT]),
+    "turns of text": (
+        {"messages": ["a?", "a!"]},
+        {},
+        r"messages\[0\] is not an object: 'a\?'; give {\"role\": ..., \"content\": ...}",
+        [CHAT],
+    ),
+    "no role": (
+        turns({"content": "b"}),
+        {},
+        r"messages\[1\].role is missing or not text: .*; give text",
+        [turns({"role": "user", "content": "b"})],
+    ),
+    "an unknown from": (
+        {"conversations": [{"from": "me", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {},
+        "from is 'me', which is no known role; write human, gpt, system or observation",
+        [
+            {"conversations": [{"from": who, "value": "a"}, {"from": "gpt", "value": "b"}]}
+            for who in ("human", "gpt", "system", "observation")
+        ],
+    ),
+    "no content": (
+        turns({"role": "user"}),
+        {},
+        r"messages\[1\].content is missing or not text: .*; give text",
+        [turns({"role": "user", "content": "b"})],
+    ),
+    "an image": (
+        turns({"role": "user", "content": [{"type": "image", "url": "x"}]}),
+        {},
+        "content has a part that is no text: .*; give texts alone",
+        [turns({"role": "user", "content": [{"type": "text", "text": "x"}]})],
+    ),
+    "no answer": (
+        {"messages": [ASKED]},
+        {},
+        "no assistant turn to learn from: .*; leave such records out",
+        [None],
+    ),
+    "weights of two names": (
+        {"messages": [ASKED, SAID | {"weight": 1, "train": False}]},
+        {},
+        "has 'weight' and 'train', which contradict each other; leave one of them out",
+        [{"messages": [ASKED, SAID | {"weight": 1}]}, {"messages": [ASKED, SAID | {"train": 0}]}],
+    ),
+    "a weight of a user": (
+        {"messages": [ASKED | {"weight": 1}, SAID]},
+        {},
+        r"messages\[0\].weight asks to learn a turn of role 'user', and only .*; leave it out",
+        [CHAT],
+    ),
+    "a weight of a half": (
+        CHAT | {"weight": 0.5},
+        {},
+        r"`weight` is 0.5, and a weight is 0 \(not learned\) or 1 \(learned\); give one of these",
+        [CHAT | {"weight": 0}, CHAT | {"weight": 1}],
+    ),
+    "calls of other weights": (
+        {
+            "messages": [
+                ASKED,
+                SAID,
+                {"role": "tool_call", "content": json.dumps(CALL), "weight": 0},
+            ],
+            "tools": [FUNCTION],
+        },
+        {},
+        "is part of the turn before it, whose weight differs; give both the same",
+        [
+            {
+                "messages": [
+                    ASKED,
+                    SAID | {"weight": weight},
+                    {"role": "tool_call", "content": json.dumps(CALL), "weight": weight},
+                ],
+                "tools": [FUNCTION],
+            }
+            for weight in (0, 1)
+        ],
+    ),
+    "a call without a name": (
+        called([{"arguments": {}}]),
+        {},
+        'has no function with a name: .*; give {"name": ..., "arguments": {...}}',
+        [called([CALL])],
+    ),
+    "arguments that are a list": (
+        called([{"name": "f", "arguments": [1]}]),
+        {},
+        "`arguments` is not an object: .*; give an object, as JSON or in JSON's text",
+        [called([CALL]), called([CALL | {"arguments": json.dumps(CALL["arguments"])}])],
+    ),
+    "arguments that are no JSON": (
+        called([{"name": "f", "arguments": "{'x': 1}"}]),
+        {},
+        "`arguments` is text that is not JSON: .*; write it with a JSON library",
+        [called([{"name": "f", "arguments": json.dumps({"x": 1})}])],
+    ),
+    "tools that are texts": (
+        CHAT | {"tools": [3]},
+        {},
+        r"tools\[0\] is not an object: 3; give one, as JSON or in JSON's text",
+        [CHAT | {"tools": [FUNCTION]}, CHAT | {"tools": [json.dumps(FUNCTION)]}],
+    ),
+    "variables that are a list": (
+        CHAT | {"chat_template_kwargs": [1]},
+        {},
+        r'`chat_template_kwargs` is not an object: .*; give one such as {"enable_thinking": false}',
+        [CHAT | {"chat_template_kwargs": {"enable_thinking": False}}],
+    ),
+    "a variable that is another thing": (
+        CHAT | {"chat_template_kwargs": {"messages": []}},
+        {},
+        "`chat_template_kwargs` has 'messages', which cannot be set there; leave it out",
+        [CHAT | {"chat_template_kwargs": {}}],
+    ),
+    "what the template does not show": (
+        CHAT | {"documents": [{"text": "d"}]},
+        {},
+        "the chat template does not show .*; leave it out, or name a template that shows it in dat",
+        [CHAT, {"template": "{{ documents[0].text }}" + CHATML}],
+    ),
+    "a form that was named": (
+        CHAT,
+        {"form": "alpaca"},
+        "no 'instruction', which data.format 'alpaca' needs; give it, or set data.format auto",
+        [{"instruction": "a", "output": "b"}, {"form": "auto"}],
+    ),
+    "a row of OASST": (
+        {"text": "a", "role": "prompter", "parent_id": None},
+        {},
+        "a turn of a dialogue and no document: .*; give whole dialogues as `messages`",
+        [CHAT],
+    ),
+    "two systems": (
+        CHAT | {"system": "a", "system_prompt": "b"},
+        {},
+        "`system` and `system_prompt` differ; leave one of them out",
+        [CHAT | {"system": "a"}, CHAT | {"system_prompt": "b"}],
+    ),
+    "a history that is none": (
+        {"instruction": "a", "output": "b", "history": ["c"]},
+        {},
+        "`history` has 'c', which is no question with its answer; write a list of two texts",
+        [{"instruction": "a", "output": "b", "history": [["c", "d"]]}],
+    ),
+    "an answer to avoid": (
+        {"prompt": "a", "completion": "b", "label": False},
+        {},
+        "`label` is false: .*; set train.objective kto, or leave such records out",
+        [LABELS, None],
+    ),
+    # ---- pairs
+    "a pair of two kinds": (
+        {"prompt": "a", "chosen": "b", "rejected": [OTHER]},
+        PAIRS,
+        "neither two texts nor two dialogues: .*; write all as texts, or all as lists of messages",
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]},
+        ],
+    ),
+    "a prompt that is a number": (
+        {"prompt": 3, "chosen": "b", "rejected": "c"},
+        PAIRS,
+        "`prompt` and its answers are neither .*; write texts, or lists of messages",
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]},
+        ],
+    ),
+    "a system that is a number": (
+        {"prompt": "a", "system": 3, "chosen": "b", "rejected": "c"},
+        PAIRS,
+        "`system` is not text: 3; write a text there",
+        [{"prompt": "a", "system": "s", "chosen": "b", "rejected": "c"}],
+    ),
+    "a question that would be lost": (
+        {"prompt": "a", "question": "b", "chosen": "c", "rejected": "d"},
+        PAIRS,
+        "`question` is not in `prompt`, beside which it would be lost: .*; leave one of them out",
+        [
+            {"prompt": "a", "chosen": "c", "rejected": "d"},
+            {"question": "b", "chosen": "c", "rejected": "d"},
+        ],
+    ),
+    "dialogues that are texts": (
+        {"chosen": ["a"], "rejected": ["b"], "prompt": "c"},
+        PAIRS,
+        "a list of messages has 'a', which is no object; write {'role': ..., 'content': ...}",
+        [{"chosen": [SAID], "rejected": [OTHER], "prompt": "c"}],
+    ),
+    "a prompt that is not in the dialogues": (
+        {"prompt": "else", "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+        PAIRS,
+        "`prompt` is not in the dialogues beside it: .*; leave it out, or begin the dialogues with",
+        [
+            {"chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+            {
+                "prompt": "else",
+                "chosen": [ASKED | {"content": "else"}, SAID],
+                "rejected": [ASKED | {"content": "else"}, OTHER],
+            },
+        ],
+    ),
+    "an answer without text": (
+        {"prompt": "a", "chosen": " ", "rejected": "b"},
+        PAIRS,
+        "`chosen` has no text to learn; leave such records out",
+        [None],
+    ),
+    "no pair": (
+        CHAT,
+        PAIRS | {"form": "preference"},
+        "no 'chosen': no pair of answers, .*; known forms are `prompt`, `question`, `mess",
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"question": "a", "chosen": "b", "rejected": "c"},
+            {"instruction": "a", "input": "x", "system": "s", "chosen": "b", "rejected": "c"},
+            {"messages": [ASKED], "chosen": [SAID], "rejected": [OTHER]},
+            {"chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b",
+                "rejected": "\n\nHuman: a\n\nAssistant: c",
+            },
+        ],
+    ),
+    "a pair without a prompt": (
+        {"chosen": "b", "rejected": "c"},
+        PAIRS,
+        "no prompt is found in .*; known forms are `prompt`",
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    ),
+    "an answer without a label": (
+        {"prompt": "a", "completion": "b"},
+        LABELS,
+        "no answer with a `label` that is true or false: .*; known forms are `label`",
+        [
+            {"prompt": "a", "completion": "b", "label": True},
+            CHAT | {"label": False},
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+            | {"label": True},
+            {"instruction": "a", "output": "b", "label": False},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+        ],
+    ),
+    "a labelled answer without text": (
+        {"prompt": "a", "completion": " ", "label": True},
+        LABELS,
+        "the answer has no text to learn: .*; leave such records out",
+        [None],
+    ),
+}
+"""A remedy is another record, or how it is read; None: there is none to try."""
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_what_the_error_of_a_record_advises_works(case):
+    def documents(record: dict[str, Any], template: str = CHATML, **how: Any) -> list[Document]:
+        return RecordReader(ChatTemplate(template, {}), **how).documents(record)
+
+    record, how, says, remedies = RECORDS[case]
+    with pytest.raises(BadLineError) as raised:
+        documents(record, **how)
+    assert re.search(says, str(raised.value)), str(raised.value)
+    for remedy in filter(None, remedies):
+        if remedy.keys() <= {"template", "form", "reads_pairs", "reads_labels"}:
+            assert documents(record, **how | remedy)
+        else:
+            assert isinstance(documents(remedy, **how), list)
 
 
 # ---- layouts: settings, processes, the error, and for each remedy settings and processes --------

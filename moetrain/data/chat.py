@@ -516,9 +516,10 @@ class ChatTemplate:
             found[key] = _parsed(value, f"`{key}`") if value != "" else None
         variables = found.pop("chat_template_kwargs")
         if not isinstance(variables, dict | None):
-            raise BadLineError("`chat_template_kwargs` is not an object")
+            said = f"`chat_template_kwargs` is not an object: {shortened(variables)}"
+            raise BadLineError(f'{said}; give one such as {{"enable_thinking": false}}')
         if taken := sorted(_RESERVED.intersection(variables or {})):
-            problem = f"has {taken[0]!r}, which cannot be set there"
+            problem = f"has {taken[0]!r}, which cannot be set there; leave it out"
             raise BadLineError(f"`chat_template_kwargs` {problem}")
         for key, value in found.items():
             if not isinstance(value, list | None):
@@ -527,7 +528,8 @@ class ChatTemplate:
             entries = [_parsed(x, f"{key}[{i}]") for i, x in enumerate(value or ())]
             for i, entry in enumerate(entries):
                 if not isinstance(entry, dict):
-                    raise BadLineError(f"{key}[{i}] is not an object")
+                    said = f"{key}[{i}] is not an object: {shortened(entry)}"
+                    raise BadLineError(f"{said}; give one, as JSON or in JSON's text")
             found[key] = None if value is None else entries
         if found["tools"] is not None:
             found["tools"] = [*map(_as_function, found["tools"])]

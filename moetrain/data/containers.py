@@ -359,7 +359,8 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     if isinstance(table, dict):
         if split not in table:
             known = ", ".join(map(str, table))
-            raise ConfigError("data.split", f"{split!r} is none of {path!r}: {known}")
+            problem = f"{split!r} is not a split of {path!r}; choose from {known}"
+            raise ConfigError("data.split", problem)
         table = table[split]
     return sorted({Path(entry["filename"]) for entry in table.cache_files}), table
 

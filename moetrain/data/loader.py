@@ -92,7 +92,7 @@ def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
         try:
             tokenizer.encode_prompt(config.train.sample_prompt)
         except ValueError as error:
-            raise ConfigError("train.sample_prompt", str(error)) from None
+            raise ConfigError("train.sample_prompt", f"{error}; leave it out") from None
 
 
 def _mixed(
@@ -216,7 +216,7 @@ def _streamed(
         raise ConfigError(
             "data.eval_fraction",
             f"{data.eval_fraction}: the first blocks of {source.field} hold out too little; "
-            "raise it, name data in data.eval_path, or set it to 0",
+            "raise it, name data in data.eval_path instead, or set it to 0",
         )
     return train, rows, has_chats
 
@@ -271,7 +271,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
             moved = f"held out are the last {total - border} of all {total} {what} instead"
             logger.info("data.eval_fraction %s: %s", problem, moved)
             return sides
-    remedy = "add data, name some in data.eval_path, or set it to 0"
+    remedy = "add data, name some in data.eval_path instead, or set it to 0"
     if is_stream and len(cache.tokens) > 3:
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
     elif total > 1:  # all that one side can learn lies behind a row's end

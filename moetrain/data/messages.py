@@ -74,7 +74,8 @@ def read_messages(
     turns: list[dict[str, Any]] = []
     for i, message in enumerate(given):
         if not isinstance(message, dict):
-            raise BadLineError(f"{name}[{i}] is not an object")
+            said = f"{name}[{i}] is not an object: {shortened(message)}"
+            raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
         turn = _read_turn(message, f"{name}[{i}]")
         if turn["role"] == _CALL:
             calls = turn.pop("tool_calls")

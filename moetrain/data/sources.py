@@ -364,7 +364,8 @@ class RecordReader:
                 said = f"{said}; {remedy}" if remedy else said
                 raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}", kind=remedy)
             if missing:
-                raise BadLineError(f"no {missing[0]!r}, which data.format {self.form!r} needs")
+                said = f"no {missing[0]!r}, which data.format {self.form!r} needs"
+                raise BadLineError(f"{said}; give it, or set data.format auto")
             return self.form
         fields = {key for key, value in record.items() if value is not None}
         is_pair = fields.issuperset(("chosen", "rejected"))

@@ -353,7 +353,7 @@ def _file_of(name: str) -> Path:
             said = (str(error) or repr(error)).splitlines()[0]
             raise _wrong(f"{name!r} is no file or folder, nor a hub id in reach: {said}") from None
     if not os.path.lexists(file := Path(folder, "tokenizer.json")):
-        raise _wrong(f"{name!r} holds no tokenizer.json")
+        raise _wrong(f"{name!r} holds no tokenizer.json; name a folder that holds one")
     return file
 
 
