@@ -1001,8 +1001,10 @@ LAYOUTS = {
             "model.num_kv_heads=2",
         ],
         8,
-        "parallel.cp: 8 .*; let them divide .*, or use parallel.cp_method all_gather",
+        "parallel.cp: 8 .*; let cp x tp divide num_heads, and num_kv_heads be a multiple or a "
+        "divisor of it, or use parallel.cp_method all_gather",
         [
+            (["parallel.cp=4", "parallel.cp_method=ulysses", "model.num_kv_heads=2"], 4),
             (["parallel.cp=8", "parallel.cp_method=all_gather"], 8),
             (["parallel.cp=4", "parallel.cp_method=ulysses", "model.num_kv_heads=4"], 4),
         ],
@@ -1023,7 +1025,7 @@ LAYOUTS = {
         ["parallel.pp=4", "train.micro_batch_size=8"],
         4,
         "parallel.pp: 4 is more than the 2 micro-batches of a step.*; raise train.global_batch_size"
-        ", or lower train.micro_batch_size or this",
+        ", or lower train.micro_batch_size or parallel.pp",
         [
             (["parallel.pp=4", "train.global_batch_size=32", "train.micro_batch_size=8"], 4),
             (["parallel.pp=4", "train.micro_batch_size=4"], 4),
@@ -1039,6 +1041,141 @@ LAYOUTS = {
             (["train.global_batch_size=32", "train.micro_batch_size=8"], 4),
             (["train.micro_batch_size=4"], 4),
         ],
+    ),
+    "heads of tp": (
+        ["parallel.tp=4", "model.num_heads=4", "model.num_kv_heads=2"],
+        4,
+        "parallel.tp: 4 .* does not divide the model's num_kv_heads 2; use 2",
+        [(["parallel.tp=2", "model.num_heads=4", "model.num_kv_heads=2"], 4)],
+    ),
+    "experts of ep": (
+        ["parallel.ep=4", "model.num_experts=6"],
+        4,
+        "parallel.ep: 4 .* does not divide the model's num_experts 6; use 2",
+        [(["parallel.ep=2", "model.num_experts=6"], 4)],
+    ),
+    "ranks of ep": (
+        ["parallel.ep=4"],
+        6,
+        "parallel.ep: 4 does not divide dp_shard 6 .* ranks of the world of 6; use 2",
+        [(["parallel.ep=2", "train.global_batch_size=24"], 6)],
+    ),
+    "a vocabulary of tp": (
+        ["parallel.tp=8", "model.num_heads=8", "model.num_kv_heads=8", "model.vocab_size=9"],
+        8,
+        "parallel.tp: 8 .* is too much for the model's vocab_size 9: .*; use 2",
+        [
+            (
+                [
+                    f"parallel.tp={tp}",
+                    "model.num_heads=8",
+                    "model.num_kv_heads=8",
+                    "model.vocab_size=9",
+                    "train.micro_batch_size=2",
+                ],
+                8,
+            )
+            for tp in (2, 1)
+        ],
+    ),
+    "a layer with a state": (
+        ["parallel.cp=3", "model.preset=qwen3-next-80b-a3b", "model.num_layers=8"],
+        3,
+        "parallel.cp: 3 .* cannot share the .* of a layer with a state; let cp x tp divide it",
+        [(["parallel.cp=2", "model.preset=qwen3-next-80b-a3b", "model.num_layers=8"], 2)],
+    ),
+    "tokens of cp": (
+        ["parallel.cp=3", "parallel.cp_method=all_gather", "data.seq_len=128"],
+        3,
+        "parallel.cp: cp 3 x tp 1 does not divide .*; make data.seq_len a multiple of 6",
+        [(["parallel.cp=3", "parallel.cp_method=all_gather", "data.seq_len=132"], 3)],
+    ),
+    "an interleaved pipeline of odd micro-batches": (
+        ["parallel.pp=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=24"],
+        4,
+        "parallel.pp_schedule: 6 micro-batches, where .* takes a multiple of its 4 ranks; use gpip"
+        "e or 1f1b, which take any number",
+        [
+            (["parallel.pp=4", f"parallel.pp_schedule={x}", "train.global_batch_size=24"], 4)
+            for x in ("gpipe", "1f1b")
+        ],
+    ),
+    "stages of a schedule": (
+        ["parallel.pp=2", "parallel.pp_stages=2"],
+        2,
+        "parallel.pp_stages: 2 stages a rank, where parallel.pp_schedule 1f1b takes 1; set auto",
+        [(["parallel.pp=2", "parallel.pp_stages=auto"], 2)],
+    ),
+    "too many stages a rank": (
+        ["parallel.pp=4", "parallel.pp_schedule=interleaved_1f1b", "parallel.pp_stages=4"],
+        4,
+        "parallel.pp: 4 ranks with 4 stages each are 16 stages, and the model has 8 blocks; use 2 "
+        r"or fewer, or fewer stages \(parallel.pp_schedule, parallel.pp_stages\)",
+        [
+            (["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "parallel.pp_stages=4"], 2),
+            (["parallel.pp=4", "parallel.pp_schedule=interleaved_1f1b", "parallel.pp_stages=2"], 4),
+            (["parallel.pp=4", "parallel.pp_schedule=1f1b"], 4),
+        ],
+    ),
+    "generators of all ranks": (
+        ["rl.placement=apart", "rl.generators=2"],
+        2,
+        "rl.generators: 2 of 2 processes leave none to train; lower it, or raise launch.nproc",
+        [
+            (["rl.placement=apart", "rl.generators=1"], 2),
+            (["rl.placement=apart", "rl.generators=2"], 4),
+        ],
+    ),
+    "tp over machines": (
+        ["parallel.tp=4", "launch.gpus_per_machine=2", "model.num_heads=4", "model.num_kv_heads=4"],
+        4,
+        "parallel.tp: 4 of 4 ranks on 2 machines .* would leave a machine; use a divisor of 2",
+        [(["parallel.tp=2", "launch.gpus_per_machine=2", "train.micro_batch_size=2"], 4)],
+    ),
+    "ep over machines": (
+        ["parallel.ep=3", "launch.gpus_per_machine=2", "model.num_experts=6"],
+        6,
+        "parallel.ep: 3 .* would leave a machine; use a divisor or a multiple of 2",
+        [
+            (["parallel.ep=2", "launch.gpus_per_machine=2", "train.global_batch_size=24"], 6),
+            (
+                [
+                    "parallel.ep=6",
+                    "launch.gpus_per_machine=2",
+                    "train.global_batch_size=24",
+                    "model.num_experts=6",
+                ],
+                6,
+            ),
+        ],
+    ),
+    "copies over machines": (
+        ["parallel.fsdp_transport=copy", "launch.gpus_per_machine=2"],
+        4,
+        "parallel.fsdp_transport: 'copy' .*; use auto, or parallel.dp_replicate -1",
+        [
+            (["parallel.fsdp_transport=auto", "launch.gpus_per_machine=2"], 4),
+            (
+                [
+                    "parallel.fsdp_transport=copy",
+                    "launch.gpus_per_machine=2",
+                    "parallel.dp_replicate=-1",
+                ],
+                4,
+            ),
+        ],
+    ),
+    "redundant experts over machines": (
+        ["parallel.ep=4", "launch.gpus_per_machine=2", "moe.redundant_experts=1"],
+        4,
+        "moe.redundant_experts: 1 .* would leave a machine; use 0",
+        [(["parallel.ep=4", "launch.gpus_per_machine=2", "moe.redundant_experts=0"], 4)],
+    ),
+    "static sizes over machines": (
+        ["parallel.ep=4", "launch.gpus_per_machine=2", "moe.dispatch_mode=static"],
+        4,
+        "moe.dispatch_mode: 'static' .* would leave a machine; use exact",
+        [(["parallel.ep=4", "launch.gpus_per_machine=2", "moe.dispatch_mode=exact"], 4)],
     ),
     "offloaded experts that ranks shard": (
         ["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes"],

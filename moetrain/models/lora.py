@@ -74,7 +74,7 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
             *stack, out_dim, in_dim = weight.shape
             if stack and lora.rank % 8:
                 problem = f"{lora.rank} is not a multiple of 8, which {name} needs"
-                raise ConfigError("lora.rank", problem)
+                raise ConfigError("lora.rank", f"{problem}; use {-(-lora.rank // 8) * 8}")
             shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
             for half, shape in zip(ADAPTER, shapes, strict=True):
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))

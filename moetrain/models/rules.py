@@ -207,5 +207,6 @@ def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str]) -> set[str]:
             raise ConfigError("train.freeze", problem)
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):
-        raise ConfigError("train.freeze", f"{','.join(freeze)!r} leaves nothing to train")
+        problem = f"{','.join(freeze)!r} leaves nothing to train"
+        raise ConfigError("train.freeze", f"{problem}; leave patterns out")
     return frozen

@@ -82,7 +82,8 @@ class ParallelDims:
             raise ConfigError(
                 "parallel.ep",
                 f"{self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} "
-                f"= {self.sharding_ranks} ranks of the world of {self.world_size}",
+                f"= {self.sharding_ranks} ranks of the world of {self.world_size}; use "
+                f"{math.gcd(self.ep, self.sharding_ranks)}",
             )
 
     @classmethod
@@ -138,16 +139,19 @@ class ParallelDims:
         if self.ep > 1 and all("ep" not in part.divided.values() for part in parts):
             problem = f"{self.ep} {where}, but {arch.family} has no experts; use 1"
             raise ConfigError("parallel.ep", problem)
-        for part, name, axis in ((p, *need) for p in parts for need in p.divided.items()):
-            degree, size = getattr(self, axis), getattr(part, name)
-            if size % degree:
+        needs = [(name, getattr(p, name), axis) for p in parts for name, axis in p.divided.items()]
+        for name, size, axis in needs:
+            if size % (degree := getattr(self, axis)):
+                fits = math.gcd(degree, *(other for _, other, of in needs if of == axis))
                 problem = f"{degree} {where} does not divide the model's {name} {size}"
-                raise ConfigError(f"parallel.{axis}", problem)
-        if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
+                raise ConfigError(f"parallel.{axis}", f"{problem}; use {fits}")
+        size, fits = arch.vocab_size, [n for n in range(1, self.tp + 1) if self.tp % n == 0]
+        fits = [n for n in fits if math.ceil(size / n) * (n - 1) < size]  # the last rank has some
+        if self.tp not in fits:
             raise ConfigError(
                 "parallel.tp",
-                f"{self.tp} {where} is too much for the model's vocab_size {arch.vocab_size}: in "
-                f"parts of {math.ceil(arch.vocab_size / self.tp)} the last rank has none; use less",
+                f"{self.tp} {where} is too much for the model's vocab_size {size}: in parts of "
+                f"{math.ceil(size / self.tp)} the last rank has none; use {fits[-1]}",
             )
 
     def _context_method(self, wanted: str, arch: Architecture) -> str:
@@ -160,15 +164,16 @@ class ParallelDims:
             if part.carries_state:
                 sizes = {name: getattr(part, name) for name in part.divided}
                 if bad := [f"{name} {size}" for name, size in sizes.items() if size % ranks]:
-                    remedy = f"the {bad[0]} of a layer with a state; it must divide them"
-                    raise ConfigError("parallel.cp", f"{where} {remedy}")
+                    problem = f"{where} the {bad[0]} of a layer with a state"
+                    raise ConfigError("parallel.cp", f"{problem}; let cp x tp divide it")
                 continue
             heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
             groups = groups or heads  # each head has keys of its own
             if heads % ranks or (groups % ranks and ranks % groups):
                 problem = (
-                    f"{where} num_heads {heads} and num_kv_heads {groups}; let them divide the "
-                    "former and the latter, or use parallel.cp_method all_gather"
+                    f"{where} num_heads {heads} and num_kv_heads {groups}; let cp x tp divide "
+                    "num_heads, and num_kv_heads be a multiple or a divisor of it, or use "
+                    "parallel.cp_method all_gather"
                 )
         if problem and wanted == "ulysses":
             raise ConfigError("parallel.cp", problem)

@@ -235,7 +235,9 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
             "parallel.tp" if dims.cp == 1 else "parallel.cp",
             f"cp {dims.cp} x tp {dims.tp} does not divide the {tokens} tokens of a micro-batch "
             f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which these "
-            "ranks share" + ", each in two pieces of a size" * (pieces > dims.cp),
+            "ranks share"
+            + ", each in two pieces of a size" * (pieces > dims.cp)
+            + f"; make data.seq_len a multiple of {lcm(dims.token_ranks, pieces)}",
         )
 
 

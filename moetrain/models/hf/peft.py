@@ -203,7 +203,7 @@ def load_peft(
         a, b = files.read(sites[name], shape)
         if a.shape[-2] != lora.rank:
             problem = f"{lora.rank}, but lora.path {str(folder)!r} has rank {a.shape[-2]} at {name}"
-            raise ConfigError("lora.rank", problem)
+            raise ConfigError("lora.rank", f"{problem}; set {a.shape[-2]}")
         yield name + ADAPTER[0], a
         yield name + ADAPTER[1], b / lora.scale
 

@@ -73,11 +73,11 @@ class Schedule:
         """Make the schedule ``name`` of ``ranks``; ConfigError says what is possible."""
         kind = SCHEDULES[name]
         if kind.by_rounds and micro_batches % ranks:
-            others = ", ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
+            others = " or ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
             raise ConfigError(
                 "parallel.pp_schedule",
                 f"{micro_batches} micro-batches, where {name} takes a multiple of its {ranks} "
-                f"ranks; {others} take any number",
+                f"ranks; use {others}, which take any number",
             )
         kind.check_stages(name, stages_per_rank)
         counts = ranks, stages_per_rank, micro_batches
@@ -235,7 +235,7 @@ class _ScheduleKind(NamedTuple):
         if not low <= stages <= high:
             wanted = str(low) if low == high else f"{low} to {high}"
             problem = f"{stages} stages a rank, where parallel.pp_schedule {name} takes {wanted}"
-            raise ConfigError("parallel.pp_stages", problem)
+            raise ConfigError("parallel.pp_stages", f"{problem}; set auto")
 
 
 SCHEDULES: Mapping[str, _ScheduleKind] = {

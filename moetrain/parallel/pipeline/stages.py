@@ -104,7 +104,7 @@ class StagePlan:
                 "parallel.pp",
                 f"{dims.pp} is more than the {number} micro-batches of a step, which leaves ranks "
                 "idle throughout; raise train.global_batch_size, or lower train.micro_batch_size "
-                "or this",
+                "or parallel.pp",
             )
         self.schedule(number)
 
