@@ -31,7 +31,7 @@ from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Document, RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.parallel.world import plan_world
-from moetrain.rl.envs.shipped import open_environment
+from moetrain.rl.setup import Setup
 from moetrain.train.setup import prepare, resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -85,6 +85,14 @@ def model(**config: Any) -> dict[str, str]:
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 16
 BYTES = {"model.path": "model", "data.seq_len": 32, "data.tokenizer": UNSET, "data.path": "a.txt"}
+ENVIRONMENT = """class Own:
+    def __init__(self, prompts):
+        self.prompts = prompts
+    def episode(self, task):
+        return self
+    def reset(self):
+        return ""
+"""
 OF_TEXT = {"data.path": "a.txt"}
 OF_CHATS = {"data.path": "a.jsonl"}
 RL = {"rl.env": "jsonl", "rl.prompts": "p.jsonl", "rl.reward": "exact"}
@@ -474,6 +482,176 @@ ROWS = {
             {"files": {"p.jsonl": '{"prompt": [{"role": "user", "content": "a"}], "answer": 1}'}},
         ],
     ),
+    "no answer": Row(
+        {"p.jsonl": '{"prompt": "a", "result": "b"}\n'},
+        RL,
+        "rl.prompts: .* line 1: no answer, which exact needs; give it as `answer`, or another rl.",
+        [{"files": {"p.jsonl": '{"prompt": "a", "answer": "b"}'}}, {"rl.reward": "zero"}],
+    ),
+    "no prompts": Row(
+        {"p.jsonl": "\n", "q.jsonl": '{"prompt": "a", "answer": 1}'},
+        RL,
+        "rl.prompts: 'p.jsonl' has no lines; write one prompt a line",
+        [{"files": {"p.jsonl": '{"prompt": "a", "answer": 1}'}}],
+    ),
+    "no file of prompts": Row(
+        {"p.jsonl": '{"prompt": "a", "answer": 1}'},
+        RL | {"rl.prompts": UNSET},
+        "rl.prompts: not set, and rl.env 'jsonl' needs it; set it",
+        [{"rl.prompts": "p.jsonl"}],
+    ),
+    "no reward": Row(
+        {"p.jsonl": '{"prompt": "a", "answer": 1}'},
+        RL | {"rl.reward": UNSET},
+        "rl.reward: not set, and rl.env 'jsonl' needs it; set it",
+        [{"rl.reward": "exact"}],
+    ),
+    "a reward of one argument": Row(
+        {
+            "p.jsonl": '{"prompt": "a"}',
+            "r.py": "def score(line):\n    return 0.0\nHALF = 0.5\n",
+            "r.txt": "def score(line, text):\n    return 0.0\n",
+        },
+        RL | {"rl.reward": "r.py:score"},
+        "rl.reward: .* takes .line., and is called with a line and an answer: .*; let it take thes",
+        [{"files": {"r.py": "def score(line, text):\n    return 0.0\n"}}],
+    ),
+    "a reward that is a number": Row(
+        {
+            "p.jsonl": '{"prompt": "a"}',
+            "r.py": "HALF = 0.5\ndef score(line, text):\n    return HALF\n",
+        },
+        RL | {"rl.reward": "r.py:HALF"},
+        "rl.reward: .* is a float, which cannot be called; name a function or a class",
+        [{"rl.reward": "r.py:score"}],
+    ),
+    "a reward of no Python": Row(
+        {
+            "p.jsonl": '{"prompt": "a"}',
+            "r.txt": "def score(line, text):\n    return 0.0\n",
+            "r.py": "def score(line, text):\n    return 0.0\n",
+        },
+        RL | {"rl.reward": "r.txt:score"},
+        "rl.reward: 'r.txt' is no Python file; its name must end in .py",
+        [{"rl.reward": "r.py:score"}],
+    ),
+    "an environment of no tasks": Row(
+        {"e.py": ENVIRONMENT + "    num_tasks = 0\n"},
+        {"rl.env": "e.py:Own"},
+        "its num_tasks is 0; make it None .without end., or 1 or more",
+        [
+            {"files": {"e.py": ENVIRONMENT + "    num_tasks = None\n"}},
+            {"files": {"e.py": ENVIRONMENT + "    num_tasks = 1\n"}},
+        ],
+    ),
+    "an environment of no episodes": Row(
+        {"e.py": ENVIRONMENT.replace("episode", "play") + "    num_tasks = 1\n"},
+        {"rl.env": "e.py:Own"},
+        r"rl.env: 'e.py:Own' has no method episode\(task\); give it one",
+        [{"files": {"e.py": ENVIRONMENT + "    num_tasks = 1\n"}}],
+    ),
+    "arguments that are no JSON": Row(
+        {},
+        {"rl.env_args": "{'most': 6}"},
+        "rl.env_args: .* is not JSON: .*; write one such as '{.most.: 6}'",
+        [{"rl.env_args": '{"most": 6}'}],
+    ),
+    "arguments that are a list": Row(
+        {},
+        {"rl.env_args": "[6]"},
+        "rl.env_args: .* is no JSON object; write one such as '{.most.: 6}'",
+        [{"rl.env_args": '{"most": 6}'}],
+    ),
+    "digits that are a half": Row(
+        {},
+        {"rl.env_args": '{"most": 4.5}'},
+        "rl.env_args: most 4.5 is no whole number; give one",
+        [{"rl.env_args": '{"most": 5}'}],
+    ),
+    "too many digits": Row(
+        {},
+        {"rl.env_args": '{"most": 11}'},
+        "rl.env_args: least 4, most 11: there are 10 digits; let 1 <= least <= most <= 10",
+        [{"rl.env_args": '{"least": 1, "most": 10}'}],
+    ),
+    "too many terms": Row(
+        {},
+        {"rl.env": "arithmetic", "rl.env_args": '{"terms": 201}'},
+        "rl.env_args: terms 201: give 1 to 200",
+        [{"rl.env_args": '{"terms": 1}'}, {"rl.env_args": '{"terms": 200}'}],
+    ),
+    "divisions": Row(
+        {},
+        {"rl.env": "arithmetic", "rl.env_args": '{"operations": "/"}'},
+        r"rl.env_args: operations '/': give some of \+ - \*",
+        [{"rl.env_args": '{"operations": "*"}'}, {"rl.env_args": '{"operations": "+-*"}'}],
+    ),
+    "special tokens for nobody": Row(
+        {
+            "p.jsonl": '{"prompt": "a", "answer": 1}',
+            "r.py": "def score(line, text):\n    return 0.0\n",
+        },
+        RL | {"rl.skip_special_tokens": "no"},
+        "rl.skip_special_tokens: no, but only a reward or an environment of your own can read .*; "
+        "set yes, or give one",
+        [{"rl.skip_special_tokens": "yes"}, {"rl.reward": "r.py:score"}],
+    ),
+    "steps that are epochs": Row(
+        {},
+        {"rl.env": "sort", "train.steps": UNSET, "train.epochs": 1},
+        "train.epochs: 1.0, but reinforcement learning counts steps; set train.steps instead",
+        [{"train.epochs": UNSET, "train.steps": 3}],
+    ),
+    "demonstrations of more steps": Row(
+        {},
+        {"rl.env": "sort", "rl.supervised_steps": 101},
+        "rl.supervised_steps: 101 are more than train.steps 100, all of them; lower it, or raise t",
+        [{"rl.supervised_steps": 100}, {"train.steps": 101}],
+    ),
+    "demonstrations of nobody": Row(
+        {"e.py": ENVIRONMENT + "    num_tasks = 1\n"},
+        {"rl.env": "e.py:Own", "rl.supervised_steps": 3},
+        "rl.supervised_steps: 3, but rl.env .* shows nothing; set 0, or give the environment a met",
+        [
+            {"rl.supervised_steps": 0},
+            {
+                "files": {
+                    "e.py": ENVIRONMENT
+                    + "    num_tasks = 1\n    def demonstrate(self, task):\n        return 'a'\n"
+                }
+            },
+        ],
+    ),
+    "groups of other sizes": Row(
+        {},
+        {"rl.env": "sort", "rl.group_size": 7},
+        "rl.group_size: 7 does not divide the 16 trajectories of a step .* update; make train.glob",
+        [{"train.global_batch_size": 21, "train.micro_batch_size": 1}],
+    ),
+    "groups of half an update": Row(
+        {},
+        {"rl.env": "sort", "rl.group_size": 32, "rl.updates_per_rollout": 2},
+        "rl.group_size: 32 does not divide the 32 .*; make train.global_batch_size a multiple of",
+        [{"train.global_batch_size": 32}],
+    ),
+    "tasks held out of few": Row(
+        {"p.jsonl": '{"prompt": "a", "answer": 1}\n' * 3},
+        RL | {"rl.eval_tasks": 3},
+        "rl.eval_tasks: 3 of 3 tasks leave none to train; lower it",
+        [{"rl.eval_tasks": 2}, {"rl.eval_tasks": 0}],
+    ),
+    "a cache of less than a row": Row(
+        {},
+        {"rl.env": "sort", "rl.cache_tokens": 100},
+        "rl.cache_tokens: 100, in pages of .*, do not hold a row of data.seq_len 128; raise it",
+        [{"rl.cache_tokens": 256}],
+    ),
+    "precision of generation": Row(
+        {},
+        {"rl.env": "sort", "kernels.precision": "fp8", "model.hidden_size": 128},
+        "kernels.precision: 'fp8', but what is learned from is generated in bf16; unset it",
+        [{"kernels.precision": UNSET}],
+    ),
 }
 
 
@@ -501,9 +679,8 @@ def use(settings: dict[str, Any]) -> None:
     if "model.path" not in given:
         given = {"model.preset": "debug"} | given
     config = Config.load(None, [f"{k}={v}" for k, v in given.items()], environ={})
-    if "rl.env" in given:
-        environment = open_environment(config.rl, ByteTokenizer())
-        environment.episode(0).reset()
+    if any(name.startswith("rl.") for name in given):
+        Setup(*resolve_run(config), "cpu").environment.episode(0).reset()
         return
     config, arch = prepare(config)
     build_data(config, arch.vocab_size)
@@ -516,7 +693,9 @@ def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
     files, settings, says, remedies = ROWS[case]
     settings = {"data.seq_len": 128, "train.steps": 100, "log.tensorboard": "no"} | settings
     settings = {"data.cache_dir": "cache", "train.sample_tokens": 0, **settings}
-    if settings.get("train.epochs"):
+    if any(name.startswith("rl.") for name in settings):
+        settings = {"rl.eval_tasks": 0, "rl.env": "sort"} | settings
+    elif settings.get("train.epochs"):
         settings["train.steps"] = 3
     write(files)
     with pytest.raises(ConfigError) as raised:

@@ -263,7 +263,7 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
             {"env": "sort", "env_args": '{"least": 4.5}'},
             "rl.env_args: least 4.5 is no whole number",
         ),
-        ({"env": "arithmetic", "env_args": '{"terms": 201}'}, "rl.env_args: terms 201: 1 to 200"),
+        ({"env": "arithmetic", "env_args": '{"terms": 201}'}, "rl.env_args: terms 201: give 1 to"),
         ({"env": "arithmetic", "env_args": '{"terms": 2.5}'}, "rl.env_args: terms 2.5 is no whole"),
         ({"env": CALCULATOR, "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
         ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),

@@ -79,7 +79,8 @@ class Setup:
             try_reward(environment, str(rl.reward), rl.step_timeout)
         if rl.supervised_steps and not hasattr(environment, "demonstrate"):
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
-            raise ConfigError("rl.supervised_steps", problem)
+            remedy = "set 0, or give the environment a method demonstrate"
+            raise ConfigError("rl.supervised_steps", f"{problem}; {remedy}")
         self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
         number, held_out = environment.num_tasks, str(rl.eval_tasks)
         self.identity = {
@@ -120,7 +121,7 @@ class Setup:
             raise ConfigError(
                 name,
                 f"{value} is another than {str(found.folder)!r} was trained with, or was edited "
-                "since; put that back, or begin anew: checkpoint.resume never, or another "
+                "since; put that back, or begin again with checkpoint.resume never or another "
                 "output_dir",
             )
         return [name for name, was in before.items() if was != self.identity[name]]
@@ -129,17 +130,19 @@ class Setup:
 def _steps_and_groups(config: Config) -> tuple[int, int]:
     train, rl = config.train, config.rl
     if train.steps is None:
-        raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
+        problem = f"{train.epochs}, but reinforcement learning counts steps"
+        raise ConfigError("train.epochs", f"{problem}; set train.steps instead")
     if rl.supervised_steps > train.steps:
         problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
-        raise ConfigError("rl.supervised_steps", problem)
+        raise ConfigError("rl.supervised_steps", f"{problem}; lower it, or raise train.steps")
     size = train.global_batch_size * rl.updates_per_rollout
     number, left = divmod(size, rl.group_size)
     if left or number < rl.updates_per_rollout:
         raise ConfigError(
             "rl.group_size",
             f"{rl.group_size} does not divide the {size} trajectories of a step "
-            "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
+            "(train.global_batch_size x rl.updates_per_rollout) into a group for each update; "
+            "make train.global_batch_size a multiple of it",
         )
     return train.steps, number
 

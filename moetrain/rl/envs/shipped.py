@@ -42,6 +42,8 @@ _MOST_DIGITS, _MOST_TERMS = 20, 200
 _GYM_SIZE = 2**31 - 1
 """Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
 
+_OBJECT = """write one such as '{"most": 6}'"""
+
 _VARIABLES = ("tools", "documents", "chat_template_kwargs")
 """What a line gives the chat template beside its messages."""
 
@@ -56,7 +58,9 @@ class _Sort(SolvedEnvironment):
         super().__init__(prompts)
         _check_whole(least=least, most=most)
         if not 1 <= least <= most <= 10:
-            problem = f"least {least}, most {most}: there are 10 digits; 1 <= least <= most <= 10"
+            problem = (
+                f"least {least}, most {most}: there are 10 digits; let 1 <= least <= most <= 10"
+            )
             raise ConfigError("rl.env_args", problem)
         self.least, self.most = least, most
 
@@ -83,9 +87,9 @@ class _Arithmetic(SolvedEnvironment):
         _check_whole(digits=digits, terms=terms)
         for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
             if not 1 <= value <= most:
-                raise ConfigError("rl.env_args", f"{name} {value}: 1 to {most}")
+                raise ConfigError("rl.env_args", f"{name} {value}: give 1 to {most}")
         if not operations or set(operations) - set("+-*"):
-            raise ConfigError("rl.env_args", f"operations {operations!r}: some of + - *")
+            raise ConfigError("rl.env_args", f"operations {operations!r}: give some of + - *")
         self.digits, self.terms, self.operations = digits, terms, operations
 
     def problem(self, task: int) -> Problem:
@@ -133,7 +137,7 @@ def _check_whole(**values: object) -> None:
     # JSON has other numbers too.
     for name, value in values.items():
         if type(value) is not int:
-            raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
+            raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number; give one")
 
 
 # ---- from a file --------------------------------------------------------------------------------
@@ -157,7 +161,8 @@ class Jsonl(TextEnvironment):
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
             if reward in {*_SHIPPED} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
-                raise ConfigError("rl.prompts", problem)
+                remedy = "give it as `answer`, or another rl.reward"
+                raise ConfigError("rl.prompts", f"{problem}; {remedy}")
             try:
                 prompts.check(self._asked(line), line)
             except BadLineError as error:
@@ -191,7 +196,7 @@ def _find_reward(name: str) -> _Reward:
         signature.bind({}, "")
     except TypeError as error:
         problem = f"{name!r} takes {signature}, and is called with a line and an answer: {error}"
-        raise ConfigError("rl.reward", problem) from None
+        raise ConfigError("rl.reward", f"{problem}; let it take these two") from None
     return reward
 
 
@@ -242,7 +247,8 @@ def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError(field, problem) from error
     if not callable(found):
-        raise ConfigError(field, f"{name!r} is a {type(found).__name__}, which cannot be called")
+        problem = f"{name!r} is a {type(found).__name__}, which cannot be called"
+        raise ConfigError(field, f"{problem}; name a function or a class")
     return found
 
 
@@ -266,7 +272,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
             raise ConfigError("rl.prompts", f"{raw.where}: {error}") from None
         lines.append(line)
     if not lines:
-        raise ConfigError("rl.prompts", f"{path!r} has no lines")
+        raise ConfigError("rl.prompts", f"{path!r} has no lines; write one prompt a line")
     return lines
 
 
@@ -285,9 +291,11 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     try:
         args = {} if given is None else json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ConfigError("rl.env_args", f"{shortened(given)} is not JSON: {error}") from None
+        raise ConfigError(
+            "rl.env_args", f"{shortened(given)} is not JSON: {error}; {_OBJECT}"
+        ) from None
     if not isinstance(args, dict):
-        raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object")
+        raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object; {_OBJECT}")
     gym, _, task = name.partition(":")
     is_own = ":" in str(settings.reward) if name == "jsonl" else gym not in _NOT_OWN
     if not (skips or is_own):
@@ -299,7 +307,7 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         elif name == "jsonl":
             for key in ("prompts", "reward"):
                 if getattr(settings, key) is None:
-                    raise ConfigError(f"rl.{key}", "not set, and rl.env 'jsonl' needs it")
+                    raise ConfigError(f"rl.{key}", "not set, and rl.env 'jsonl' needs it; set it")
             environment = Jsonl(prompts, str(settings.prompts), str(settings.reward), **args)
         elif gym == "reasoning-gym" and task:
             environment = _ReasoningGym(prompts, task, **args)
@@ -323,8 +331,8 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         raise ConfigError("rl.env", problem) from error
     number = getattr(environment, "num_tasks", "missing")
     if number is not None and not (type(number) is int and number > 0):
-        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
+        problem = f"its num_tasks is {shortened(number)}; make it None (without end), or 1 or more"
         raise ConfigError("rl.env", f"{name!r}: {problem}")
     if not callable(getattr(environment, "episode", None)):
-        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
+        raise ConfigError("rl.env", f"{name!r} has no method episode(task); give it one")
     return environment
