@@ -233,9 +233,9 @@ class AdamW(torch.optim.Optimizer):
         wanted = {f"{n}.{k}" for n in stages.trained for k in ("step", *keys(stages.rules[n]))}
         if odd := set(state) ^ wanted:
             how = f"{self.config.state_dtype!r} and optim.name {self.config.name!r}"
-            problem = f"not of this model, optim.state_dtype {how}; change it or set never"
-            problem = f"its optimizer state is {problem}: {sorted(odd)[:3]}"
-            raise ConfigError("checkpoint.resume", problem)
+            problem = f"its optimizer state is not of this model, optim.state_dtype {how}"
+            remedy = f"set these as they were, or set never; {sorted(odd)[:3]} differ"
+            raise ConfigError("checkpoint.resume", f"{problem}; {remedy}")
         for name, member in trained.items():
             for key in keys(member.rule):
                 moment, shape = f"{name}.{key}", moment_place(key, member.layout)["shape"]

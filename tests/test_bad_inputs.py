@@ -122,7 +122,7 @@ FILES = [
         RANKS + "2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
         "--train.global_batch_size 3 --train.micro_batch_size 1 --model.num_layers 4",
         "parallel.pp_schedule",
-        "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; gpipe, 1f1b",
+        "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; use gpipe",
     ),
     (
         RANKS + "3",

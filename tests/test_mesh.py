@@ -71,7 +71,6 @@ def test_degrees_that_fit(world, degrees, dp_shard, efsdp):
     [
         (4, {"dp_shard": 3}, "dp_shard", ["dp_shard 3", "world of 4 processes"]),
         (4, {"dp_shard": 2}, "dp_shard", ["dp_shard 2", "world of 4 processes"]),
-        (4, {"dp_shard": 0}, "dp_shard", ["dp_shard 0", "world of 4 processes"]),
         (4, {"tp": 3}, "tp", ["tp 3", "world of 4 processes"]),
         (1, {"tp": 2}, "tp", ["tp 2", "world of 1 process;"]),
         (4, {"pp": 8}, "pp", ["pp 8", "world of 4"]),

@@ -30,8 +30,11 @@ from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Document, RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.jobs.api import Limits
 from moetrain.parallel.world import plan_world
 from moetrain.rl.setup import Setup
+from moetrain.rollout.access import Access
+from moetrain.rollout.protocol import Chat, Completions, Responses
 from moetrain.train.setup import prepare, resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -1431,8 +1434,33 @@ AGAIN = {
     ),
     "other weights": (
         {"optim.name": "muon"},
-        "checkpoint.resume: .*optim.name 'muon'; change it or set never",
+        "checkpoint.resume: .*optim.name 'muon'; set these as they were, or set never; ",
         [{"optim.name": "adamw"}, {"checkpoint.resume": "never"}],
+    ),
+    "other parts": (
+        {"train.freeze": "*router*"},
+        r"was trained beside other frozen weights than this run has \(train.seed 0\); set "
+        "train.seed, lora.rank, lora.base_dtype and train.freeze as they were, or checkpoint.res",
+        [{"train.freeze": UNSET}, {"checkpoint.resume": "never"}],
+    ),
+    "adapters": (
+        {"lora.rank": 8},
+        "was trained beside other frozen weights .*; set train.seed, lora.rank, lora.base_dtype an",
+        [{"lora.rank": UNSET}, {"checkpoint.resume": "never"}],
+    ),
+    "other dtypes of weights": (
+        {"optim.state_dtype": "float8", "optim.weight_dtype": "bfloat16"},
+        "checkpoint.resume: its .* is float32 .*, where this run has bfloat16 .*; set optim.weight"
+        "_dtype as it was",
+        [{"optim.weight_dtype": UNSET, "optim.state_dtype": "float32"}],
+    ),
+    "a folder of checkpoints": (
+        {"checkpoint.resume": "."},
+        "checkpoint.resume: .* is not a checkpoint: .*; give a step-... folder, or the output_dir ",
+        [
+            {"checkpoint.resume": "out/checkpoints/step-00000001"},
+            {"checkpoint.resume": "out"},
+        ],
     ),
     "no selection bias": (
         {"moe.bias_update_rate": 0.1},
@@ -1476,6 +1504,230 @@ def test_what_an_error_of_a_run_that_goes_on_advises_works(case, trained, tmp_pa
     for number, remedy in enumerate(remedies, 1):
         monkeypatch.chdir(shutil.copytree(trained, tmp_path / str(number)))
         Trainer(made(settings | remedy))
+
+
+# ---- requests to servers: what reads them, the body, the error, and bodies that it advises -------
+
+PROMPT = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
+DATUM = {"tokens": [1, 2], "target_tokens": [2, 3]}
+LIMITS = Limits(
+    vocab_size=9, longest_row=4, longest_text=8, max_completions=2, max_logprobs=20, end_ids=()
+)
+SCORED = DATUM | {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+
+
+def passed(datum: dict[str, Any], loss: str = "cross_entropy") -> dict[str, Any]:
+    return {"data": [datum], "loss_fn": loss}
+
+
+def completions(body: dict[str, Any]) -> None:
+    asked = Completions.model_validate({"model": "m", "prompt": "a"} | body)
+    asked.grammars(ByteTokenizer())
+
+
+def chats(body: dict[str, Any]) -> None:
+    asked = Chat.model_validate({"model": "m", "messages": [ASKED]} | body)
+    asked.grammars(ByteTokenizer())
+
+
+def responses(body: dict[str, Any]) -> None:
+    Responses.model_validate({"model": "m", "input": "a"} | body)
+
+
+def job(kind: str) -> Any:
+    return lambda body: LIMITS.parse(kind, body)
+
+
+REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
+    (
+        completions,
+        {"frequency_penalty": 1},
+        "'frequency_penalty' is not supported, and 1 would .*; leave it out, or send 0",
+        [{}, {"frequency_penalty": 0}],
+    ),
+    (completions, {"logit_bias": {"1": 2}}, "leave it out, or send {}", [{}, {"logit_bias": {}}]),
+    (
+        completions,
+        {"max_tokens": 0},
+        "max_tokens 0 asks for nothing; raise it, or send echo true",
+        [{"max_tokens": 1}, {"max_tokens": 0, "echo": True}],
+    ),
+    (
+        completions,
+        {"response_format": {"type": "json_schema"}},
+        "response_format: json_schema has no schema; give it",
+        [{"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}],
+    ),
+    (
+        chats,
+        {"max_tokens": 3, "max_completion_tokens": 3},
+        "max_tokens is max_completion_tokens by another name; send one",
+        [{"max_tokens": 3}, {"max_completion_tokens": 3}],
+    ),
+    (
+        chats,
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "exclude each other; send one of them",
+        [{"add_generation_prompt": True}, {"continue_final_message": True}],
+    ),
+    (
+        chats,
+        {"top_logprobs": 2},
+        "top_logprobs has no effect without logprobs true; send both",
+        [{"top_logprobs": 2, "logprobs": True}],
+    ),
+    (responses, {"messages": [ASKED]}, "'messages' is not supported; send input", [{"input": "a"}]),
+    (
+        responses,
+        {"response_format": {"type": "json_object"}},
+        "'response_format' is not supported; send text, with a format",
+        [{"text": {"format": {"type": "json_object"}}}],
+    ),
+    (
+        responses,
+        {"max_tokens": 3},
+        "'max_tokens' is not supported; send max_output_tokens",
+        [{"max_output_tokens": 3}],
+    ),
+    (
+        responses,
+        {"previous_response_id": "x"},
+        "'previous_response_id' is not supported; send the whole input",
+        [{"input": [ASKED, SAID, ASKED]}],
+    ),
+    (
+        responses,
+        {"input": [{"type": "reasoning", "summary": []}]},
+        "is no message, function_call or function_call_output; send those alone",
+        [
+            {"input": [ASKED | {"type": "message"}]},
+            {
+                "input": [
+                    ASKED,
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "1", "output": "a"},
+                ]
+            },
+        ],
+    ),
+    (
+        responses,
+        {"tools": [{"type": "web_search"}]},
+        "tools: .* is not of type function; leave it out",
+        [{"tools": []}],
+    ),
+    (
+        job("forward"),
+        passed({"tokens": [], "target_tokens": []}),
+        r"data\[0\] has no tokens; send one or more",
+        [passed(DATUM)],
+    ),
+    (
+        job("forward"),
+        passed({"tokens": [1] * 5, "target_tokens": [1] * 5}),
+        "has 5 tokens, and a row of data.seq_len 4 takes 4; shorten it",
+        [passed({"tokens": [1] * 4, "target_tokens": [1] * 4})],
+    ),
+    (job("forward"), passed(DATUM, "gspo"), "loss_fn 'gspo' is not one of cross_entropy", []),
+    (
+        job("forward"),
+        passed(DATUM, "ppo"),
+        "has no logprobs, which loss 'ppo' needs; send them",
+        [passed(SCORED, "ppo")],
+    ),
+    (
+        job("forward"),
+        passed(SCORED),
+        "has logprobs, of which loss 'cross_entropy' has no use; leave them out",
+        [passed(DATUM)],
+    ),
+    (
+        job("forward"),
+        passed(DATUM | {"weights": [1.0]}),
+        "has 1 weights for 2 tokens; send one for each",
+        [passed(DATUM | {"weights": [1.0, 0.0]})],
+    ),
+    (
+        job("asample"),
+        PROMPT | {"sampling_params": {"max_tokens": 7}},
+        "2 tokens and max_tokens 7 are more than the 8 .*; shorten it, or lower max_tokens",
+        [
+            PROMPT | {"sampling_params": {"max_tokens": 6}},
+            {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 7}},
+        ],
+    ),
+    (
+        job("asample"),
+        PROMPT | {"num_samples": 3},
+        "num_samples 3 are more than jobs.max_completions 2; ask in parts",
+        [PROMPT | {"num_samples": 2}],
+    ),
+    (
+        job("asample"),
+        PROMPT | {"prompt_logprobs_last_n": 1},
+        "prompt_logprobs_last_n is for prompt_logprobs; ask for these too",
+        [PROMPT | {"prompt_logprobs_last_n": 1, "prompt_logprobs": True}],
+    ),
+    (
+        job("asample"),
+        PROMPT | {"sampling_params": {"max_tokens": 4, "stop": "x"}},
+        r"stop: there is no tokenizer \(data.tokenizer\); give token ids",
+        [PROMPT | {"sampling_params": {"max_tokens": 4, "stop": [3]}}],
+    ),
+    (
+        job("asample"),
+        PROMPT | {"topk_sample_logprobs": 6},
+        "topk_sample_logprobs 6 of every token are more .*; ask in parts",
+        [PROMPT | {"topk_sample_logprobs": 6, "sampling_params": {"max_tokens": 3}}],
+    ),
+    (job("save_weights"), {}, "path is missing; give the save a name", [{"path": "a"}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "says", "remedies"), REQUESTS, ids=[row[2][:40] for row in REQUESTS]
+)
+def test_what_the_error_of_a_request_advises_works(parse, body, says, remedies):
+    with pytest.raises(ValueError, match=says):
+        parse(body)
+    for remedy in remedies:
+        parse(remedy)
+
+
+def test_what_the_error_of_a_servers_doors_advises_works(tmp_path):
+    def access(**changed: Any) -> Access:
+        usual = {"host": "127.0.0.1", "port": 0, "auth": "auto", "token_file": None}
+        found = Access(**usual | {"own_file": tmp_path / "own"} | changed, packages=())
+        found.check()
+        return found
+
+    with pytest.raises(ConfigError, match=r"port: 65536 is not a port, 1 to 65535 .0: any free"):
+        access(port=65536)
+    for port in (0, 1, 65535):
+        access(port=port)
+    for auth in ("auto", "none"):
+        given = {"token_file": str(tmp_path / "mine"), "auth": auth}
+        with pytest.raises(ConfigError, match=r"contradicts auth .*; unset it, or set auth token$"):
+            access(**given)
+        access(**given | {"token_file": None})
+        access(**given | {"auth": "token"})
+    empty = tmp_path / "empty"
+    empty.write_text(" ")
+    with pytest.raises(ConfigError, match="holds no token; write one there, or leave this out"):
+        access(token_file=str(empty), auth="token").token()
+    empty.write_text("secret")
+    assert access(token_file=str(empty), auth="token").token() == "secret"
+    assert access(auth="token").token()
+    listener = access().listen()
+    port = listener.getsockname()[1]
+    try:
+        with pytest.raises(ConfigError, match=f"port: {port} at 127.0.0.1 cannot .*; choose anoth"):
+            access(port=port).listen()
+        access().listen().close()
+    finally:
+        listener.close()
+    with pytest.raises(ConfigError, match=r"host: 'no such' is no address: .*; choose another"):
+        access(host="no such").listen()
 
 
 # ---- what all messages name ----------------------------------------------------------------------

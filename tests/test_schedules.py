@@ -159,7 +159,7 @@ def check_steps(schedule):
     [
         (("1f1b", 4, 2, 8), ["2 stages a rank", "1f1b takes 1"]),
         (("interleaved_1f1b", 4, 1, 8), ["1 stages a rank", "interleaved_1f1b takes 2 to 64"]),
-        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "gpipe, 1f1b"]),
+        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "gpipe or 1f1b"]),
     ],
 )
 def test_bad_settings_say_what_is_possible(settings, words):

@@ -131,7 +131,7 @@ class Limits:
     def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         """Raise ValueError unless the model has all ``tokens``, at least one."""
         if not tokens:
-            raise ValueError(f"{name} has no tokens")
+            raise ValueError(f"{name} has no tokens; send one or more")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
 
@@ -176,13 +176,15 @@ class _Datum(JsonBody):
         for key in ("target_tokens", "weights", "logprobs", "advantages"):
             values = getattr(self, key)
             if values is None and key in needed:
-                raise ValueError(f"{name} has no {key}, which loss {loss!r} needs")
+                raise ValueError(f"{name} has no {key}, which loss {loss!r} needs; send them")
             if values is None:
                 continue
             if key in unused:
-                raise ValueError(f"{name} has {key}, of which loss {loss!r} has no use")
+                problem = f"{name} has {key}, of which loss {loss!r} has no use"
+                raise ValueError(f"{problem}; leave them out")
             if len(values) != len(self.tokens):
-                raise ValueError(f"{name} has {len(values)} {key} for {len(self.tokens)} tokens")
+                problem = f"{name} has {len(values)} {key} for {len(self.tokens)} tokens"
+                raise ValueError(f"{problem}; send one for each")
             if key != "target_tokens" and (largest := np.max(np.abs(values))) > _FP32_LARGEST:
                 raise ValueError(f"{name}: {largest} is infinite in fp32")
 
@@ -295,7 +297,8 @@ class Sampling(_JobBody):
         if len(tokens) + (asked.max_tokens or 1) > limits.longest_text:
             raise ValueError(
                 f"prompt: {len(tokens)} tokens and max_tokens {shortened(asked.max_tokens or 1)} "
-                f"are more than the {limits.longest_text} that one text may have"
+                f"are more than the {limits.longest_text} that one text may have; shorten it, or "
+                "lower max_tokens"
             )
         if self.num_samples > limits.max_completions:
             raise ValueError(

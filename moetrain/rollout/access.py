@@ -67,7 +67,7 @@ class Access:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
                 problem += f", which asks for no token at {self.section}host {self.host!r}"
-            problem += f"; unset one, or set {self.section}auth token"
+            problem += f"; unset it, or set {self.section}auth token"
             raise self._error("token_file", problem)
 
     @property
@@ -89,7 +89,8 @@ class Access:
             problem = f"{shortened(str(path))} cannot be read: {error}"
             raise self._error("token_file", problem) from None
         if not token:
-            raise self._error("token_file", f"{shortened(str(path))} holds no token")
+            problem = f"{shortened(str(path))} holds no token"
+            raise self._error("token_file", f"{problem}; write one there, or leave this out")
         print(f"the bearer token is in {path}", flush=True)
         return token
 
@@ -116,7 +117,9 @@ class Access:
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:
-            raise self._error("host", f"{self.host!r} is no address: {error}") from None
+            raise self._error(
+                "host", f"{self.host!r} is no address: {error}; choose another"
+            ) from None
         try:
             listener = socket.create_server((self.host, self.port), family=family, backlog=1024)
         except OSError as error:

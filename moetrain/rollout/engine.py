@@ -98,7 +98,7 @@ class Generator:
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
         for name, size in sizes.items():
             if size is not None and size < 1:
-                raise ValueError(f"{name} {size} is not positive")
+                raise ValueError(f"{name} {size} is not positive; choose 1 or more")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         check_drafting(model, draft, draft_by)

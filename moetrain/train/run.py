@@ -489,7 +489,9 @@ class Run(ABC):
                 before = None
             earlier = self.find(before)
             if earlier is None:
-                raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")
+                raise ConfigError(
+                    "checkpoint.resume", f"{damaged}, and there is none before it; set never"
+                )
             found = earlier
         self.step = found.state["step"]
         self.saved_at = -1 if self.run_folder.is_in_memory(found.folder) else self.step

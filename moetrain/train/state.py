@@ -154,8 +154,11 @@ class ModelState:
                 "bias; set it as it was, or start again with checkpoint.resume never",
             )
         if odd:
-            problem = "it is of another model, or other parts of it were trained"
-            raise ConfigError("checkpoint.resume", f"{problem}: {sorted(odd)[:3]}")
+            problem = (
+                f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}"
+            )
+            remedy = "set model, lora and train.freeze as they were, or set never"
+            raise ConfigError("checkpoint.resume", f"{problem}; {remedy}")
         for name, entry in saved.items():
             dtype = torch.float32 if entry.rule is None else entry.rule.storage
             check_like(name, state[name], entry.shape, dtype, "; set optim.weight_dtype as it was")
@@ -419,12 +422,12 @@ class Snapshots(Saver):
         if found.state.get("frozen", "") == engine.fingerprint:
             return
         path, seed = engine.config.model.path, engine.config.train.seed
-        origin = f"train.seed {seed}" if path is None else f"model.path {shortened(path)}"
+        name, value = ("train.seed", seed) if path is None else ("model.path", shortened(path))
         raise ConfigError(
             "checkpoint.resume",
-            f"{str(found.folder)!r} was trained beside other frozen weights than this run has, of "
-            f"{origin}; set that, lora.rank, lora.base_dtype and train.freeze as they were, or "
-            "checkpoint.resume never",
+            f"{str(found.folder)!r} was trained beside other frozen weights than this run has "
+            f"({name} {value}); set {name}, lora.rank, lora.base_dtype and train.freeze as they "
+            "were, or checkpoint.resume never",
         )
 
     def _check_same_run(self, found: Checkpoint, data: str, total_steps: int) -> None:
