@@ -106,15 +106,15 @@ ROWS = {
         {"a.txt": TEXT},
         {**OF_TEXT, "model.vocab_size": 60},
         "data.tokenizer: 'byte' has 257 tokens, more than the model's vocabulary of 60; use the "
-        "model's own, or for a model.preset set model.vocab_size 257",
+        "model's own, or set model.vocab_size 257 for rows of all of them",
         [{"model.vocab_size": 257}],
     ),
     "vocabulary of a checkpoint": Row(
         {"a.txt": TEXT, **model(), "b/tokenizer.json": "", "b/tokenizer_config.json": ""},
         {**BYTES, "data.tokenizer": "b"},
         "data.tokenizer: 'b' has 301 tokens, more than the model's vocabulary of 257; use the "
-        "model's own",
-        [{"data.tokenizer": UNSET}, {"data.tokenizer": "model"}],
+        "model's own, or set model.vocab_size 301 for rows of all of them",
+        [{"data.tokenizer": UNSET}, {"data.tokenizer": "model"}, {"model.vocab_size": 301}],
     ),
     "no end of text": Row(
         {"a.txt": TEXT, "t/tokenizer.json": "no eos"},

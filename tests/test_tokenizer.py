@@ -407,7 +407,8 @@ def test_tokens_of_the_config_that_the_model_has_no_row_for_are_refused(tmp_path
     wanted = "more than the model's vocabulary of 258: tokenizer_config.json alone adds '<pad>' "
     with pytest.raises(ConfigError, match=wanted) as raised:
         load_tokenizer(str(folder), 258)
-    assert str(raised.value).endswith("; remove these there")
+    remedy = "; remove these there, or set model.vocab_size 259 for rows of all of them"
+    assert str(raised.value).endswith(remedy)
     write(folder, "tokenizer_config.json", '{"eos_token": "</s>"}')
     assert load_tokenizer(str(folder), 258).vocab_size == 258
 

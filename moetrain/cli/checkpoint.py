@@ -184,7 +184,8 @@ def _export_hf(words: argparse.Namespace) -> int:
     if data.get("source") != "synthetic" and "tokenizer" in data:
         from moetrain.data.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(data["tokenizer"]).export()
+        new = data.get("new_tokens", ())
+        tokenizer = load_tokenizer(data["tokenizer"], new_tokens=new).export()
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
     weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)

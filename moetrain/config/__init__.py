@@ -146,7 +146,7 @@ _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
     # Else its config.json decides.
-    _Need("model.preset model.vocab_size model.hidden_size model.num_layers", _BY_PRESET),
+    _Need("model.preset model.hidden_size model.num_layers", _BY_PRESET),
     _Need("model.num_heads model.num_kv_heads model.head_dim", _BY_PRESET),
     _Need("model.num_experts model.num_experts_per_token", _BY_PRESET),
     _Need("model.intermediate_size model.moe_intermediate_size model.init_std", _BY_PRESET),
@@ -169,6 +169,9 @@ _NEEDS: tuple[_Need, ...] = (
         "data.eval_fraction", {"data.eval_path": {None}}, _SOME
     ),  # 0: nothing is held out either way
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
+    _Need("data.new_tokens", _OF_TEXT),
+    # Else their rows stay as they begin.
+    _Need("data.new_tokens", {"lora.rank": {0}}),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
     _Need("train.objective", {"data.format": ("auto", "preference")}, _PAIRS),
     _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label

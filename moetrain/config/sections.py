@@ -102,7 +102,9 @@ class ModelSection(Section):
     path: str | None = None
     """Hugging Face checkpoint to start from, a local folder or a hub id, instead of a preset."""
     vocab_size: int | None = _SIZE
-    """Vocabulary size; unset: the preset's."""
+    """Vocabulary size; unset: the preset's, or the checkpoint's with rows for data.new_tokens. More
+    than a checkpoint has gives its embedding and head further rows, which begin as the mean of its
+    own."""
     hidden_size: int | None = _SIZE
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
@@ -209,6 +211,13 @@ class DataSection(Section):
     tokenizer: GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""
+    new_tokens: Annotated[
+        tuple[str, ...],
+        checked(lambda x: len({*x}) == len(x), "names a token twice; once is enough"),
+    ] = ()
+    """Texts that become special tokens of the tokenizer, one each, separated by commas
+    (<|tool|>,<|result|>). Embedding and head get rows for them where they have too few
+    (model.vocab_size). Exports have them."""
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"

@@ -108,7 +108,7 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
         if config.is_users(f"data.{name}"):
             problem = "set, but the program gives rows (data=); leave one of them out"
             raise ConfigError(f"data.{name}", problem)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, new_tokens=config.data.new_tokens)
     if config.is_set("data.tokenizer"):
         check_prompt(config, tokenizer)
     elif config.is_users("train.sample_prompt"):

@@ -66,7 +66,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
         kind = "answers" if config.train.objective == "kto" else "pairs"
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
-    tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+    tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     check_prompt(config, tokenizer)
     template, sides, seed = None, {}, config.train.seed
     if data.source == "synthetic":

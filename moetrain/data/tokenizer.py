@@ -70,6 +70,8 @@ class Tokenizer(Protocol):
     """The template that takes the place of the files' own; None: theirs."""
     special_tokens: dict[str, str]
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
+    file: Path | None = None
+    """The tokenizer.json that it was read from, if there is one."""
     special_ids: dict[str, int | None]
     """The ids of those; None: it is no token."""
     added_tokens: Mapping[str, int]
@@ -109,7 +111,7 @@ class Tokenizer(Protocol):
         if chat_template is not None:
             files["chat_template.jinja"] = chat_template
         ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
-        return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id})
+        return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id}, self.file)
 
     def missing_bos(self, ids_T: np.ndarray) -> tuple[int, ...]:
         """Return ``bos_ids``, or none if a text's own tokens ``ids_T`` begin with them already."""
@@ -184,11 +186,11 @@ class ByteTokenizer(Tokenizer):
 class _HFTokenizer(Tokenizer):
     """A ``tokenizer.json``, with the special tokens and templates of the files beside it."""
 
-    def __init__(self, file: Path) -> None:
-        """Read ``file`` and, where they exist, the files beside it.
+    def __init__(self, file: Path, new_tokens: Sequence[str] = ()) -> None:
+        """Read ``file`` and, where they exist, the files beside it; ``new_tokens`` are added.
 
-        Raises ConfigError: a file cannot be read or is malformed, there are no tokens, or nothing
-        tells which one ends a text.
+        Raises ConfigError: a file cannot be read or is malformed, there are no tokens, nothing
+        tells which one ends a text, or special tokens are not read out of texts.
         """
         folder = file.parent
         config = _read_json(folder / _CONFIG)
@@ -201,15 +203,22 @@ class _HFTokenizer(Tokenizer):
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             own = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._file = file
+        self.file = self._file = file
         named = _named_tokens(config, folder)
         self._added = _tokens_of_config(self._tokenizer, config, named, folder)
+        self._new_tokens = [*new_tokens]
+        self._added += [
+            tokenizers.AddedToken(x, special=True, normalized=False) for x in new_tokens
+        ]
         with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
             self._tokenizer.add_tokens(self._added)
             # As in transformers: a text's special tokens are then split like any other characters.
             self._splits_special = bool(config.get("split_special_tokens"))
             self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if self._splits_special and new_tokens:
+            problem = f"{folder}/{_CONFIG} says split_special_tokens, by which no text has any"
+            raise ConfigError("data.new_tokens", f"{problem}; remove that there, or unset this")
         self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         splits = self._tokenizer.encode_special_tokens  # special ones, like any other characters
@@ -302,7 +311,7 @@ class _HFTokenizer(Tokenizer):
             return self._tokenizer.decode(own, skip_special_tokens=skip_special_tokens)
 
     def whole_json(self) -> str:
-        if not self.added_ids:
+        if not self.added_ids and not self._new_tokens:
             return super().whole_json()
         whole = tokenizers.Tokenizer.from_file(str(self._file))
         whole.add_tokens(self._added)
@@ -313,32 +322,39 @@ class _HFTokenizer(Tokenizer):
         folder = self._file.parent
         names = filter(TokenizerFiles.has, small_files(folder))
         files: dict[str, Path | str] = {name: folder / name for name in names}
-        files["tokenizer.json"] = self._file
+        files["tokenizer.json"] = self.whole_json() if self._new_tokens else self._file
         config = read_json(folder / _CONFIG) if _CONFIG in files else _CLASS
         if "eos_token" not in config:
             files[_CONFIG] = json.dumps({**config, **self.special_tokens}, indent=2) + "\n"
         return files
 
 
-def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, vocab_size: int | None = None, new_tokens: Sequence[str] = ()
+) -> Tokenizer:
     """Load the tokenizer that ``data.tokenizer`` names.
 
     ``name``: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it is
     in the hub's cache; the library honours ``HF_HUB_OFFLINE``). ``vocab_size`` is the model's.
+    ``new_tokens``: texts that become special tokens, with the next free ids unless they are tokens.
 
-    Raises ConfigError: there is nothing of that name, it is not a usable tokenizer, or it has more
-    tokens than the model.
+    Raises ConfigError: there is nothing of that name, it is not a usable tokenizer, it has more
+    tokens than the model, or it takes no new ones.
     """
-    tokenizer = ByteTokenizer() if name == "byte" else _HFTokenizer(_file_of(name))
+    if name == "byte" and new_tokens:
+        problem = f"{','.join(new_tokens)!r}, but data.tokenizer is 'byte', which has bytes alone"
+        raise ConfigError("data.new_tokens", f"{problem}; name another tokenizer, or unset this")
+    tokenizer = ByteTokenizer() if name == "byte" else _HFTokenizer(_file_of(name), new_tokens)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         count = tokenizer.vocab_size
-        problem = f"{name!r} has {count} tokens, more than the model's vocabulary of {vocab_size}"
+        problem = f"{name!r}{' with data.new_tokens' * bool(new_tokens)} has {count} tokens, "
+        problem += f"more than the model's vocabulary of {vocab_size}"
+        remedy = f"set model.vocab_size {count} for rows of all of them"
         beyond = [token for token, i in tokenizer.added_ids.items() if i >= vocab_size]
-        if len(beyond) == count - vocab_size:
+        if len(beyond) == count - vocab_size and not new_tokens:
             which = f"{_CONFIG} alone adds {', '.join(map(repr, beyond[:3]))} behind the last"
-            raise _wrong(f"{problem}: {which}; remove these there")
-        remedy = f"use the model's own, or for a model.preset set model.vocab_size {count}"
-        raise _wrong(f"{problem}; {remedy}")
+            raise _wrong(f"{problem}: {which}; remove these there, or {remedy}")
+        raise _wrong(f"{problem}; use the model's own, or {remedy}")
     return tokenizer
 
 

@@ -64,7 +64,9 @@ class Setup:
         self.window = _Window(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
         data = config.data
-        self.tokenizer = tokenizer = load_tokenizer(data.tokenizer, arch.vocab_size)
+        self.tokenizer = tokenizer = load_tokenizer(
+            data.tokenizer, arch.vocab_size, data.new_tokens
+        )
         ChatTemplate.put_in(tokenizer, data.chat_template, data.chat_template_kwargs)
         least = max(tokenizer.vocab_size, rl.teacher_top_k)
         place = launched_place()

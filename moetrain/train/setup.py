@@ -26,6 +26,7 @@ from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
+from moetrain.data.tokenizer import load_tokenizer
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in, resolve
@@ -162,7 +163,8 @@ def resolve_run(
     """Return ``config`` with settings that its model decides, unless a source did, and the model.
 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
-    what the model takes, up to 4096. Without ``needs_weights`` its ``config.json`` is enough.
+    what the model takes, up to 4096. ``model.vocab_size``, unset, is what ``data.new_tokens`` need,
+    if the model has less. Without ``needs_weights`` its ``config.json`` is enough.
     Without ``needs_text`` the checkpoint may have no tokenizer, which then stays unset.
 
     Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
@@ -173,6 +175,11 @@ def resolve_run(
     if config.model.path is not None:
         found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
         config = config.filled(found, "model.path")
+    if config.data.new_tokens and config.model.vocab_size is None:
+        tokens = load_tokenizer(config.data.tokenizer, new_tokens=config.data.new_tokens).vocab_size
+        if tokens > arch.vocab_size:
+            config = config.filled({"model.vocab_size": tokens}, "data.new_tokens")
+            arch = arch.model_copy(update={"vocab_size": tokens})
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None

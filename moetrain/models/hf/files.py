@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
@@ -31,6 +31,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.files import open_regular, read_regular, write_atomically
 from moetrain.kernels.quant.formats import Dequantised, Format, format_of
 from moetrain.models.family import Piece, WeightMap
+from moetrain.models.hf.new_rows import WithNewRows, is_of_vocabulary
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -52,6 +53,8 @@ class _FileTensor(NamedTuple):
     """The format of a tensor that is quantised; None: it is stored as it is."""
     parts: Mapping[str, Path] = {}
     """The tensors that it is then made of, and their files."""
+    has_new_rows: bool = False
+    """Whether its first dim is longer than the files' (:mod:`moetrain.models.hf.new_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ class HFSource:
                 del config["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
+
+    def with_rows(self, rows: int, own: int) -> HFSource:
+        """Return a copy whose matrices with ``own`` rows, one for each token, have ``rows``."""
+        stored = {
+            name: tensor._replace(shape=(rows, *tensor.shape[1:]), has_new_rows=True)
+            for name, tensor in self.stored.items()
+            if is_of_vocabulary(name, tensor.shape, own)
+        }
+        return replace(self, stored={**self.stored, **stored})
 
     def intact(self) -> set[Path]:
         """Return the files with weights that still are the ones that were read."""
@@ -156,6 +168,9 @@ class TokenizerFiles:
     """Each file by its name in the export: a path to copy, or the text to write."""
     ids: Mapping[str, int | None]
     """Ids of special tokens under their keys in ``config.json``: ``eos_token_id`` and others."""
+    origin: Path | None = None
+    """The tokenizer.json to which tokens were added; None: it is among ``files``, or there is
+    none."""
 
     @classmethod
     def has(cls, name: str) -> bool:
@@ -163,8 +178,8 @@ class TokenizerFiles:
         return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
     def is_in(self, folder: Path) -> bool:
-        """Return whether the checkpoint in ``folder`` has the same tokenizer."""
-        ours, theirs = self.files.get("tokenizer.json"), folder / "tokenizer.json"
+        """Return whether the checkpoint in ``folder`` has the same tokenizer, before additions."""
+        ours, theirs = self.origin or self.files.get("tokenizer.json"), folder / "tokenizer.json"
         if not (isinstance(ours, Path) and ours.is_file() and theirs.is_file()):
             return False
         return filecmp.cmp(ours, theirs, shallow=False)
@@ -365,6 +380,9 @@ def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
 
 def find_in(files: Mapping[Path, safe_open], name: str, tensor: _FileTensor) -> Any:
     """Return a tensor of open ``files``, read where it is indexed."""
+    if tensor.has_new_rows:
+        own = find_in(files, name, tensor._replace(has_new_rows=False))
+        return WithNewRows(own, tensor.shape[0])
     if tensor.form is None:
         return files[tensor.file].get_slice(name)
     parts = [files[file].get_slice(part) for part, file in tensor.parts.items()]

@@ -46,13 +46,16 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
     """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
 
     There may be more than the model has: heads for several tokens, a vision tower. Saving carries
-    all of that on.
+    all of that on. Where ``arch`` has more tokens than ``config.json`` says, matrices with a row
+    for each token have new rows (:mod:`moetrain.models.hf.new_rows`).
 
     Raises ConfigError: a file is missing or damaged; a tensor is missing, has another shape or
     dtype, or lies in a layer or module that ``arch`` describes and does not have it.
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
     source = hf_files.HFSource.read(folder)
+    if arch.vocab_size > (own := architecture_from_hf(source.config).vocab_size):
+        source = source.with_rows(arch.vocab_size, own)
     stored = source.stored
     if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to be named, or built
         sizes = f"{arch.num_layers} layers of {expected} tensors"
@@ -296,6 +299,20 @@ def stretched_by(arch: Architecture) -> str | None:
     return kinds.get(arch.rope.kind)
 
 
+def _with_tokens(arch: Architecture, section: ModelSection) -> Architecture:
+    """Return the checkpoint's ``arch`` with as many tokens as ``model.vocab_size``, if that is set.
+
+    Raises ConfigError: the checkpoint has more.
+    """
+    wanted, own = section.vocab_size, arch.vocab_size
+    if wanted is None or wanted == own:
+        return arch
+    if wanted < own:
+        problem = f"{wanted}, but model.path {shortened(section.path)} has {own} rows in its"
+        raise ConfigError("model.vocab_size", f"{problem} embedding; unset it, or give {own}")
+    return arch.model_copy(update={"vocab_size": wanted})
+
+
 def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
     if section.path is not None:
         folder = hf_files.resolve(section.path, needs_weights=needs_weights)
@@ -305,7 +322,7 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
             arch = with_further(arch, config)
         if needs_weights:
             check_checkpoint(folder, arch)
-        return arch
+        return _with_tokens(arch, section)
     preset = PRESETS.get(section.preset or "")
     if preset is None:
         raise ConfigError(

@@ -1,0 +1,60 @@
+"""More rows for a checkpoint's embedding and head than its files have: those of new tokens.
+
+Each new row is the mean of the matrix's own rows. So it begins as likely as the average token, and
+changes the probabilities of others little (Hewitt 2021, "Initializing new word embeddings for
+pretrained language models"). ``transformers`` draws the rows of
+``resize_token_embeddings(mean_resizing=True)`` about the same mean, with a standard deviation of
+3e-5 of the rows'. Here they are the mean itself, so that every mesh begins from the same bits.
+
+Left out on purpose: fewer rows than there are.
+"""
+
+import re
+from functools import cached_property
+from typing import Any
+
+import torch
+
+_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head|shared_head\.head)\.weight")
+"""Names of matrices with a row for each token: the model's, and those of blocks for further tokens,
+which some files repeat."""
+_ROWS_AT_ONCE = 1 << 12
+
+
+def is_of_vocabulary(name: str, shape: tuple[int, ...], rows: int) -> bool:
+    """Return whether the tensor ``name`` of a file has one of ``rows`` rows for each token."""
+    return shape[:1] == (rows,) and len(shape) == 2 and _VOCABULARY.fullmatch(name) is not None
+
+
+class WithNewRows:
+    """A matrix [V, D] of a file with new rows behind its own, read where it is indexed."""
+
+    def __init__(self, matrix: Any, rows: int) -> None:
+        """``matrix``: a slice of a safetensors file; ``rows``: how many it has then."""
+        self.matrix, self.rows = matrix, rows
+
+    def get_shape(self) -> list[int]:
+        return [self.rows, *self.matrix.get_shape()[1:]]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read ``matrix[index]``, of slices with steps of 1; fp32 where it has new rows."""
+        index = index if isinstance(index, tuple) else (index,)
+        first, *others = (slice(None),) if index in ((...,), ()) else index
+        own, (start, stop, _) = self.matrix.get_shape()[0], first.indices(self.rows)
+        parts = []
+        if start < min(own, stop):
+            parts.append(self.matrix[(slice(start, min(own, stop)), *others)])
+        if (new := stop - max(own, start)) > 0:
+            parts.append(self._mean_D[tuple(others)].expand(new, -1))
+        return torch.cat(parts) if parts else self.matrix[(slice(0, 0), *others)]
+
+    @cached_property
+    def _mean_D(self) -> torch.Tensor:
+        """The mean of the file's rows, fp32 [D]: summed in fp64, row by row, so that neither the
+        number of threads nor of ranks changes a bit."""
+        rows, width = self.matrix.get_shape()
+        total_D = torch.zeros(width, dtype=torch.float64).numpy()
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            part_RD = self.matrix[start : start + _ROWS_AT_ONCE].double().numpy()
+            total_D += part_RD.sum(axis=0)
+        return torch.from_numpy(total_D / rows).float()
