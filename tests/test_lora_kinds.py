@@ -17,6 +17,7 @@ peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transform
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+BOTH = ["embed_tokens", "lm_head"]
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -43,7 +44,7 @@ def draw(model):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, x in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 x.copy_(0.3 * torch.randn(x.shape, generator=generator))
 
 
@@ -93,8 +94,14 @@ PLAIN = {
     "orthogonal": {"target_modules": ATTENTION, "init_lora_weights": "orthogonal"},
     "fan_in_fan_out": {"target_modules": ATTENTION, "fan_in_fan_out": True},
     "ensure_weight_tying": {"target_modules": ATTENTION, "ensure_weight_tying": True},
+    "head whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "embedding whole": {"target_modules": ["q_proj"], "modules_to_save": ["model.embed_tokens"]},
+    "both whole": {"target_modules": ["q_proj"], "modules_to_save": BOTH},
 }
+TIED = {"target_modules": ["q_proj"], "modules_to_save": BOTH[:1], "ensure_weight_tying": True}
 DENSE = {
+    "tied whole": TIED,
+    "tied and named twice": TIED | {"modules_to_save": BOTH},
     "mlp": {"target_modules": MLP},
     "one of the mlp": {"target_modules": ["up_proj"]},
     "all-linear": {"target_modules": "all-linear"},
@@ -130,7 +137,7 @@ REFUSED = {
     "use_dora": {"use_dora": True},
     "bias": {"bias": "all"},
     "lora_bias": {"lora_bias": True},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "modules_to_save": {"modules_to_save": ["norm"]},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "alora_invocation_tokens": {"alora_invocation_tokens": [3, 4]},
     "init_lora_weights": {"init_lora_weights": "pissa"},

@@ -80,6 +80,7 @@ class _Other(Container[Any]):
 _ANY = _Other()
 _SET = _Other(None)
 _SOME = _Other(0)
+_SOME_NAMES = _Other(())
 _SEVERAL = _Other(1)
 _HELD = {None}
 """A fact that holds; the value of one that does not is the reason."""
@@ -142,6 +143,8 @@ _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
 _NO_PLACE_FOR_BIAS = ", whose files have no place for the bias that it moves"
+_LEARN_TOKENS = "set lora.modules_to_save embed_tokens,lm_head, or lora.rank 0"
+_LEARNS_TOKENS = {"lora.rank": {0}, "lora.modules_to_save": _SOME_NAMES}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -171,7 +174,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("data.new_tokens", _OF_TEXT),
     # Else their rows stay as they begin.
-    _Need("data.new_tokens", {"lora.rank": {0}}),
+    _Need("data.new_tokens", _LEARNS_TOKENS, remedy=_LEARN_TOKENS),
     _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
     _Need("train.objective", {"data.format": ("auto", "preference")}, _PAIRS),
     _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label

@@ -380,7 +380,8 @@ class LoraSection(Section):
 
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters
-    nothing else is trained, and weights are stored frozen in the compute dtype."""
+    nothing else is trained but lora.modules_to_save, and other weights are stored frozen in the
+    compute dtype."""
     alpha: float = Field(default=32.0, gt=0)
     """The output of an adapter is multiplied by alpha / rank."""
     rs: bool = False
@@ -402,8 +403,12 @@ class LoraSection(Section):
     offload_experts: bool = False
     """Keep the codes of frozen routed experts in host memory, pinned if there is a GPU. While one
     block runs, in forward and backward, those of the next one are copied to the device."""
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
+    """Modules that are trained whole beside the adapters, and saved with them: embed_tokens,
+    lm_head, or both, separated by commas. Tied embeddings are embed_tokens."""
     path: MaybePath = None
-    """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
+    """Folder of adapters in PEFT's format to start from; rank, targets and modules_to_save must be
+    the same."""
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"

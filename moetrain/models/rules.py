@@ -136,6 +136,10 @@ _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] 
 }
 
 
+SAVED_MODULES = {"embed_tokens": "embed.weight", "lm_head": "lm_head.weight"}
+"""The parameters that ``lora.modules_to_save`` names, by PEFT's usual names of their modules."""
+
+
 class ShardingPlan(NamedTuple):
     """The rule of every parameter and the style of every part in or beside blocks, by name."""
 
@@ -161,10 +165,11 @@ class ShardingPlan(NamedTuple):
         otherwise.
 
         Raises:
-            ConfigError: a pattern of ``train.freeze`` matches nothing, or nothing is left to train.
+            ConfigError: a pattern of ``train.freeze`` matches nothing, or what is to be trained, or
+                nothing is left to train; ``lora.modules_to_save`` names what the model has not.
         """
         rules = self.rules(model)
-        frozen = _frozen(rules, config.train.freeze)
+        frozen = _frozen(rules, config.train.freeze, _saved(rules, config.lora.modules_to_save))
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)
@@ -196,15 +201,27 @@ def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
     return Rule(style, init=init, decay=adapted.decay, gather=adapted.gather)
 
 
-def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str]) -> set[str]:
-    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs."""
+def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
+    """Return the names of the parameters of ``lora.modules_to_save``."""
+    if absent := [module for module in modules if SAVED_MODULES[module] not in rules]:
+        problem = f"{absent[0]!r}, but this model's head is its embedding; name embed_tokens alone"
+        raise ConfigError("lora.modules_to_save", problem)
+    return {SAVED_MODULES[module] for module in modules}
+
+
+def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -> set[str]:
+    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs and
+    ``saved``."""
     has_adapters = any(name.endswith(ADAPTER) for name in rules)
-    frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTER)}
+    frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTER)} - saved
     for pattern in freeze:
         matched = {name for name in rules if fnmatchcase(name, pattern)}
         if not matched:
             problem = f"{pattern!r} matches no parameter; they have names like {list(rules)[-1]}"
             raise ConfigError("train.freeze", problem)
+        if both := matched & saved:
+            problem = f"{pattern!r} freezes {min(both)}, which lora.modules_to_save is to train"
+            raise ConfigError("train.freeze", f"{problem}; leave it out of one of the two")
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):
         problem = f"{','.join(freeze)!r} leaves nothing to train"

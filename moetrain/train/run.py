@@ -29,6 +29,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.loss.balancing import RoutingStats
 from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
+from moetrain.models.hf.files import write_files
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
@@ -399,6 +400,8 @@ class Run(ABC):
         """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them."""
         if self.config.lora.rank and self.config.lora.save:
             self.engine.save_peft(self.folder / "adapter")
+            if self.config.data.new_tokens and tokenizer is not None and self.world.is_main:
+                write_files(self.folder / "adapter", tokenizer.export(chat_template).files)
             self.world.barrier()
         if not self.config.checkpoint.save_hf:
             return

@@ -243,14 +243,23 @@ class ModelState:
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
-        """Write the adapters in PEFT's format (:mod:`moetrain.models.hf.peft`). Collective."""
+        """Write the adapters, and what is trained beside them, in PEFT's format. Collective.
+
+        See :mod:`moetrain.models.hf.peft`.
+        """
         adapters = []
         for name, entry in self.stages.table.items():
             if (adapter := self._adapter(name)) is not None and self.world.is_main:
                 halves = (adapter.a.cpu(), adapter.b.cpu())
                 adapters.append((name, entry.shape, Adapter(*halves, adapter.scale)))
+        wholes = {}
+        for name in self.stages.trained:
+            if not name.endswith(ADAPTER):
+                whole = self._whole(name)
+                wholes |= {name: whole.cpu()} if self.world.is_main else {}
         if self.world.is_main:
-            save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
+            base = self.config.model.path
+            save_peft(folder, self.arch, self.config.lora, adapters, base, wholes)
 
     def save_hf(self, folder: Path, **how: Any) -> None:
         """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write, or

@@ -8,6 +8,9 @@ either:
     fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E], of which
                 expert e has rows ``e * r`` on of A, and every E-th column of B from e on
 
+Embedding and head may lie there whole (``modules_to_save``), under their own names; tied ones are
+written twice, since PEFT would untie them otherwise.
+
 Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
 show that an adapter has no effect. Left out on purpose: everything but plain LoRA beside unchanged
 weights (biases, DoRA, PiSSA, ...). An unknown setting is refused too, unless it is off.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
 from moetrain.models.lora import Adapter, adaptable, add_adapters
-from moetrain.models.rules import ADAPTER
+from moetrain.models.rules import ADAPTER, SAVED_MODULES
 from moetrain.models.transformer import Transformer
 
 _SETTINGS = "adapter_config.json"
@@ -50,9 +53,10 @@ _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
+_READ |= {"modules_to_save", "ensure_weight_tying"}
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
-_WITHOUT_EFFECT |= {"ensure_weight_tying", "megatron_core", "qalora_group_size"}
+_WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size"}
 # How adapters of some ``init_lora_weights`` were drawn; those that matter are refused by that.
 _WITHOUT_EFFECT |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
@@ -124,10 +128,12 @@ def save_peft(
     lora: LoraSection,
     adapters: Iterable[tuple[str, torch.Size, Adapter]],
     base: str | None,
+    wholes: Mapping[str, torch.Tensor],
 ) -> None:
     """Write ``adapters``, given by weights' names, their shapes, and their adapters.
 
-    ``base`` is the path or hub id of the model that they adapt.
+    ``base`` is the path or hub id of the model that they adapt, ``wholes`` are weights that were
+    trained beside them.
     """
     folder = Path(folder)
     family = FAMILIES[arch.family]
@@ -156,6 +162,11 @@ def save_peft(
         problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
         advice = "moetrain reads them, or export the merged model"
         logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
+    saved: set[str] = set()
+    for name, weight in wholes.items():
+        for site in _vocabulary_sites(arch, name):
+            saved.add(site.kind)
+            tensors[f"{site.module}.weight"] = weight.detach().to("cpu", copy=True).contiguous()
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -164,7 +175,8 @@ def save_peft(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": sorted(saved) or None,
+        "ensure_weight_tying": bool(saved) and arch.tie_embeddings,
         "use_rslora": False,
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -179,6 +191,15 @@ def save_peft(
     write_files(folder, {_SETTINGS: settings})
 
 
+def _vocabulary_sites(arch: Architecture, name: str) -> list[_Site]:
+    """List the modules of PEFT's model that have the matrix ``name``, the embedding's or the
+    head's: both of them where they are tied."""
+    sites = _Site.of(arch, name, torch.Size((arch.vocab_size, arch.hidden_size)))
+    if arch.tie_embeddings:
+        sites.append(sites[0]._replace(module=f"{_PREFIX}lm_head", key="lm_head"))
+    return sites
+
+
 def _written(module: str, *halves: torch.Tensor) -> dict[str, torch.Tensor]:
     pairs = zip(_HALVES, halves, strict=True)
     return {module + leaf: half.detach().to("cpu", copy=True).contiguous() for leaf, half in pairs}
@@ -190,7 +211,8 @@ def load_peft(
     lora: LoraSection,
     shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the halves of the adapters of weights ``shapes``, with their names.
+    """Yield the halves of the adapters of weights ``shapes``, and the weights that
+    ``lora.modules_to_save`` names, with their names.
 
     ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
 
@@ -199,6 +221,13 @@ def load_peft(
     """
     files = _AdapterFiles(folder, arch)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
+    wanted = {SAVED_MODULES[module] for module in lora.modules_to_save}
+    if odd := sorted(wanted ^ files.saved.keys()):
+        has = "has" if odd[0] in files.saved else "has not"
+        names = ",".join(module for module, own in SAVED_MODULES.items() if own in files.saved)
+        problem = f"lora.path {str(folder)!r} {has} {odd[0]} whole; {names or 'nothing'} is in it"
+        raise ConfigError("lora.modules_to_save", problem)
+    yield from files.wholes()
     for name, shape in shapes.items():
         a, b = files.read(sites[name], shape)
         if a.shape[-2] != lora.rank:
@@ -211,7 +240,8 @@ def load_peft(
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     """Add the adapters in ``folder`` to ``model``, which must have its parameters whole.
 
-    They have the dtype and the device of the weights.
+    Weights that were trained whole replace the model's. Adapters have the dtype and the device of
+    the weights.
 
     Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
@@ -226,6 +256,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     if not sites:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
+    wholes = dict(files.wholes())
     # All of it is read and checked before the model is changed. One rank serves all, which experts'
     # kernels need in multiples of 8; what lies beyond a weight's own is 0.
     rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
@@ -234,6 +265,8 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
     add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, targets=tuple(adapted)))
     with torch.no_grad():
+        for name, whole in wholes.items():
+            model.get_parameter(name).copy_(whole)
         for name in (f"{module}.{leaf}" for module in adapted for leaf in modules[module].weights):
             halves_here = [model.get_parameter(name + half).zero_() for half in ADAPTER]
             for half, value in zip(halves_here, halves.get(name, ()), strict=False):
@@ -245,6 +278,44 @@ class _AdapterFiles:
         self.folder, self.arch = Path(folder).expanduser(), arch
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
+        self.saved = self._find_saved()
+        """The tensors of weights that were trained whole, by the weights' names."""
+
+    def _find_saved(self) -> dict[str, list[str]]:
+        stored, found = set(self.file.keys()), dict[str, list[str]]()
+        known: set[str] = set()
+        for name in SAVED_MODULES.values():
+            if name == "lm_head.weight" and self.arch.tie_embeddings:
+                continue
+            sites = _vocabulary_sites(self.arch, name)
+            tensors = [f"{site.module}.weight" for site in sites]
+            known |= {x for site in sites for x in (site.kind, site.key)}
+            if own := [tensor for tensor in tensors if tensor in stored]:
+                found[name] = own
+                if len(own) < len(tensors) and not self.settings.ties:
+                    problem = f"has {own[0]} alone, where this model's head is its embedding"
+                    raise _error(self.folder, f"{_TENSORS} {problem}; merge it with PEFT")
+        self.settings.check_saved(known)
+        return found
+
+    def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that were trained whole, with their names.
+
+        Raises ConfigError: one is of another shape, or the tied two differ.
+        """
+        wanted = [self.arch.vocab_size, self.arch.hidden_size]
+        for name, tensors in self.saved.items():
+            for tensor in tensors:
+                if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
+                    problem = f"{tensor} is {found}, and this model's {wanted}"
+                    if found[1:] == wanted[1:] and found[0] > wanted[0]:
+                        problem += ": it was trained with new tokens; use its merged model"
+                    raise _error(self.folder, problem)
+            first, *others = map(self.file.get_tensor, tensors)
+            if any(not torch.equal(first, other) for other in others):
+                problem = f"{' and '.join(tensors)} differ, and this model ties them"
+                raise _error(self.folder, f"{problem}; merge it with PEFT")
+            yield name, first
 
     def _sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
@@ -285,9 +356,10 @@ class _AdapterFiles:
             found[name] = [site for site in own if site.kind in kinds or not is_partial]
             names = [tensor for site in found[name] for tensor in site.tensors]
             wanted |= dict.fromkeys(names if own or is_partial else [name])
+        saved = {tensor for tensors in self.saved.values() for tensor in tensors}
         problems = {
             "not in it": [tensor for tensor in wanted if tensor not in stored],
-            f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted.keys()),
+            f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted.keys() - saved),
         }
         for what, names in problems.items():
             if names:
@@ -343,7 +415,8 @@ class _AdapterFiles:
 
 
 class _Settings:
-    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA."""
+    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA, with
+    embedding or head beside it."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -363,6 +436,17 @@ class _Settings:
         alpha = ("lora_alpha", lambda x: type(x) in (int, float) and abs(x) <= largest, "a number")
         self._ranks = self._by_pattern("rank_pattern", *rank)
         self._alphas = self._by_pattern("alpha_pattern", *alpha)
+
+    @property
+    def ties(self) -> bool:
+        """Whether tied weights that were trained whole stay tied."""
+        return self.values.get("ensure_weight_tying") is True
+
+    def check_saved(self, known: Container[str]) -> None:
+        """Raise ConfigError unless modules that were trained whole are ``known`` ones."""
+        names = self.values.get("modules_to_save") or []
+        if not isinstance(names, list) or any(name not in known for name in names):
+            raise self._bad("modules_to_save", "and only embedding and head are read")
 
     def is_module(self, name: str) -> bool:
         if self._excluded(name) or not self._targeted(name):
