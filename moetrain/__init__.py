@@ -42,7 +42,7 @@ def _trainer() -> Any:
 
         def __init__(self, config: Any, *, callbacks: Any = (), **given: Any) -> None:
             callbacks = [*callbacks]
-            if config.train.sample_tokens:
+            if config.train.sample_tokens and config.train.objective != "reward":
                 from moetrain.rollout.weights import Sampled
 
                 callbacks.append(Sampled())

@@ -401,7 +401,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "_encoded", full)
+    monkeypatch.setattr(cache, "encoded", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written: .*No space left"):
         TokenCache.of(
             text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"

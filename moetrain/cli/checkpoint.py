@@ -246,6 +246,8 @@ def _upcycle(words: argparse.Namespace) -> int:
     folder = resolve(words.path)
     _check_out(words.other, folder)
     dense = architecture_from_hf(read_json(folder / CONFIG))
+    if dense.num_labels:
+        raise ConfigError("PATH", f"{words.path} is a reward model; upcycle a language model")
     made = Upcycling(**{field.name: getattr(words, field.name) for field in fields(Upcycling)})
     try:
         arch = made.architecture(dense)

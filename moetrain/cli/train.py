@@ -66,6 +66,7 @@ _NO_DATA = (
     *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
     *("data.text_field", "train.objective", "train.beta", "train.mtp_weight"),
     *("train.desirable_weight", "train.undesirable_weight", "train.simpo_gamma"),
+    "train.reward_centering",
 )
 """Settings that commands have no use for whose data comes from environments or clients."""
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")

@@ -132,7 +132,8 @@ _RECORDS = ("records", "jsonl")
 _TEXTS = ("text", *_RECORDS)
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _PREFERENCES = (*_WITH_REFERENCE, "simpo", "orpo")
-_PAIRS = ("dpo", "ipo", "simpo", "orpo")
+_ON_PAIRS = ("dpo", "ipo", "simpo", "orpo", "reward")
+_ON_ANSWERS = (*_ON_PAIRS, "kto")
 _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
@@ -175,12 +176,17 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.new_tokens", _OF_TEXT),
     # Else their rows stay as they begin.
     _Need("data.new_tokens", _LEARNS_TOKENS, remedy=_LEARN_TOKENS),
-    _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
-    _Need("train.objective", {"data.format": ("auto", "preference")}, _PAIRS),
+    _Need("train.objective", {"data.source": _RECORDS}, _ON_ANSWERS),
+    _Need("train.objective", {"data.format": ("auto", "preference")}, _ON_PAIRS),
     _Need("train.objective", {"data.format": _Other("text")}, {"kto"}),  # what has a label
     # References of all rows are computed before the first step.
-    _Need("train.objective", {"data.streaming": ("auto", "no")}, _PREFERENCES),
+    _Need("train.objective", {"data.streaming": ("auto", "no")}, _ON_ANSWERS),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
+    _Need("train.reward_centering", {"train.objective": {"reward"}}),
+    # Adapters' files have no place for the head, which is trained from nothing.
+    _Need("train.objective", {"lora.rank": {0}}, {"reward"}, "train all weights, or unset one"),
+    # A reward model writes no text.
+    _Need("train.sample_tokens train.sample_prompt", {"train.objective": _Other("reward")}, _SOME),
     _Need("train.desirable_weight train.undesirable_weight", {"train.objective": {"kto"}}),
     _Need("train.simpo_gamma", {"train.objective": {"simpo"}}),
     _Need("train.mtp_weight data.packing", {"train.objective": {"next_token"}}),  # a pair is a row

@@ -292,11 +292,16 @@ class TrainSection(Section):
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which may be a fraction. Give this or train.steps."""
-    objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo"] = "next_token"
+    objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "next_token"
     """The loss. next_token learns the next token of the text. The others learn which of two
     answers is preferred, from records of data.format preference: dpo, ipo and kto compare the model
     with the one that the run begins from, simpo and orpo have no reference. kto also learns from
-    single answers with a `label`, true or false."""
+    single answers with a `label`, true or false. reward trains a reward model: a head that scores
+    a text by its last token takes the vocabulary's place, and the chosen answer is to score higher
+    than the rejected one (Bradley-Terry), by the record's `margin` if it has one."""
+    reward_centering: float = Field(default=0.0, ge=0)
+    """Weight of the mean squared sum of the rewards of both answers in objective reward, which
+    keeps rewards around 0 (TRL's center_rewards_coefficient; 0.01 is usual); 0: none."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
     the model stays to the reference. Of the mean log-probabilities in simpo, where 2 to 10 is

@@ -10,6 +10,8 @@ one builds it, and the others wait. Neither building nor reading holds the corpu
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
     labels.bin     [num_documents] int8: 1 for an answer that is wanted, 0 for one that is not, -1
                    for a document without a label; empty if there are no labels
+    margins.bin    [num_documents] float32: by how much the rewards of a pair's answers are to
+                   differ, in both; empty if margins are not read
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
                    checksums of their beginnings
 
@@ -54,7 +56,7 @@ _T = TypeVar("_T")
 _FORMAT = 7
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
-_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin")
+_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")
 _CHECKED_BYTES = 1 << 26
 """Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
 a large one as are read in a tenth of a second."""
@@ -88,6 +90,9 @@ class TokenCache(NamedTuple):
     there are no labels."""
     skipped: Skipped = Skipped()
     """Records that were left out as bad."""
+    margins: np.ndarray | None = None
+    """[num_documents] float32: the margin of the pair that a document is of; None: there are no
+    margins."""
 
     @property
     def num_documents(self) -> int:
@@ -128,6 +133,7 @@ class TokenCache(NamedTuple):
                     raise ValueError(f"{name} is not what was written")
             has_mask = (folder / "masked.bin").stat().st_size > 0
             has_labels = (folder / "labels.bin").stat().st_size > 0
+            has_margins = (folder / "margins.bin").stat().st_size > 0
             return cls(
                 mapped("tokens.bin", meta["dtype"], num_tokens),
                 mapped("documents.bin", "int64", num_documents + 1),
@@ -136,6 +142,7 @@ class TokenCache(NamedTuple):
                 str(meta["content"]),
                 mapped("labels.bin", "int8", num_documents) if has_labels else None,
                 Skipped(**meta.get("skipped", {})),
+                mapped("margins.bin", "float32", num_documents) if has_margins else None,
             )
         except (OSError, ValueError, TypeError, LookupError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -343,9 +350,9 @@ def _write(
     num_tokens = num_documents = start = num_targets = 0
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        tokens, starts, targets, masked, labels = files
+        tokens, starts, targets, masked, labels, margins = files
         starts.write(np.int64(0).tobytes())
-        for document, ids_T, masked_T in _encoded(documents, tokenizer):
+        for document, ids_T, masked_T in encoded(documents, tokenizer):
             data = ids_T.astype(dtype).tobytes()
             tokens.write(data)
             content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, document.is_end))
@@ -366,6 +373,9 @@ def _write(
                     labels.write(b"\xff" * (num_documents - labels.tell()))  # -1: without a label
                     labels.write(np.int8(document.label).tobytes())
                     content.update(b"label %d;" % document.label)
+                if document.margin is not None:
+                    margins.write(np.float32(document.margin).tobytes())
+                    content.update(b"margin %r;" % document.margin)
                 num_documents, start, num_targets = num_documents + 1, num_tokens, 0
             advance(document.num_bytes)
         if masked.tell() > 0:
@@ -382,7 +392,7 @@ def _write(
     return meta
 
 
-def _encoded(
+def encoded(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).

@@ -63,7 +63,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     data = config.data
     data.check()
     if config.train.objective != "next_token":
-        kind = "answers" if config.train.objective == "kto" else "pairs"
+        kind = {"kto": "answers", "reward": "ranked"}.get(config.train.objective, "pairs")
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)

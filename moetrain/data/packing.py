@@ -380,7 +380,8 @@ class PairDataset:
 
     For KTO a further segment has the prompt with the first answer of the next preference, and rows
     have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in that of an
-    undesirable one, 0 in the further one.
+    undesirable one, 0 in the further one. Where the cache has margins, rows have the field
+    ``margin``, [S] float32: the pair's at every token.
 
     Attributes:
         pairs: which preference of the cache each row holds.
@@ -442,6 +443,8 @@ class PairDataset:
         extra = {"reference": self.reference_PS[index]}
         if self._for_kto:
             extra["label"] = np.repeat([*self._labels(pair), 0], row.lengths)
+        if (margins := self._cache.margins) is not None:
+            extra["margin"] = np.full(self._seq_len, margins[self._starts[pair]])
         return row._replace(extra=extra)
 
     def _labels(self, pair: int) -> list[int]:

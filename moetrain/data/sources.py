@@ -50,6 +50,8 @@ _PART_BYTES = 1 << 20
 files of lines that a stream reads in any order."""
 _ALIKE = 0.5
 """Share of a form's fields that a record has at least if the form is named as the nearest one."""
+_MOST_MARGIN = 1e30
+"""A margin of a pair that fp32 holds, and its sums."""
 _FIRST = 64
 """Records that are looked at to say what forms a source has."""
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
@@ -70,6 +72,8 @@ class Document(NamedTuple):
     """Bytes of the source that were read for it, for the progress bar."""
     label: bool | None = None
     """For KTO: True for a desirable answer, False for an undesirable one, None without a label."""
+    margin: float | None = None
+    """For reward models: by how much the answers' rewards are to differ; None: it is not read."""
 
 
 class HashRange(NamedTuple):
@@ -277,9 +281,9 @@ class Source(Files):
 class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
-    PAIRED: ClassVar = ("pairs", "answers")
-    """Further values of data.packing, which train.objective sets: rows of preference pairs, and for
-    kto of pairs and of single answers with a label."""
+    PAIRED: ClassVar = ("pairs", "answers", "ranked")
+    """Further values of data.packing, which train.objective sets: rows of preference pairs, for
+    kto of pairs and of single answers with a label, and for reward of pairs with their margins."""
 
     template: ChatTemplate
     form: str = "auto"
@@ -291,6 +295,8 @@ class RecordReader:
     reads_labels: bool = False
     """True: single answers with a label are read too, and records that are neither these nor pairs
     are refused."""
+    reads_margins: bool = False
+    """True: the ``margin`` of a pair is read."""
     skips_bad: bool = False
     """True: bad records are left out (``data.bad_records skip``)."""
 
@@ -315,12 +321,14 @@ class RecordReader:
         if data.format not in ("auto", "preference"):
             problem = f"{data.format!r}, and train.objective learns from pairs alone"
             raise ConfigError("data.format", f"{problem}; set preference")
-        return replace(reader, form="preference", reads_pairs=True)
+        reads_margins = data.packing == "ranked"
+        return replace(reader, form="preference", reads_pairs=True, reads_margins=reads_margins)
 
     def identity(self) -> list[Any]:
         """Return what decides the documents of a record, as JSON."""
         found = [self.form, self.text_field, self.train_on, self.template.identity()]
         reads = ["pairs"] * self.reads_pairs + ["labels"] * self.reads_labels
+        reads += ["margins"] * self.reads_margins
         return [*found, *["skip"] * self.skips_bad, *reads]
 
     def documents(self, record: Any) -> list[Document]:
@@ -369,7 +377,7 @@ class RecordReader:
             return self.form
         fields = {key for key, value in record.items() if value is not None}
         is_pair = fields.issuperset(("chosen", "rejected"))
-        if is_pair and (self.reads_pairs or not _has_answer(record)):
+        if is_pair and (self.reads_pairs or not has_answer(record)):
             return "preference"
         for name in _FORMS:
             if fields.issuperset(self._needed(name)):
@@ -443,7 +451,8 @@ class RecordReader:
                 problem = f"becomes {len(documents)} texts, where a pair has one of each"
                 problem = problem if documents else "has no text to learn"
                 raise BadLineError(f"`{key}` {problem}; leave such records out")
-        return [documents[0] for documents in answers]
+        margin = _margin_of(record) if self.reads_margins else None
+        return [documents[0]._replace(margin=margin) for documents in answers]
 
     def _completion(self, record: dict[str, Any]) -> list[Document]:
         """Return a prompt with what answers it; both are texts, or both lists of messages."""
@@ -504,6 +513,18 @@ _FORMS: dict[
 looked for; their names are those of data.format."""
 
 
+def _margin_of(record: Mapping[str, Any]) -> float:
+    """Return the ``margin`` of a pair, 0 if it has none; BadLineError: it is no number."""
+    margin = record.get("margin")
+    if margin is None:
+        return 0.0
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not abs(margin) <= _MOST_MARGIN:
+        problem = f"`margin` is {shortened(margin)}, by which rewards are to differ"
+        raise BadLineError(f"{problem}; write a number, or leave it out")
+    return float(margin)
+
+
 def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
     """Raise BadLineError if the record says that its answer is a bad one.
 
@@ -516,7 +537,7 @@ def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
         raise BadLineError(f"{problem}; set train.objective kto, or leave such records out")
 
 
-def _has_answer(record: Mapping[str, Any]) -> bool:
+def has_answer(record: Mapping[str, Any]) -> bool:
     """Return whether there are ``messages``, or ``conversations``, that end with an answer.
 
     Beside the answers of a pair, others are their prompt.

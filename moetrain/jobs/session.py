@@ -122,7 +122,8 @@ class JobSession:
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
         self.base = {
-            "architecture": arch.model_dump(mode="json"),
+            # Without what reward models have, of which there are no jobs.
+            "architecture": arch.model_dump(mode="json", exclude={"num_labels", "pad_token_id"}),
             "frozen": self.engine.fingerprint,  # collective: now, when every rank is here
             "lora": config.lora.model_dump(mode="json", exclude={"save", "layout"}),
             "moments": config.optim.state_dtype,

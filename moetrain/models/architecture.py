@@ -17,13 +17,14 @@ from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
-from moetrain.models.rules import COLWISE, NORM, ZERO_NORM, PartStyle, Rule, ShardingPlan
+from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
 """Bytes of an fp32 number."""
@@ -316,6 +317,12 @@ class Architecture(BaseModel):
     not dumped: checkpoints and jobs are of the same model whatever it says."""
     mtp_layers: _Count = 0
     """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
+    # None where an older checkpoint does not name them, which says the same.
+    num_labels: Literal[1] | None = None
+    """1: a reward model, whose head has one row and scores a text by its last token; None: a
+    language model."""
+    pad_token_id: int | None = Field(default=None, ge=0, le=_MAX_SIZE)
+    """The token of a reward model that is no text's last one; None: every token may be."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -324,9 +331,24 @@ class Architecture(BaseModel):
             if value and len(value) != self.num_layers:
                 problem = f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
                 raise ValueError(problem)
+        if self.num_labels and (self.tie_embeddings or self.mtp_layers):
+            problem = "a reward model's head is not the embedding's, and predicts no tokens"
+            raise ValueError(f"num_labels {self.num_labels}: {problem}")
         if self.num_params() > _MAX_PARAMS:  # which also asks each part whether it can be
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
+
+    def scoring(self, pad_token_id: int | None) -> Self:
+        """Return the reward model of the same blocks; its texts' last token is no ``pad_token_id``.
+
+        A reward model is returned as it is.
+        """
+        if self.num_labels:
+            return self
+        own = {"num_labels": 1, "pad_token_id": pad_token_id}
+        return type(self).model_validate(
+            {**dict(self), **own, "tie_embeddings": False, "mtp_layers": 0}
+        )
 
     def attention(self, layer: int) -> AttentionPart:
         """Return the part of block ``layer``, counted from 0, that mixes tokens."""
@@ -368,7 +390,11 @@ class Architecture(BaseModel):
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
-        if not self.tie_embeddings:
+        if self.num_labels:
+            # In fp32, so that close rewards differ: bf16 has three digits.
+            rules[SCORE] = Rule("replicate", gather=torch.float32)
+            styles["score"] = "vocabulary"
+        elif not self.tie_embeddings:
             rules["lm_head.weight"], styles["lm_head"] = COLWISE, "vocabulary"
         for i, parts in enumerate(self.layers()):
             if self.layer_scalars:
@@ -435,7 +461,8 @@ class Architecture(BaseModel):
         the gradients of weights, and also the adapters that are trained instead.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
-        head = (1 + self.mtp_layers) * self.vocab_size * self.hidden_size
+        rows = self.num_labels or self.vocab_size
+        head = (1 + self.mtp_layers) * rows * self.hidden_size
         with_weights = sum(part.num_active_params() for part in self._every_part()) + head
         return 6.0 * (products + head) - 2.0 * with_weights * is_frozen
 
@@ -444,10 +471,10 @@ class Architecture(BaseModel):
 
     def _frame(self) -> int:
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
-        matrices = 1 if self.tie_embeddings else 2
+        head = 0 if self.tie_embeddings else self.num_labels or self.vocab_size
         norms = sum(len(part.norms) for part in self._every_part()) + 1
         scalars = self.num_layers * self.layer_scalars
-        return self.hidden_size * (matrices * self.vocab_size + norms) + scalars
+        return self.hidden_size * (self.vocab_size + head + norms) + scalars
 
 
 @lru_cache(maxsize=8)

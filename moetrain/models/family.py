@@ -187,8 +187,8 @@ class Family:
         Raises ValueError: no operation covers a parameter, or more than one does.
         """
         pieces: list[Piece] = []
+        operations = (*(self.weight_map if weight_map is None else weight_map), _SCORE)
         for name, shape in shapes.items():
-            operations = self.weight_map if weight_map is None else weight_map
             found = [own for one in operations if (own := one.pieces(name, shape, arch))]
             if len(found) != 1:
                 raise ValueError(f"{len(found)} weight map operations cover parameter {name!r}")
@@ -211,6 +211,9 @@ class Family:
                 return hf_name[len(layers) :].partition(".")[0] if is_layer else module
         return None
 
+
+_SCORE = Rename("score", "score")
+"""Maps the head of a reward model, which lies outside of the backbone in every family."""
 
 FAMILIES: dict[str, Family] = {}
 """Every known family by its ``model_type``."""

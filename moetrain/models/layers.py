@@ -73,6 +73,17 @@ class Vocabulary:
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         return soft_capped(logits_TK.to(wide), self.softcap)
 
+    def scores(
+        self, h_TD: torch.Tensor, w_LD: torch.Tensor, places_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute ``h @ w^T`` of the tokens ``places_N`` (int64) of all T: [N, L], at least fp32.
+
+        ``w_LD`` is the whole head of a reward model. Over several devices all have the same result,
+        so a loss that each makes of it is to be divided by their number.
+        """
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        return F.linear(h_TD[places_N].to(wide), w_LD.to(wide))
+
     def token_losses(
         self,
         h_TD: torch.Tensor,

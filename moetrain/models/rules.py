@@ -124,6 +124,8 @@ ZERO_NORM = replace(NORM, init="zeros")
 WIDE_NORM = Rule("colwise", init="ones", decay=False)
 """Of a norm over numbers that tensor parallel ranks divide."""
 
+SCORE = "score.weight"
+"""The parameter that is a reward model's head."""
 ADAPTER = ("_lora_a", "_lora_b")
 """Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
 _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {

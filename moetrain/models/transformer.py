@@ -208,18 +208,29 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(blocks)
         how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
-        self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
+        has_own = not arch.tie_embeddings and not arch.num_labels
+        self.lm_head = Linear(arch.hidden_size, arch.vocab_size) if has_own else None
+        self.score = Linear(arch.hidden_size, arch.num_labels) if arch.num_labels else None
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The vocabulary matrix [V, D], tied or not."""
-        return (self.embed if self.lm_head is None else self.lm_head).weight
+        """The vocabulary matrix [V, D], tied or not; of a reward model its head [L, D]."""
+        return (self.score or self.lm_head or self.embed).weight
 
     def forward(
         self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`."""
+        """Compute logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`.
+
+        A reward model computes scores [B, S, 1], at least in fp32: of each token, that of the text
+        up to it.
+        """
         hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
+        if self.score is not None:
+            places_N = torch.arange(tokens_BS.numel(), device=tokens_BS.device)
+            hidden_TD = hidden_BSD.flatten(0, 1)
+            scores_N1 = self.vocabulary.scores(hidden_TD, self.head_weight, places_N)
+            return scores_N1.view(*tokens_BS.shape, -1)
         logits = self.vocabulary.logits(hidden_BSD, self.head_weight)
         return logits.reshape(*tokens_BS.shape, -1)
 

@@ -26,7 +26,7 @@ from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
-from moetrain.models.rules import ADAPTER, PartStyle
+from moetrain.models.rules import ADAPTER, SCORE, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
@@ -349,10 +349,11 @@ def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link |
 def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
     """Draw the values that :meth:`Transformer.init_weights` gives, of this rank's pieces.
 
-    Without ``all`` adapters alone are drawn, which no checkpoint of a model has.
+    Without ``all`` those are drawn that a language model's checkpoint has not: adapters, and a
+    reward model's head.
     """
     for name, member in fsdp.members.items():
-        if not (all or name.endswith(ADAPTER)):
+        if not (all or name.endswith(ADAPTER) or name == SCORE):
             continue
         layout, rule = member.layout, member.rule
         # Not in place: the host has other random numbers, and codes are no values.

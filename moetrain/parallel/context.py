@@ -232,6 +232,17 @@ class _Vocabulary(Vocabulary):
         own = tokens if tokens.ndim == 1 else self.parts.part(tokens)
         return self.parts.gather(self.inner.logits_of(h_TD, w_VD, own))[0]
 
+    def scores(
+        self, h_TD: torch.Tensor, w_LD: torch.Tensor, places_N: torch.Tensor
+    ) -> torch.Tensor:
+        own, count = h_TD.shape[0], h_TD.shape[0] * self.parts.ranks
+        index_T = torch.arange(count, device=h_TD.device)
+        local_T = torch.full_like(index_T, -1)
+        local_T[self.parts.part(index_T)] = index_T[:own]
+        local_N = local_T[places_N]
+        mine_NL = self.inner.scores(h_TD, w_LD, local_N.clamp(min=0))
+        return self.parts.sum(torch.where(local_N[:, None] >= 0, mine_NL, 0))
+
     def token_losses(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, **how: float
     ) -> TokenLosses:

@@ -101,6 +101,9 @@ class Generator:
                 raise ValueError(f"{name} {size} is not positive; choose 1 or more")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
+        if model.arch.num_labels:
+            problem = "a reward model, whose head predicts no token"
+            raise ConfigError("model", f"{problem}; moetrain.score scores texts by it")
         check_drafting(model, draft, draft_by)
         self.model = model
         self.tokenizer = tokenizer

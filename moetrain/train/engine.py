@@ -524,10 +524,13 @@ class _FakeStep(FakeUpdate):
             losses += [x.sum() for x in found if x.requires_grad]
         hidden_TD = model.head(x_BSD, rows).flatten(0, 1)
         targets_T = tokens_BS.flatten()
-        weights_T = torch.ones_like(targets_T, dtype=torch.float32)
-        losses.append(
-            model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0]
-        )
+        if model.score is not None:
+            losses.append(model.vocabulary.scores(hidden_TD, model.head_weight, targets_T).sum())
+        else:
+            weights_T = torch.ones_like(targets_T, dtype=torch.float32)
+            losses.append(
+                model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0]
+            )
         torch.autograd.backward(losses)
 
 

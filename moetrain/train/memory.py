@@ -123,9 +123,13 @@ class MemoryEstimate:
 def teacher_of(path: str) -> Architecture:
     """Return the model that ``rl.teacher`` names; ConfigError: there is none."""
     try:
-        return resolve_architecture(ModelSection(path=path))
+        arch = resolve_architecture(ModelSection(path=path))
     except ConfigError as error:
         raise ConfigError("rl.teacher", error.problem) from None
+    if arch.num_labels:
+        problem = f"{path!r} is a reward model, whose head predicts no token"
+        raise ConfigError("rl.teacher", f"{problem}; name a language model")
+    return arch
 
 
 @lru_cache(maxsize=4)
@@ -225,8 +229,12 @@ class RankSizes:
         is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         both = is_first + self.is_last
         self.matrices = min(both, 1) if arch.tie_embeddings else both
+        if arch.num_labels:  # whose head is a row
+            self.matrices = int(is_first)
         """Vocabulary matrices here: embedding and head, or one if they are tied."""
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
+        rows = arch.num_labels or arch.vocab_size / dims.tp
+        self.head_numbers = rows * arch.hidden_size
 
         mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
         owned = [(n, rules[name]) for name, n in mine.items()]
@@ -389,15 +397,16 @@ class RankSizes:
         width, tokens = self.share.width, self.share.tokens
         updated = self._updated
         if self._allocates_late:
-            updated = self._share_updated * self.vocabulary_numbers
+            updated = self._share_updated * self.head_numbers
         backward = max(block.backward for block in self._blocks.values())
         # The loss's forward makes the gradients of head and hidden states.
-        gradients = self.share_trained * self.vocabulary_numbers + tokens * self.arch.hidden_size
+        gradients = self.share_trained * self.head_numbers + tokens * self.arch.hidden_size
         gradients *= 1 + self.arch.mtp_layers
-        chunk = min(tokens * self.arch.vocab_size / self.dims.tp, CHUNK_ELEMENTS)
+        rows = self.head_numbers / self.arch.hidden_size
+        chunk = min(tokens * rows, CHUNK_ELEMENTS)
         chunk *= width
         if self.config.kernels.precision == "fp8_gradients":  # codes; the matrix; a sum's next term
-            chunk = 1.75 * chunk + (1 + width) * self.vocabulary_numbers
+            chunk = 1.75 * chunk + (1 + width) * self.head_numbers
         logits = width * gradients + max(0.0, chunk - backward)
         # The final norm, which is never compiled, and the hidden states.
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * width) * self.share.own_tokens

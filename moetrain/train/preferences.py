@@ -45,6 +45,7 @@ from moetrain.models.transformer import Transformer
 from moetrain.train import objectives
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
+from moetrain.train.reward import Reward
 
 _DAMAGED = (ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error, struct.error)
 _DAMAGED += (RuntimeError, OverflowError, SyntaxError)
@@ -259,6 +260,8 @@ def chosen_objective(
     if not pairs:
         problem = f"{name!r}, but the rows that were given are no preferences"
         raise ConfigError("train.objective", f"{problem}; leave it out")
+    if name == "reward":
+        return Reward(config.train.reward_centering)
     return Preference(
         name,
         config.train.beta,

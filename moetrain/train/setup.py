@@ -180,6 +180,12 @@ def resolve_run(
         if tokens > arch.vocab_size:
             config = config.filled({"model.vocab_size": tokens}, "data.new_tokens")
             arch = arch.model_copy(update={"vocab_size": tokens})
+    if config.train.objective == "reward":
+        has_text = needs_text or config.is_set("data.tokenizer")
+        arch = arch.scoring(_pad_of(config, arch) if has_text and needs_weights else None)
+    elif arch.num_labels:
+        problem = f"{config.model.path!r} is a reward model, whose head predicts no token; name a"
+        raise ConfigError("model.path", f"{problem} language model, or train it as a reward model")
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -187,6 +193,13 @@ def resolve_run(
         found = {"compile.enabled": device == "cuda" or on_gpu}
         config = config.filled(found, "auto, by the device").fitting()
     return check_model(config, arch), arch
+
+
+def _pad_of(config: Config, arch: Architecture) -> int:
+    """Return the tokenizer's PAD, or its EOS if it has none, as TRL's RewardTrainer pads."""
+    tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
+    pad = tokenizer.special_ids.get("pad_token")
+    return tokenizer.eos_id if pad is None else pad
 
 
 def _set_by_checkpoint(

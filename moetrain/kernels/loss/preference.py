@@ -74,6 +74,17 @@ class Scores(NamedTuple):
         return self.chosen / self.num_chosen, self.rejected / self.num_rejected
 
 
+def reward_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, margin_P: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """Return each pair's loss [P], -log sigmoid(chosen - rejected - margin), of answers' rewards.
+
+    It is Bradley-Terry's likelihood of the choice (arXiv 2203.02155, eq. 1), with a margin as in
+    Llama 2 (arXiv 2307.09288, eq. 2).
+    """
+    return -F.logsigmoid(chosen_P - rejected_P - margin_P)
+
+
 def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
     """Return two sums over segments, whose quotient estimates the divergence from the reference.
 

@@ -26,6 +26,9 @@ from moetrain.models.hf.files import error
 
 _error = partial(error, "config.json")
 _TIED = "tie_word_embeddings"
+_PAD = "pad_token_id"
+_CLASSIFIES = "ForSequenceClassification"
+"""End of the name of the ``transformers`` class of models that score a text by its last token."""
 _DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
@@ -60,9 +63,30 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         fields |= {"family": family.name, "rope": rope, **family.fixed}
         family.architecture(**fields)  # sizes are sound before layers are counted by them
         arch = family.architecture(**(fields | family.read_layers(given)))
+        if is_reward_model(config):
+            arch = arch.scoring(_read_head({**config, **own}))
     except ValidationError as error:
         raise _error(_first_problem(error, family)) from None
     return _canonical(arch)
+
+
+def is_reward_model(config: Mapping[str, Any]) -> bool:
+    """Return whether the parsed ``config.json`` is that of a ``*ForSequenceClassification``."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_CLASSIFIES) for name in names)
+
+
+def _read_head(config: Mapping[str, Any]) -> int | None:
+    """Return ``pad_token_id``; ConfigError: it is no id, or the head has other than one row."""
+    labels, pad = config.get("id2label"), config.get(_PAD)
+    # As in transformers, where two labels are the default.
+    number = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    if number != 1:
+        problem = f"a {_CLASSIFIES} with {number!r:.80} labels; only one, a reward, is supported"
+        raise _error(problem)
+    if pad is not None and (type(pad) is not int or pad < 0):
+        raise _error(f"{_PAD} is {pad!r:.80}, expected an id or null")
+    return pad
 
 
 def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -97,7 +121,13 @@ def _to_hf(arch: Architecture) -> dict[str, Any]:
         own = {"rope_scaling": arch.rope.to_hf(), **own}
     keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
     config: dict[str, Any] = {"hidden_act": family.activation, **keys, **own}
-    head = {"architectures": [family.hf_class], "model_type": arch.family}
+    name = family.hf_class
+    if arch.num_labels:
+        name = re.sub(r"For\w+$", _CLASSIFIES, name)
+        config[_PAD] = arch.pad_token_id
+    head: dict[str, Any] = {"architectures": [name], "model_type": arch.family}
+    if arch.num_labels:
+        head |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if family.section is not None:
         key, model_type = family.section
         head |= {_TIED: arch.tie_embeddings, key: {"model_type": model_type, **config}}
@@ -125,6 +155,8 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     own = _to_hf(arch)
     family = _family_of(arch.family)
     spelled = {*family.defaults, *family.aliases, *_ROPE_KEYS}
+    if arch.num_labels:  # which a classifier's config may say in another way
+        spelled |= {"num_labels"}
     if family.section is not None:
         key = family.section[0]
         own[key] = _carried(source[key], spelled) | own[key]

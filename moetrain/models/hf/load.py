@@ -27,7 +27,8 @@ from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
-from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.config import architecture_from_hf, is_reward_model
+from moetrain.models.rules import SCORE
 from moetrain.models.transformer import Transformer
 
 _EMBED = "model.embed_tokens.weight"
@@ -69,10 +70,14 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
         for piece in model.pieces():
             found[piece.hf_name].append(piece)
         layouts.append(model.source)
-    source = next((one for one in layouts if one.own.keys() <= stored.keys()), layouts[0])
+    held = {*stored, *([SCORE] if arch.num_labels else ())}
+    source = next((one for one in layouts if one.own.keys() <= held), layouts[0])
+    if arch.num_labels and not is_reward_model(source.config):  # its head is yet to be learned
+        source = replace(source, own={k: v for k, v in source.own.items() if k != SCORE})
     extra = [name for name in stored if name not in source.own]
-    if arch.tie_embeddings and _HEAD in extra:
-        extra.remove(_HEAD)  # it may only repeat the embedding, which load_weights sees to
+    if (arch.tie_embeddings or arch.num_labels) and _HEAD in extra:
+        # It may only repeat the embedding, which load_weights sees to. A reward model has none.
+        extra.remove(_HEAD)
     num_extra_layers = num_further_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, extra=tuple(extra))

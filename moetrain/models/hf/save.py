@@ -35,7 +35,7 @@ _ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _File = Path | str | Mapping[str, Any]
-_EOS = "eos_token_id"
+_EOS, _PAD = "eos_token_id", "pad_token_id"
 
 
 class _Outgoing(NamedTuple):
@@ -116,7 +116,9 @@ class Export:
         if tokenizer is not None:
             files |= tokenizer.files
             ids = self._new_ids(tokenizer, config, generation)
-            config |= ids
+            # The pad of a reward model decides which token is scored.
+            is_reward_model = bool(self.model.arch.num_labels)
+            config |= {k: v for k, v in ids.items() if not (is_reward_model and k == _PAD)}
             for key, value in ids.items():
                 generation.pop(key, None)
                 if value is not None:

@@ -149,7 +149,7 @@ class _Run:
         stats = (torch.cat(counts),) if counts else ()
         outputs: _Tensors = (x, *stats)
         if stage == self.schedule.num_stages - 1:
-            if model.lm_head is None and stage > 0:
+            if model.arch.tie_embeddings and stage > 0:
                 self.fsdp.open(model.embed)  # whose matrix is also the head's
             hidden_BSD = model.head(x, rows)
             layers = [RouterStats.of_packed(row_N) for stats_LN in stats for row_N in stats_LN]

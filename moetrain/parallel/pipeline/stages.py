@@ -159,7 +159,7 @@ class StagePlan:
         for parts in set(arch.layers()):
             products = sum(part.products_per_token(config.data.seq_len) for part in parts)
             found[parts] = seconds(products, sum(part.numbers(share) for part in parts))
-        matrix = arch.vocab_size * arch.hidden_size
+        matrix = (arch.num_labels or arch.vocab_size) * arch.hidden_size
         return [*(found[parts] for parts in arch.layers()), seconds(matrix, matrix / share.tp)]
 
     @staticmethod
@@ -262,7 +262,8 @@ class Stages:
     def cut(self, model: Transformer) -> list[Sequence[nn.Module]]:
         """Leave only this rank's parts in ``model``; returns modules that are unsharded together,
         in order."""
-        head = ["norm"] if model.lm_head is None else ["norm", "lm_head"]
+        heads = [name for name in ("lm_head", "score") if getattr(model, name) is not None]
+        head = ["norm", *heads]
         units: list[list[nn.Module]] = []
         for names in (["embed"], head):
             if self.rank in self.plan.holders(names[0]):
