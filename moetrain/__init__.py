@@ -1,8 +1,9 @@
 """moetrain: a trainer for Mixture-of-Experts language models in plain PyTorch.
 
-The library in six names: ``load_hf`` and ``save_hf`` for Hugging Face checkpoints, ``Config`` and
-``Trainer`` for runs, ``Engine`` for training loops of your own, ``Generator`` for generation. They
-are imported when first used, so that ``--help`` does not wait for torch.
+The library in seven names: ``load_hf`` and ``save_hf`` for Hugging Face checkpoints, ``Config`` and
+``Trainer`` for runs, ``Engine`` for training loops of your own, ``Generator`` for generation,
+``RewardModel`` for scores. They are imported when first used, so that ``--help`` does not wait for
+torch.
 """
 
 from functools import cache
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from moetrain.models.hf.load import load_hf
     from moetrain.models.hf.save import save_hf
     from moetrain.rollout.engine import Generator
+    from moetrain.rollout.scoring import RewardModel
     from moetrain.train.engine import Engine
     from moetrain.train.trainer import Trainer
 
@@ -25,11 +27,13 @@ _HOMES = {
     "ConfigError": "moetrain.config",
     "Engine": "moetrain.train.engine",
     "Generator": "moetrain.rollout.engine",
+    "RewardModel": "moetrain.rollout.scoring",
     "load_hf": "moetrain.models.hf.load",
     "save_hf": "moetrain.models.hf.save",
 }
 
-__all__ = ["Config", "ConfigError", "Engine", "Generator", "Trainer", "load_hf", "save_hf"]
+__all__ = ["Config", "ConfigError", "Engine", "Generator", "RewardModel", "Trainer", "load_hf"]
+__all__ += ["save_hf"]
 
 
 @cache

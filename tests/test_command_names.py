@@ -46,7 +46,7 @@ def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
     assert (process.returncode, errors) == (130, b"")
 
 
-NAMES = ("train", "rl", "jobs", "checkpoint", "generate", "serve")
+NAMES = ("train", "rl", "jobs", "checkpoint", "generate", "score", "serve")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ _COMMANDS = {
     "rl": ("moetrain.cli.train:run_rl", "train a model by reinforcement learning"),
     "jobs": ("moetrain.cli.train:run_jobs", "serve training jobs over HTTP"),
     "generate": ("moetrain.cli.generate:main", "continue a text with a checkpoint"),
+    "score": ("moetrain.cli.score:main", "score answers by a reward model"),
     "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
     "checkpoint": ("moetrain.cli.checkpoint:main", "inspect, verify, convert or compare"),
     "data": ("moetrain.cli.data:main", "show what would be trained on"),

@@ -35,11 +35,12 @@ class RlSection(Section):
     """Reinforcement learning: loss, advantages, environment and loop (python -m moetrain.rl)."""
 
     policy: _PolicyName = "clip"
-    """Loss of the policy. clip: the clipped ratio of PPO and GRPO, for each token; gspo: a clipped
-    ratio of whole sequences; cispo: every token learns, weighted by its clipped ratio; dppo_tv,
-    dppo_kl: the ratio, but no step further away of tokens whose probability has moved too far by
-    total variation or KL (DPPO; its paper's with rl.ratio rollout); reinforce: log-probability
-    times advantage, without a ratio."""
+    """Loss of the policy; its baselines are those of rl.advantage, and there is no critic. clip:
+    the clipped ratio of PPO and GRPO, for each token; gspo: a clipped ratio of whole sequences;
+    cispo: every token learns, weighted by its clipped ratio; dppo_tv, dppo_kl: the ratio, but no
+    step further away of tokens whose probability has moved too far by total variation or KL (DPPO;
+    its paper's with rl.ratio rollout); reinforce: log-probability times advantage, without a
+    ratio."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
     """Ratios below 1 - clip_low are clipped, or for dppo falls of a probability by more than that;
     unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for cispo, 0.15 for dppo_tv, 0.05 for dppo_kl."""

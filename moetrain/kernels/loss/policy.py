@@ -3,7 +3,7 @@
 For each token, with log-probability lp, advantage A, and the ratio r = exp(lp - old), clipped to
 [low, high]:
 
-    clip       -min(r A, clip(r) A)     PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300; low and high
+    clip       -min(r A, clip(r) A)     PPO's and GRPO's, arXiv 1707.06347, 2402.03300; low and high
                apart: DAPO, arXiv 2503.14476. With ``dual_clip`` c, where A < 0: at most -c A
                (arXiv 1912.09729)
     gspo       as clip, with r = exp(mean of lp - old over the sample); a token's gradient goes

@@ -1,0 +1,60 @@
+"""``python -m moetrain.score PATH RECORDS``: score answers by a reward model.
+
+PATH is a Hugging Face folder of a reward model (such as ``output_dir/hf`` of a run with
+train.objective reward) or a hub id. RECORDS is a file or folder of records, or a data set, each
+with `prompt` and `completion`, or `messages` that end with an answer. Each is written to standard
+output as a line of JSON, with its `score` beside its own fields. Exit codes: 0, or 2 and one line
+that says what is wrong.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from moetrain.cli.main import Parser, command, leave
+from moetrain.config import ConfigError
+
+_AT_ONCE = 256
+"""Records that are read before they are scored together."""
+
+
+@command
+def main(argv: Sequence[str] | None) -> None:
+    parser = Parser("score", __doc__)
+    add = parser.add_argument
+    add("path", metavar="PATH", help="Hugging Face folder or hub id of a reward model")
+    add("records", metavar="RECORDS", help="as data.path")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is a GPU")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    add("--max_tokens", type=int, default=16384, help="tokens of one pass; default 16384")
+    args = parser.parse_args(argv)
+    # Seconds of imports, which --help and a misspelt option need not wait for.
+    from moetrain.data.messages import BadLineError
+    from moetrain.rollout.scoring import RewardModel
+
+    how = {"device": args.device, "dtype": args.dtype, "max_tokens": args.max_tokens}
+    raws = _records(args.records)
+    model = RewardModel(args.path, **how)
+    while some := list(islice(raws, _AT_ONCE)):
+        texts, records = [], []
+        for raw in some:
+            try:
+                records.append(record := raw.value())
+                texts.append(model.encode(record))
+            except BadLineError as error:
+                raise ConfigError("records", f"{raw.where}: {error}") from None
+        for record, score in zip(records, model.score_tokens(texts), strict=True):
+            print(json.dumps({**record, "score": score}, ensure_ascii=False, default=str))
+
+
+def _records(path: str) -> Iterator[Any]:
+    """Yield the records of ``path``; ConfigError: there is nothing there, or it cannot be read."""
+    from moetrain.data.containers import Files, find_records
+
+    files = Files("records", path, *find_records("records", path, "train", None))
+    return (raw for piece in files.pieces() for raw in files.records(piece))
+
+
+if __name__ == "__main__":
+    leave(main())

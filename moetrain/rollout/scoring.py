@@ -1,0 +1,159 @@
+"""Scores texts by a reward model, on one device: the use of what ``train.objective reward`` trains.
+
+    model = RewardModel("outputs/MODEL-pairs/hf")
+    model.score([{"prompt": "Is 7 prime?", "completion": " Yes."}])     # [1.73]
+
+Records are read as training reads them, so that a text has the tokens that its kind had there.
+
+Left out on purpose: models that are spread over several devices.
+
+Legend: N texts of a pass, T their tokens together.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.config.sources import shortened
+from moetrain.data.cache import encoded
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.messages import BadLineError
+from moetrain.data.sources import Document, RecordReader, has_answer
+from moetrain.data.tokenizer import Tokenizer, load_tokenizer
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.files import CONFIG, read_json, resolve
+from moetrain.models.hf.load import load_hf
+from moetrain.models.transformer import Inputs
+from moetrain.train.reward import last_places
+
+_NOT_SCORED = ("label", "kto_tag", "weight")
+"""Fields of records that say how much is learned of an answer, which changes no score."""
+
+
+class RewardModel:
+    """A reward model with its tokenizer.
+
+    Attributes:
+        model: the weights, whose ``arch.pad_token_id`` is no text's last token.
+        tokenizer: the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: str | torch.device = "auto",
+        dtype: str = "auto",
+        max_tokens: int = 16384,
+    ) -> None:
+        """Load a checkpoint of transformers' ``*ForSequenceClassification`` with one label.
+
+        Args:
+            path: a folder (``output_dir/hf`` of a run, or the run's folder) or a hub id.
+            device: as torch names it; auto: cuda if there is a GPU.
+            dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU. Scores
+                are fp32.
+            max_tokens: tokens that go through the model in one pass, if no text has more.
+
+        Raises ConfigError: the checkpoint does not load, has no tokenizer, or is no reward model.
+        """
+        folder = resolve(path)
+        arch = architecture_from_hf(read_json(folder / CONFIG))
+        if not arch.num_labels:
+            problem = f"{os.fspath(path)!r} is a language model, which has no head that scores"
+            raise ConfigError("path", f"{problem}; train one with train.objective reward")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device", f"{device!s}, but torch sees no CUDA device; use cpu")
+        auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        wanted = auto if dtype == "auto" else getattr(torch, dtype)
+        self.tokenizer: Tokenizer = load_tokenizer(str(folder), arch.vocab_size)
+        self.model = load_hf(folder, dtype=wanted, device=self.device)
+        self.max_tokens = max_tokens
+        self._reader = RecordReader(template=ChatTemplate.of(self.tokenizer), train_on="last")
+
+    def encode(self, record: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a record, as training on it would read them.
+
+        ``record`` has ``prompt`` and ``completion``, each a text or a list of messages, or another
+        form of docs/data.md with an answer at its end: ``messages``, ``conversations``,
+        ``instruction`` and ``output``, or a whole ``text``.
+
+        A blank ``completion`` is a text or a turn that ends at once.
+
+        Raises BadLineError: it has no such form, or is longer than the model takes.
+        """
+        kept = {key: value for key, value in record.items() if key not in _NOT_SCORED}
+        if "chosen" in kept:
+            problem = f"a record is a pair, which has two rewards: {shortened(kept)}"
+            raise BadLineError(f"{problem}; give each answer as `completion`")
+        is_dialogue = not kept.keys().isdisjoint(("messages", "conversations"))
+        if is_dialogue and "completion" not in kept and not has_answer(kept):
+            problem = f"a record's last turn is no answer: {shortened(kept)}"
+            raise BadLineError(f"{problem}; end with the assistant's turn, or give `completion`")
+        found: list[Document] = self._reader.documents(_with_blank_answer(kept))
+        if len(found) != 1:
+            problem = f"becomes {len(found)} texts" if found else "has no text"
+            raise BadLineError(f"a record {problem}: {shortened(kept)}")
+        ((_, ids_T, _),) = encoded(found, self.tokenizer)
+        if len(ids_T) > (most := self.model.arch.reach):
+            problem = f"a record has {len(ids_T)} tokens, more than the model's {most} positions"
+            raise BadLineError(f"{problem}: {shortened(kept)}; leave it out, or cut it")
+        return ids_T.astype(np.int64).tolist()
+
+    def score(self, records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Return the reward of each record; raises as :meth:`encode`."""
+        return self.score_tokens([self.encode(record) for record in records])
+
+    @torch.no_grad()
+    def score_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the reward of each of ``texts``, lists of one token id or more."""
+        found: list[float] = []
+        with self._on_device():
+            for some in self._passes(texts):
+                found += self._scores(some)
+        return found
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        # Another thread than the main one begins on the first GPU.
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _passes(self, texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        some: list[Sequence[int]] = []
+        for ids in texts:
+            if some and sum(map(len, some)) + len(ids) > self.max_tokens:
+                yield some
+                some = []
+            some.append(ids)
+        if some:
+            yield some
+
+    def _scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the scores of texts that lie in one row."""
+        device = self.device
+        lengths = torch.tensor([0, *map(len, texts)])
+        tokens_1T = torch.tensor([[i for ids in texts for i in ids]], device=device)
+        positions_1T = torch.cat([torch.arange(len(ids)) for ids in texts])[None].to(device)
+        cu_seqlens = lengths.cumsum(0).to(device, torch.int32)
+        hidden_1TD, _ = self.model.backbone(*Inputs(tokens_1T, positions_1T, cu_seqlens))
+        places_N = last_places(tokens_1T, cu_seqlens, None, self.model.arch.pad_token_id)
+        score = self.model.vocabulary.scores
+        return score(hidden_1TD[0], self.model.head_weight, places_N)[:, 0].tolist()
+
+
+def _with_blank_answer(record: dict[str, Any]) -> dict[str, Any]:
+    """Return ``record`` in a form that may end with a blank answer, which nothing learns."""
+    prompt, answer = record.get("prompt"), record.get("completion")
+    if not isinstance(answer, str) or answer.strip():
+        return record
+    rest = {key: x for key, x in record.items() if key not in ("prompt", "completion")}
+    if isinstance(prompt, list):
+        return {**rest, "messages": [*prompt, {"role": "assistant", "content": answer}]}
+    return {**rest, "text": prompt + answer} if isinstance(prompt, str) else record
