@@ -18,6 +18,7 @@ peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transform
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 BOTH = ["embed_tokens", "lm_head"]
+ROWS = {"embed_tokens": [1, 2], "lm_head": [5, 4, 3]}
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -44,7 +45,7 @@ def draw(model):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, x in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 x.copy_(0.3 * torch.randn(x.shape, generator=generator))
 
 
@@ -96,11 +97,14 @@ PLAIN = {
     "ensure_weight_tying": {"target_modules": ATTENTION, "ensure_weight_tying": True},
     "head whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding whole": {"target_modules": ["q_proj"], "modules_to_save": ["model.embed_tokens"]},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 3, 11]},
+    "rows of both": {"target_modules": ["q_proj"], "trainable_token_indices": ROWS},
     "both whole": {"target_modules": ["q_proj"], "modules_to_save": BOTH},
 }
 TIED = {"target_modules": ["q_proj"], "modules_to_save": BOTH[:1], "ensure_weight_tying": True}
 DENSE = {
     "tied whole": TIED,
+    "tied rows": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 3]},
     "tied and named twice": TIED | {"modules_to_save": BOTH},
     "mlp": {"target_modules": MLP},
     "one of the mlp": {"target_modules": ["up_proj"]},
@@ -138,7 +142,6 @@ REFUSED = {
     "bias": {"bias": "all"},
     "lora_bias": {"lora_bias": True},
     "modules_to_save": {"modules_to_save": ["norm"]},
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "alora_invocation_tokens": {"alora_invocation_tokens": [3, 4]},
     "init_lora_weights": {"init_lora_weights": "pissa"},
     "init_lora_weights is 'pissa_niter": {"init_lora_weights": "pissa_niter_2"},

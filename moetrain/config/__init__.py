@@ -144,8 +144,12 @@ _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = _Other("auto")
 _NO_PLACE_FOR_BIAS = ", whose files have no place for the bias that it moves"
-_LEARN_TOKENS = "set lora.modules_to_save embed_tokens,lm_head, or lora.rank 0"
-_LEARNS_TOKENS = {"lora.rank": {0}, "lora.modules_to_save": _SOME_NAMES}
+_LEARN_TOKENS = "set lora.trainable_tokens to the same"
+_LEARNS_TOKENS = {
+    "lora.rank": {0},
+    "lora.modules_to_save": _SOME_NAMES,
+    "lora.trainable_tokens": _SOME_NAMES,
+}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 _NEEDS: tuple[_Need, ...] = (
@@ -203,6 +207,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.keep_cache", {"rl.max_staleness": _SOME}),  # else nothing is under way
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
+    _Need("lora.trainable_tokens", {"lora.modules_to_save": {()}}),  # which trains all rows
+    # A gradient on its way to the host has all rows.
+    _Need("lora.trainable_tokens", {"optim.offload_fraction": {0}}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
     _Need("lora.offload_experts", {"lora.base_dtype": _NARROW}),

@@ -385,8 +385,8 @@ class LoraSection(Section):
 
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters
-    nothing else is trained but lora.modules_to_save, and other weights are stored frozen in the
-    compute dtype."""
+    nothing else is trained but lora.modules_to_save and lora.trainable_tokens, and other weights
+    are stored frozen in the compute dtype."""
     alpha: float = Field(default=32.0, gt=0)
     """The output of an adapter is multiplied by alpha / rank."""
     rs: bool = False
@@ -411,14 +411,22 @@ class LoraSection(Section):
     modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
     """Modules that are trained whole beside the adapters, and saved with them: embed_tokens,
     lm_head, or both, separated by commas. Tied embeddings are embed_tokens."""
+    trainable_tokens: tuple[str, ...] = ()
+    """Tokens whose rows of embedding and head are trained beside the adapters, by id or text,
+    separated by commas (151669,<|tool|>). All other rows stay. Files have these rows alone."""
     path: MaybePath = None
-    """Folder of adapters in PEFT's format to start from; rank, targets and modules_to_save must be
-    the same."""
+    """Folder of adapters in PEFT's format to start from; rank, targets, modules_to_save and
+    trainable_tokens must be the same."""
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
     """How those files hold adapters of routed experts. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of ``trainable_tokens``, once they are resolved to ids, in ascending order."""
+        return tuple(sorted({int(token) for token in self.trainable_tokens}))
 
     @property
     def scale(self) -> float:

@@ -73,9 +73,10 @@ def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that no service of jobs can have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
-    if config.lora.modules_to_save:
-        problem = f"{','.join(config.lora.modules_to_save)!r}, but jobs train adapters alone"
-        raise ConfigError("lora.modules_to_save", f"{problem}; unset it")
+    for name in ("modules_to_save", "trainable_tokens"):
+        if given := getattr(config.lora, name):
+            problem = f"{','.join(given)!r}, but jobs train adapters alone; unset it"
+            raise ConfigError(f"lora.{name}", problem)
     if share := config.optim.offload_fraction:
         problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
         raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")

@@ -66,6 +66,8 @@ class Rule:
     """How codes and scales of the copy that generation has are stored; None: as it is used."""
     stacked: int = 1
     """How many matrices of a product lie one above the other in its rows."""
+    rows: tuple[int, ...] | None = None
+    """The rows that are trained, while the others stay as they are; None: all of them."""
     is_orthogonal: bool = False
     """Whether Muon updates it, each matrix by itself; else AdamW does."""
 
@@ -171,12 +173,18 @@ class ShardingPlan(NamedTuple):
                 nothing is left to train; ``lora.modules_to_save`` names what the model has not.
         """
         rules = self.rules(model)
-        frozen = _frozen(rules, config.train.freeze, _saved(rules, config.lora.modules_to_save))
+        tokens = config.lora.token_ids or None
+        saved = _saved(rules, config.lora.modules_to_save)
+        if tokens is not None:
+            saved = {name for name in SAVED_MODULES.values() if name in rules}
+        frozen = _frozen(rules, config.train.freeze, saved)
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)
             if name in frozen and rule.trainable:
                 rule = replace(rule, trainable=False, storage=rule.gather or dtype)
+            if name in saved and tokens is not None:
+                rule = replace(rule, rows=tokens, decay=False)  # which would move the others
             # Norms and biases are left out because they are small, and routers, embedding and head
             # because their rounding costs most (QLoRA leaves them too).
             is_hidden = name.startswith("layers.") and rule.is_matrix
@@ -222,7 +230,7 @@ def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -
             problem = f"{pattern!r} matches no parameter; they have names like {list(rules)[-1]}"
             raise ConfigError("train.freeze", problem)
         if both := matched & saved:
-            problem = f"{pattern!r} freezes {min(both)}, which lora.modules_to_save is to train"
+            problem = f"{pattern!r} freezes {min(both)}, which settings of lora are to train"
             raise ConfigError("train.freeze", f"{problem}; leave it out of one of the two")
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):

@@ -82,8 +82,8 @@ def place_model(
         load_weights(model, resolve(config.model.path), write)
     if config.lora.path is not None:
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
-        for name, value in load_peft(config.lora.path, arch, config.lora, shapes):
-            fsdp.write(name, (), value)
+        for name, place, value in load_peft(config.lora.path, arch, config.lora, shapes):
+            fsdp.write(name, place, value)
     model.set_recomputation(config.activation)
     if config.compile.is_on:
         compile_blocks(model)

@@ -186,6 +186,9 @@ def resolve_run(
     elif arch.num_labels:
         problem = f"{config.model.path!r} is a reward model, whose head predicts no token; name a"
         raise ConfigError("model.path", f"{problem} language model, or train it as a reward model")
+    if config.lora.trainable_tokens:
+        ids = tuple(str(i) for i in _token_ids(config, arch))
+        config = config.filled({"lora.trainable_tokens": ids}, "ids by data.tokenizer")
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -200,6 +203,27 @@ def _pad_of(config: Config, arch: Architecture) -> int:
     tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
     pad = tokenizer.special_ids.get("pad_token")
     return tokenizer.eos_id if pad is None else pad
+
+
+def _token_ids(config: Config, arch: Architecture) -> list[int]:
+    """Return the ids of ``lora.trainable_tokens``.
+
+    Raises ConfigError: a text is not one token, or an id is none of the model's.
+    """
+    tokens, data, field = config.lora.trainable_tokens, config.data, "lora.trainable_tokens"
+    ids = {token: [int(token)] for token in tokens if token.isascii() and token.isdecimal()}
+    if texts := [token for token in tokens if token not in ids]:
+        tokenizer = load_tokenizer(data.tokenizer, new_tokens=data.new_tokens)
+        found = tokenizer.encode_batch(texts)
+        ids |= {text: encoded.ids.tolist() for text, encoded in zip(texts, found, strict=True)}
+    for token in tokens:
+        if len(ids[token]) != 1:
+            problem = f"{token!r} is {len(ids[token])} tokens of data.tokenizer"
+            raise ConfigError(field, f"{problem}; name one, or make it one: data.new_tokens")
+        if ids[token][0] >= arch.vocab_size:
+            problem = f"{token!r}, but the model's tokens are 0 to {arch.vocab_size - 1}"
+            raise ConfigError(field, f"{problem}; leave it out, or raise model.vocab_size")
+    return [ids[token][0] for token in tokens]
 
 
 def _set_by_checkpoint(

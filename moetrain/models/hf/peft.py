@@ -9,7 +9,10 @@ either:
                 expert e has rows ``e * r`` on of A, and every E-th column of B from e on
 
 Embedding and head may lie there whole (``modules_to_save``), under their own names; tied ones are
-written twice, since PEFT would untie them otherwise.
+written twice, since PEFT would untie them otherwise. Or some of their rows may
+(``trainable_token_indices``), which PEFT ties by itself:
+
+    model.embed_tokens.token_adapter.trainable_tokens_delta  [N, D], the rows themselves
 
 Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
 show that an adapter has no effect. Left out on purpose: everything but plain LoRA beside unchanged
@@ -53,7 +56,8 @@ _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
-_READ |= {"modules_to_save", "ensure_weight_tying"}
+_READ |= {"modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
+_ROWS = ".token_adapter.trainable_tokens_delta"
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
 _WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size"}
@@ -163,10 +167,16 @@ def save_peft(
         advice = "moetrain reads them, or export the merged model"
         logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
     saved: set[str] = set()
+    indices: dict[str, list[int]] = {}
     for name, weight in wholes.items():
-        for site in _vocabulary_sites(arch, name):
+        weight, sites = weight.detach().cpu(), _vocabulary_sites(arch, name)
+        if ids := [*lora.token_ids]:
+            indices[sites[0].kind] = ids
+            tensors[sites[0].module + _ROWS] = weight[ids]
+            continue
+        for site in sites:
             saved.add(site.kind)
-            tensors[f"{site.module}.weight"] = weight.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{site.module}.weight"] = weight.clone()
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -177,6 +187,7 @@ def save_peft(
         "lora_dropout": 0.0,
         "modules_to_save": sorted(saved) or None,
         "ensure_weight_tying": bool(saved) and arch.tie_embeddings,
+        "trainable_token_indices": indices or None,
         "use_rslora": False,
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -210,9 +221,9 @@ def load_peft(
     arch: Architecture,
     lora: LoraSection,
     shapes: Mapping[str, torch.Size],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the halves of the adapters of weights ``shapes``, and the weights that
-    ``lora.modules_to_save`` names, with their names.
+) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """Yield the adapters' halves of weights ``shapes``, and what ``lora.modules_to_save`` and
+    ``lora.trainable_tokens`` name: parameters' names, places in them, and values.
 
     ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
 
@@ -227,21 +238,26 @@ def load_peft(
         names = ",".join(module for module, own in SAVED_MODULES.items() if own in files.saved)
         problem = f"lora.path {str(folder)!r} {has} {odd[0]} whole; {names or 'nothing'} is in it"
         raise ConfigError("lora.modules_to_save", problem)
-    yield from files.wholes()
+    own = [name for name in SAVED_MODULES.values() if name in files.own]
+    rows = dict.fromkeys(own, lora.token_ids) if lora.token_ids else {}
+    if {name: tuple(sorted(tokens)) for name, tokens in files.rows.items()} != rows:
+        problem = f"lora.path {str(folder)!r} has rows of other tokens: {files.rows or 'none'}"
+        raise ConfigError("lora.trainable_tokens", f"{problem:.300}; name the same")
+    yield from files.values()
     for name, shape in shapes.items():
         a, b = files.read(sites[name], shape)
         if a.shape[-2] != lora.rank:
             problem = f"{lora.rank}, but lora.path {str(folder)!r} has rank {a.shape[-2]} at {name}"
             raise ConfigError("lora.rank", f"{problem}; set {a.shape[-2]}")
-        yield name + ADAPTER[0], a
-        yield name + ADAPTER[1], b / lora.scale
+        yield name + ADAPTER[0], (), a
+        yield name + ADAPTER[1], (), b / lora.scale
 
 
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     """Add the adapters in ``folder`` to ``model``, which must have its parameters whole.
 
-    Weights that were trained whole replace the model's. Adapters have the dtype and the device of
-    the weights.
+    Weights, or rows of them, that were trained themselves replace the model's. Adapters have the
+    dtype and the device of the weights.
 
     Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
@@ -256,7 +272,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     if not sites:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
-    wholes = dict(files.wholes())
+    values = list(files.values())
     # All of it is read and checked before the model is changed. One rank serves all, which experts'
     # kernels need in multiples of 8; what lies beyond a weight's own is 0.
     rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
@@ -265,8 +281,8 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
     add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, targets=tuple(adapted)))
     with torch.no_grad():
-        for name, whole in wholes.items():
-            model.get_parameter(name).copy_(whole)
+        for name, place, value in values:
+            model.get_parameter(name)[place] = value.to(model.get_parameter(name))
         for name in (f"{module}.{leaf}" for module in adapted for leaf in modules[module].weights):
             halves_here = [model.get_parameter(name + half).zero_() for half in ADAPTER]
             for half, value in zip(halves_here, halves.get(name, ()), strict=False):
@@ -278,16 +294,20 @@ class _AdapterFiles:
         self.folder, self.arch = Path(folder).expanduser(), arch
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
+        matrices = dict.fromkeys(SAVED_MODULES.values())
+        if arch.tie_embeddings:
+            del matrices[SAVED_MODULES["lm_head"]]
+        self.own = {name: _vocabulary_sites(arch, name) for name in matrices}
+        """PEFT's modules that have the embedding and the head, by our names."""
         self.saved = self._find_saved()
         """The tensors of weights that were trained whole, by the weights' names."""
+        self.rows = self._find_rows()
+        """The tokens whose rows were trained, by the weights' names."""
 
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
         known: set[str] = set()
-        for name in SAVED_MODULES.values():
-            if name == "lm_head.weight" and self.arch.tie_embeddings:
-                continue
-            sites = _vocabulary_sites(self.arch, name)
+        for name, sites in self.own.items():
             tensors = [f"{site.module}.weight" for site in sites]
             known |= {x for site in sites for x in (site.kind, site.key)}
             if own := [tensor for tensor in tensors if tensor in stored]:
@@ -298,11 +318,31 @@ class _AdapterFiles:
         self.settings.check_saved(known)
         return found
 
-    def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights that were trained whole, with their names.
+    def _find_rows(self) -> dict[str, tuple[int, ...]]:
+        """Read ``trainable_token_indices``: tokens of the embedding, or by module."""
+        given, found = self.settings.values.get("trainable_token_indices"), {}
+        if isinstance(given, list):
+            given = {self.own["embed.weight"][0].kind: given}
+        for key, tokens in (given or {}).items():
+            names = [n for n, own in self.own.items() if any(key in (x.kind, x.key) for x in own)]
+            known = range(self.arch.vocab_size)
+            if not (names and isinstance(tokens, list) and all(i in known for i in tokens)):
+                raise self.settings.bad("trainable_token_indices", "not tokens of this model")
+            found[names[0]] = tuple(tokens)
+        return found
+
+    def values(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+        """Yield the weights that were trained whole, and rows of them: names, places and values.
 
         Raises ConfigError: one is of another shape, or the tied two differ.
         """
+        for name, tokens in self.rows.items():
+            tensor = self.own[name][0].module + _ROWS
+            wanted = [len(tokens), self.arch.hidden_size]
+            if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
+                raise _error(self.folder, f"{tensor} is {found}, and not {wanted}")
+            for token, row_D in zip(tokens, self.file.get_tensor(tensor), strict=True):
+                yield name, (slice(token, token + 1),), row_D[None]
         wanted = [self.arch.vocab_size, self.arch.hidden_size]
         for name, tensors in self.saved.items():
             for tensor in tensors:
@@ -315,7 +355,7 @@ class _AdapterFiles:
             if any(not torch.equal(first, other) for other in others):
                 problem = f"{' and '.join(tensors)} differ, and this model ties them"
                 raise _error(self.folder, f"{problem}; merge it with PEFT")
-            yield name, first
+            yield name, (), first
 
     def _sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
@@ -357,6 +397,8 @@ class _AdapterFiles:
             names = [tensor for site in found[name] for tensor in site.tensors]
             wanted |= dict.fromkeys(names if own or is_partial else [name])
         saved = {tensor for tensors in self.saved.values() for tensor in tensors}
+        rows = {self.own[name][0].module + _ROWS for name in self.rows}
+        wanted |= dict.fromkeys(sorted(rows))
         problems = {
             "not in it": [tensor for tensor in wanted if tensor not in stored],
             f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted.keys() - saved),
@@ -422,10 +464,10 @@ class _Settings:
         self.folder = folder
         self.values = values
         if values.get("peft_type") != "LORA":
-            raise self._bad("peft_type", "and only LORA is read")
+            raise self.bad("peft_type", "and only LORA is read")
         for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):
             if values[key] not in (None, False, *_ALLOWED.get(key, ())):
-                raise self._bad(key, "not supported; merge the adapter into its base with PEFT")
+                raise self.bad(key, "not supported; merge the adapter into its base with PEFT")
         layers = values.get("layers_to_transform")
         self._layers = {*map(str, layers if isinstance(layers, list) else [layers])} - {"None"}
         self._targeted = self._names("target_modules")
@@ -446,7 +488,7 @@ class _Settings:
         """Raise ConfigError unless modules that were trained whole are ``known`` ones."""
         names = self.values.get("modules_to_save") or []
         if not isinstance(names, list) or any(name not in known for name in names):
-            raise self._bad("modules_to_save", "and only embedding and head are read")
+            raise self.bad("modules_to_save", "and only embedding and head are read")
 
     def is_module(self, name: str) -> bool:
         if self._excluded(name) or not self._targeted(name):
@@ -470,7 +512,7 @@ class _Settings:
         if isinstance(value, str) and key != "target_parameters":
             return self._pattern(key, value)
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self._bad(key, "not a list of names")
+            raise self.bad(key, "not a list of names")
         return lambda name: any(f".{name}".endswith(f".{end}") for end in value)
 
     def _by_pattern(
@@ -479,9 +521,9 @@ class _Settings:
         """List the values of ``key`` by pattern, the first match counting, then ``default``."""
         values = self.values.get(key) or {}
         if not isinstance(values, dict) or not all(map(is_good, values.values())):
-            raise self._bad(key, f"not patterns of names, each with {wanted}")
+            raise self.bad(key, f"not patterns of names, each with {wanted}")
         if not is_good(self.values.get(default)):
-            raise self._bad(default, f"not {wanted}")
+            raise self.bad(default, f"not {wanted}")
         found = [(self._pattern(key, rf"(.*\.)?({p})"), value) for p, value in values.items()]
         return [*found, (lambda name: True, self.values[default])]
 
@@ -491,9 +533,9 @@ class _Settings:
             schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
             return SchemaValidator(schema).isinstance_python
         except SchemaError:
-            raise self._bad(key, f"whose pattern {pattern!r:.80} cannot be read") from None
+            raise self.bad(key, f"whose pattern {pattern!r:.80} cannot be read") from None
 
-    def _bad(self, key: str, problem: str) -> ConfigError:
+    def bad(self, key: str, problem: str) -> ConfigError:
         return _error(self.folder, f"{_SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")
 
 

@@ -8,6 +8,7 @@ Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -454,10 +455,27 @@ class Bucket:
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
         copies = 1 if self.is_reduced_at_once else self._add_copies(self.gradient_N)
-        if copies == 1 and self.has_gradient and self.squares_B is not None:
+        if self._other_rows:
+            for member, is_other_R in self._other_rows:
+                member.piece_of(self.gradient_N).masked_fill_(is_other_R[:, None], 0.0)
+        elif copies == 1 and self.has_gradient and self.squares_B is not None:
             return self.squares_B
         norm = torch.linalg.vector_norm(self.gradient_N, dtype=torch.float32)
         return (norm.square() / copies)[None]
+
+    @cached_property
+    def _other_rows(self) -> list[tuple[Member, torch.Tensor]]:
+        """Members of which some rows alone are trained, and which of this rank's rows are others:
+        bool [rows]."""
+        found = []
+        for member in self.members:
+            if member.rule.rows is not None:
+                here = range(member.layout.box[0].start, member.layout.box[0].stop)
+                kept = [row - here.start for row in member.rule.rows if row in here]
+                is_other_R = torch.ones(member.local.shape[0], dtype=torch.bool)
+                is_other_R[kept] = False
+                found.append((member, is_other_R.to(self.shard_N.device)))
+        return found
 
     def _add_copies(self, gradient_N: torch.Tensor) -> int:
         """Add the gradients of this shard's copies; returns how many ranks have the sum then."""

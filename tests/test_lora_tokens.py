@@ -1,0 +1,164 @@
+"""Rows of single tokens trained beside adapters: PEFT's gradients and logits, on every mesh."""
+
+import pytest
+import torch
+from distributed import spawn
+from test_engine import copy_of, make_batches, make_engine, objective_of, train, weights_of
+from test_lora import MICRO, adapted, base_of, gradients_of, learn, value_of
+from test_lora_files import TOKENS_BS, logits_of, save_base
+from test_lora_whole import base_for
+from test_new_tokens import NEW, make_checkpoint, words_for
+from torch.nn import functional as F
+
+from moetrain.config import Config, ConfigError
+from moetrain.data.tokenizer import load_tokenizer
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.rules import ADAPTER
+from moetrain.train.setup import resolve_run
+
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+IDS = [3, 7, 8, 19, 41]
+WORDS = ["lora.targets=*.attn.wq", f"lora.trainable_tokens={','.join(map(str, reversed(IDS)))}"]
+MATRICES = {"embed.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
+
+
+def drawn(name, *words):
+    """An engine whose adapters and rows are others than those of its base."""
+    engine = adapted(*WORDS, *words, base=base_for(name))
+    for parameter in MATRICES.keys() & engine.stages.trained.keys():
+        shape = engine.stages.table[parameter].shape
+        for token in IDS:
+            value = value_of(f"{parameter}{token}", shape[1:])[None]
+            engine.fsdp.write(parameter, (slice(token, token + 1),), value)
+    return engine
+
+
+@pytest.mark.parametrize("name", ["moe", "dense"])
+def test_logits_and_gradients_are_pefts(name, tmp_path):
+    engine = drawn(name)
+    save_base(base_for(name), tmp_path / "hf")
+    engine.save_peft(tmp_path / "adapter")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    base = load(tmp_path / "hf", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    want = model(TOKENS_BS).logits
+    torch.testing.assert_close(logits_of(engine), want, rtol=0, atol=1e-4)
+    assert (load_hf(tmp_path / "hf")(TOKENS_BS) - want).abs().max() > 0.5
+    model.save_pretrained(tmp_path / "theirs")
+    for folder in ("adapter", "theirs"):
+        again = load_hf(tmp_path / "hf")
+        attach_peft(again, tmp_path / folder)
+        torch.testing.assert_close(again(TOKENS_BS), want, rtol=0, atol=1e-4)
+
+    (batch,) = make_batches(0)
+    logits_TV = model(batch.tokens_BS).logits.flatten(0, 1)
+    F.cross_entropy(logits_TV.double(), batch.targets_BS.flatten(), ignore_index=-100).backward()
+    theirs = {n: x.grad for n, x in model.named_parameters() if "delta" in n and x.requires_grad}
+    engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
+    _, ours = gradients_of(engine)
+    rows = {n: x for n, x in ours.items() if not n.endswith(ADAPTER)}
+    assert len(rows) == len(theirs) == (2 if name == "moe" else 1)
+    for parameter, gradient in rows.items():
+        (wanted,) = (x for n, x in theirs.items() if f".{MATRICES[parameter]}." in n)
+        assert (gradient[IDS] - wanted).norm() <= 1e-3 * wanted.norm(), parameter  # fp32, both
+        gradient[IDS] = 0
+        assert not gradient.any()
+
+
+def test_other_rows_stay_bit_for_bit_and_a_run_goes_on(tmp_path):
+    words = [*WORDS, "optim.weight_decay=0.1"]
+    engine = drawn("moe", "optim.weight_decay=0.1")
+    before = weights_of(engine)
+    train(engine, range(2), MICRO)
+    after = weights_of(engine)
+    others = [i for i in range(50) if i not in IDS]
+    for name in MATRICES:
+        assert torch.equal(after[name][others], before[name][others])
+        assert (after[name][IDS] - before[name][IDS]).norm(dim=1).min() > 1e-3
+    state = copy_of(engine.state())
+    again = make_engine(*words, base=base_for("moe"), micro=MICRO)
+    again.load_state(state)
+    assert train(again, range(2, 4), MICRO) == train(engine, range(2, 4), MICRO)
+    engine.save_peft(tmp_path)
+    later = make_engine(*words, f"lora.path={tmp_path}", base=base_for("moe"), micro=MICRO)
+    mine = weights_of(engine)
+    for name, weight in weights_of(later).items():
+        assert torch.equal(weight, mine[name]), name
+
+
+def learn_all(runs):
+    return {key: learn([*WORDS, *words], base_of(key[0])) for key, words in runs.items()}
+
+
+def test_every_mesh_learns_the_same():
+    axes = {"moe": (("tp", "ep"), ("dp_shard",)), "dense": (("tp",), ("pp",))}
+    runs = {(name, axis): [f"parallel.{x}=2" for x in axis] for name in axes for axis in axes[name]}
+    expected = {name: learn(WORDS, base_of(name)) for name in axes}
+    for answers in spawn(2, learn_all, runs, timeout=200):
+        for (name, axis), (losses, norm, gradients) in answers.items():
+            wanted = expected[name]
+            assert losses == pytest.approx(wanted[0], rel=1e-5), axis
+            assert norm == pytest.approx(wanted[1], rel=1e-5), axis
+            for parameter, gradient in gradients.items():
+                whole = wanted[2][parameter]
+                assert (gradient - whole).norm() <= 1e-5 * whole.norm(), (axis, parameter)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens_alone_are_learned(tied, tmp_path):
+    count = make_checkpoint(tmp_path / "old", tied=tied)
+    words = ["lora.rank=8", "lora.targets=*.attn.*", f"lora.trainable_tokens={','.join(NEW)}"]
+    words = words_for(tmp_path / "old", *words)
+    config, _ = resolve_run(Config.load(None, words, environ={}))
+    assert config.lora.token_ids == (count, count + 1, count + 2)
+    engine = make_engine(base=words, micro=2)
+    begun = weights_of(engine)["embed.weight"]
+    batches = [
+        b._replace(tokens_BS=b.tokens_BS + count - 47, targets_BS=b.targets_BS.clamp(min=0))
+        for b in make_batches(0, 2)
+    ]
+    engine.forward_backward(batches, objective_of(engine))
+    engine.step(1e-2)
+    ended = weights_of(engine)["embed.weight"]
+    assert torch.equal(ended[:count], begun[:count])
+    assert (ended - begun)[count:].norm(dim=1).min() > 1e-3
+    engine.save_peft(tmp_path / "adapter")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    base = load(tmp_path / "old", dtype=torch.float32)
+    base.resize_token_embeddings(count + 3)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    tokens = torch.tensor([[1, 2, 3, count, count + 1, 7, count + 2]])
+    with torch.no_grad(), engine.work():
+        torch.testing.assert_close(engine.model(tokens), model(tokens).logits, rtol=0, atol=1e-5)
+    assert load_tokenizer(str(tmp_path / "old"), count + 3, NEW).vocab_size == count + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["lora.trainable_tokens=<|none|>"], r"'<\|none\|>' is \d+ tokens .*: data\.new_tokens"),
+        (["lora.trainable_tokens=1,5000"], r"'5000', but the model's tokens are 0 to \d+; leave"),
+        (
+            ["lora.modules_to_save=lm_head"],
+            r"trainable_tokens: .* contradicts lora\.mod",
+        ),
+        (
+            ["optim.offload_fraction=0.5"],
+            r"trainable_tokens: .*contradicts optim",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, problem, tmp_path):
+    make_checkpoint(tmp_path)
+    base = words_for(tmp_path, "lora.rank=8", f"lora.trainable_tokens={NEW[0]}")
+    with pytest.raises(ConfigError, match=problem):
+        resolve_run(Config.load(None, [*base, *words], environ={}))
+
+
+def test_files_of_other_tokens_are_refused(tmp_path):
+    drawn("moe").save_peft(tmp_path)
+    words = [*WORDS, f"lora.path={tmp_path}", "lora.trainable_tokens=3"]
+    with pytest.raises(ConfigError, match=r"lora\.trainable_tokens: .*rows of other tokens"):
+        make_engine(*words, base=base_for("moe"), micro=MICRO)
