@@ -1,5 +1,7 @@
 """Rows of single tokens trained beside adapters: PEFT's gradients and logits, on every mesh."""
 
+import json
+
 import pytest
 import torch
 from distributed import spawn
@@ -16,6 +18,7 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.rules import ADAPTER
 from moetrain.train.setup import resolve_run
+from moetrain.train.trainer import Trainer
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
@@ -133,6 +136,30 @@ def test_new_tokens_alone_are_learned(tied, tmp_path):
     with torch.no_grad(), engine.work():
         torch.testing.assert_close(engine.model(tokens), model(tokens).logits, rtol=0, atol=1e-5)
     assert load_tokenizer(str(tmp_path / "old"), count + 3, NEW).vocab_size == count + 3
+
+
+def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
+    """Which is read as docs/finetune.md says, and is the merged model."""
+    make_checkpoint(tmp_path / "old", tied=True)
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": NEW[0]}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 16)
+    words = ["train.device=cpu", "compile.enabled=no", f"model.path={tmp_path}/old"]
+    words += [f"data.path={tmp_path}/a.jsonl", f"data.new_tokens={','.join(NEW)}"]
+    words += ["data.seq_len=32", "lora.rank=4", f"lora.trainable_tokens={','.join(NEW)}"]
+    words += [f"data.cache_dir={tmp_path}/cache", "train.sample_tokens=2", "optim.lr=0.1"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=2", "log.tensorboard=no"]
+    words += ["train.epochs=None", "train.steps=3", f"output_dir={tmp_path}/out"]
+    Trainer(Config.load(None, words, environ={})).fit()
+    adapter, load = tmp_path / "out" / "adapter", transformers.AutoModelForCausalLM.from_pretrained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+    model = load(tmp_path / "old", dtype=torch.float32)
+    assert len(tokenizer) > model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(len(tokenizer))
+    model = peft.PeftModel.from_pretrained(model, adapter)
+    merged = load(tmp_path / "out" / "hf", dtype=torch.float32)
+    tokens = torch.tensor([tokenizer(f"the cat{''.join(NEW)}").input_ids])
+    assert tokens.max() == len(tokenizer) - 1
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
