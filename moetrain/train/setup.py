@@ -200,7 +200,8 @@ def resolve_run(
 
 def _pad_of(config: Config, arch: Architecture) -> int:
     """Return the tokenizer's PAD, or its EOS if it has none, as TRL's RewardTrainer pads."""
-    tokenizer = load_tokenizer(config.data.tokenizer, arch.vocab_size)
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer, arch.vocab_size, new_tokens=data.new_tokens)
     pad = tokenizer.special_ids.get("pad_token")
     return tokenizer.eos_id if pad is None else pad
 
