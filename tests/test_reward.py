@@ -13,6 +13,8 @@ import moetrain
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.models.hf.files import CONFIG, read_json
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.reward import last_places
 from moetrain.train.trainer import Trainer
@@ -244,7 +246,6 @@ def test_last_places_are_transformers():
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        (["lora.rank=8"], "train.objective: 'reward' contradicts lora.rank 8"),
         (["data.format=messages"], "train.objective: 'reward' contradicts data.format 'messages'"),
         (["train.beta=0.5"], "train.beta: 0.5 contradicts train.objective 'reward'"),
         (["train.sample_tokens=9"], "train.sample_tokens: 9 contradicts train.objective 'reward'"),
@@ -301,3 +302,62 @@ def test_a_margin_that_is_no_number_is_named(margin, words, pairs_file, tmp_path
         file.write("\n" + json.dumps({**PAIRS[0], "margin": margin}))
     with pytest.raises(ConfigError, match=r"jsonl:9: `margin` is .*; write a number, or leave"):
         Trainer(config_of(words, f"model.path={tmp_path / 'model'}"))
+
+
+def test_adapters_and_the_head_are_trained_and_peft_scores_as_the_export(words, tmp_path):
+    peft = pytest.importorskip("peft")
+    make(AutoModelForCausalLM, tmp_path / "model", "llama")
+    lora = ["lora.rank=8", "lora.targets=*.attn.*", "lora.alpha=64", "train.steps=12"]
+    words = [*words, f"model.path={tmp_path / 'model'}", *lora, "optim.lr=1e-2"]
+    trainer = Trainer(config_of(words, "checkpoint.save_hf=yes"))
+    before = dict(trainer.engine.weights())["score.weight"].clone()
+    rules = trainer.engine.stages.trained
+    assert {name for name in rules if not name.endswith(ADAPTER)} == {"score.weight"}
+    result = trainer.fit()
+    rows = [r for r in read_metrics(result.folder / "metrics.jsonl") if "accuracy" in r]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (dict(trainer.engine.weights())["score.weight"] - before).abs().max() > 1e-3
+    wanted = scores_by_transformers(tmp_path / "out" / "hf")
+    base = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "model", num_labels=1, dtype=torch.float32
+    )
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter"))
+    with torch.no_grad():
+        texts = [ids_of(pair, key) for pair in PAIRS for key in ("chosen", "rejected")]
+        found = torch.stack([theirs(torch.tensor([ids])).logits[0, 0] for ids in texts])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert wanted.abs().max() > 1
+    more = [f"lora.path={tmp_path / 'out' / 'adapter'}", f"output_dir={tmp_path / 'two'}"]
+    again = Trainer(config_of(words, *more))
+    batch = Batch.of([again.data.train.row(i) for i in range(len(PAIRS))])
+    margin = again.engine.forward([batch], again.objective).terms["margin"].item()
+    assert margin == pytest.approx((wanted[::2] - wanted[1::2]).mean().item(), rel=1e-3)
+
+
+def test_peft_classifiers_adapters_are_read_and_others_refused(words, tmp_path):
+    """Adapters that PEFT itself wrote for a classifier with one label."""
+    peft = pytest.importorskip("peft")
+    model = make(AutoModelForSequenceClassification, tmp_path / "model", "llama", num_labels=1)
+    settings = peft.LoraConfig(
+        task_type="SEQ_CLS", r=8, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False
+    )
+    theirs = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        theirs.base_model.model.score.modules_to_save["default"].weight.normal_()
+        wanted = theirs(torch.tensor([ids_of(PAIRS[0], "chosen")])).logits.item()
+    theirs.save_pretrained(tmp_path / "adapter")
+    words = [*words, f"model.path={tmp_path / 'model'}", "lora.rank=8", "lora.alpha=8"]
+    words += ["lora.targets=*.wq", f"lora.path={tmp_path / 'adapter'}"]
+    engine = Trainer(config_of(words)).engine
+    ours = Transformer(engine.arch)
+    with torch.no_grad():
+        for name, weight in engine.weights(merged=True):
+            ours.get_parameter(name).copy_(weight)
+        found = ours(torch.tensor([ids_of(PAIRS[0], "chosen")[:-1]]))[0, -1, 0].item()
+    assert found == pytest.approx(wanted, rel=1e-4)
+    other = [w for w in words if not w.startswith("train.objective")]
+    make(AutoModelForCausalLM, tmp_path / "model", "llama")
+    with pytest.raises(
+        ConfigError, match=r"lora\.path: .*modules_to_save is \['classifier', 'scor"
+    ):
+        Trainer(config_of(other))

@@ -30,7 +30,7 @@ PAD = 2
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     ids = {"pad_token_id": PAD, "eos_token_id": 1, "vocab_size": 300}
-    make(AutoModelForSequenceClassification, folder, num_labels=1, **ids)
+    make(AutoModelForSequenceClassification, folder, "qwen3_moe", num_labels=1, **ids)
     make_tokenizer(folder)
     return folder
 

@@ -187,8 +187,6 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("train.objective", {"data.streaming": ("auto", "no")}, _ON_ANSWERS),
     _Need("train.beta", {"train.objective": _PREFERENCES}),
     _Need("train.reward_centering", {"train.objective": {"reward"}}),
-    # Adapters' files have no place for the head, which is trained from nothing.
-    _Need("train.objective", {"lora.rank": {0}}, {"reward"}, "train all weights, or unset one"),
     # A reward model writes no text.
     _Need("train.sample_tokens train.sample_prompt", {"train.objective": _Other("reward")}, _SOME),
     _Need("train.desirable_weight train.undesirable_weight", {"train.objective": {"kto"}}),

@@ -385,8 +385,8 @@ class LoraSection(Section):
 
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters
-    nothing else is trained but lora.modules_to_save and lora.trainable_tokens, and other weights
-    are stored frozen in the compute dtype."""
+    nothing else is trained but lora.modules_to_save, lora.trainable_tokens and a reward model's
+    head, and other weights are stored frozen in the compute dtype."""
     alpha: float = Field(default=32.0, gt=0)
     """The output of an adapter is multiplied by alpha / rank."""
     rs: bool = False

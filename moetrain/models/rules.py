@@ -177,7 +177,8 @@ class ShardingPlan(NamedTuple):
         saved = _saved(rules, config.lora.modules_to_save)
         if tokens is not None:
             saved = {name for name in SAVED_MODULES.values() if name in rules}
-        frozen = _frozen(rules, config.train.freeze, saved)
+        # A reward model's head is trained beside adapters: no checkpoint of its base has it.
+        frozen = _frozen(rules, config.train.freeze, {*saved, SCORE})
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)
@@ -214,7 +215,7 @@ def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
 def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
     """Return the names of the parameters of ``lora.modules_to_save``."""
     if absent := [module for module in modules if SAVED_MODULES[module] not in rules]:
-        problem = f"{absent[0]!r}, but this model's head is its embedding; name embed_tokens alone"
+        problem = f"{absent[0]!r}, but this model has no such head of its own; name embed_tokens alone"
         raise ConfigError("lora.modules_to_save", problem)
     return {SAVED_MODULES[module] for module in modules}
 

@@ -37,7 +37,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
 from moetrain.models.lora import Adapter, adaptable, add_adapters
-from moetrain.models.rules import ADAPTER, SAVED_MODULES
+from moetrain.models.rules import ADAPTER, SAVED_MODULES, SCORE
 from moetrain.models.transformer import Transformer
 
 _SETTINGS = "adapter_config.json"
@@ -170,7 +170,7 @@ def save_peft(
     indices: dict[str, list[int]] = {}
     for name, weight in wholes.items():
         weight, sites = weight.detach().cpu(), _vocabulary_sites(arch, name)
-        if ids := [*lora.token_ids]:
+        if name != SCORE and (ids := [*lora.token_ids]):
             indices[sites[0].kind] = ids
             tensors[sites[0].module + _ROWS] = weight[ids]
             continue
@@ -179,7 +179,7 @@ def save_peft(
             tensors[f"{site.module}.weight"] = weight.clone()
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if arch.num_labels else "CAUSAL_LM",
         "inference_mode": True,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -202,10 +202,19 @@ def save_peft(
     write_files(folder, {_SETTINGS: settings})
 
 
+def _vocabulary(arch: Architecture) -> dict[str, torch.Size]:
+    """Return the shapes of the embedding and of the head, unless they are one, by our names."""
+    shape = torch.Size((arch.vocab_size, arch.hidden_size))
+    shapes = dict.fromkeys(SAVED_MODULES.values(), shape)
+    if arch.tie_embeddings or arch.num_labels:
+        del shapes[SAVED_MODULES["lm_head"]]
+    return shapes | ({SCORE: torch.Size((1, arch.hidden_size))} if arch.num_labels else {})
+
+
 def _vocabulary_sites(arch: Architecture, name: str) -> list[_Site]:
     """List the modules of PEFT's model that have the matrix ``name``, the embedding's or the
     head's: both of them where they are tied."""
-    sites = _Site.of(arch, name, torch.Size((arch.vocab_size, arch.hidden_size)))
+    sites = _Site.of(arch, name, _vocabulary(arch)[name])
     if arch.tie_embeddings:
         sites.append(sites[0]._replace(module=f"{_PREFIX}lm_head", key="lm_head"))
     return sites
@@ -223,7 +232,8 @@ def load_peft(
     shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
     """Yield the adapters' halves of weights ``shapes``, and what ``lora.modules_to_save`` and
-    ``lora.trainable_tokens`` name: parameters' names, places in them, and values.
+    ``lora.trainable_tokens`` name: parameters' names, places in them, and values. Of a reward model
+    the head is always among them.
 
     ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
 
@@ -232,7 +242,10 @@ def load_peft(
     """
     files = _AdapterFiles(folder, arch)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
+    if arch.num_labels and SCORE not in files.saved:
+        raise _error(files.folder, f"{_TENSORS} has no {SCORE}, the head of a reward model")
     wanted = {SAVED_MODULES[module] for module in lora.modules_to_save}
+    wanted |= {SCORE} & files.saved.keys()
     if odd := sorted(wanted ^ files.saved.keys()):
         has = "has" if odd[0] in files.saved else "has not"
         names = ",".join(module for module, own in SAVED_MODULES.items() if own in files.saved)
@@ -294,10 +307,7 @@ class _AdapterFiles:
         self.folder, self.arch = Path(folder).expanduser(), arch
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
-        matrices = dict.fromkeys(SAVED_MODULES.values())
-        if arch.tie_embeddings:
-            del matrices[SAVED_MODULES["lm_head"]]
-        self.own = {name: _vocabulary_sites(arch, name) for name in matrices}
+        self.own = {name: _vocabulary_sites(arch, name) for name in _vocabulary(arch)}
         """PEFT's modules that have the embedding and the head, by our names."""
         self.saved = self._find_saved()
         """The tensors of weights that were trained whole, by the weights' names."""
@@ -306,7 +316,8 @@ class _AdapterFiles:
 
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
-        known: set[str] = set()
+        # PEFT names a module that these classifiers do not have.
+        known = {"classifier"} if self.arch.num_labels else set[str]()
         for name, sites in self.own.items():
             tensors = [f"{site.module}.weight" for site in sites]
             known |= {x for site in sites for x in (site.kind, site.key)}
@@ -343,8 +354,8 @@ class _AdapterFiles:
                 raise _error(self.folder, f"{tensor} is {found}, and not {wanted}")
             for token, row_D in zip(tokens, self.file.get_tensor(tensor), strict=True):
                 yield name, (slice(token, token + 1),), row_D[None]
-        wanted = [self.arch.vocab_size, self.arch.hidden_size]
         for name, tensors in self.saved.items():
+            wanted = [*_vocabulary(self.arch)[name]]
             for tensor in tensors:
                 if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
                     problem = f"{tensor} is {found}, and this model's {wanted}"
