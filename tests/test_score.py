@@ -87,6 +87,15 @@ def test_a_language_model_has_no_scores(tmp_path):
         RewardModel(tmp_path)
 
 
+def test_a_device_that_is_not_there_is_one_line(folder, tmp_path, capsys):
+    (tmp_path / "answers.jsonl").write_text(json.dumps(TEXTS[0]))
+    words = ["score", str(folder), str(tmp_path / "answers.jsonl"), "--device"]
+    for device in ("gpu", "cuda:99", "cuda:x"):
+        assert main([*words, device]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: device: '{device}'")
+
+
 def test_the_command_adds_scores_to_records(folder, theirs, tmp_path, capsys):
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
     assert main(["score", str(folder), str(tmp_path / "answers.jsonl"), "--device", "cpu"]) == 0

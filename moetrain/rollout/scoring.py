@@ -67,11 +67,7 @@ class RewardModel:
         if not arch.num_labels:
             problem = f"{os.fspath(path)!r} is a language model, which has no head that scores"
             raise ConfigError("path", f"{problem}; train one with train.objective reward")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device", f"{device!s}, but torch sees no CUDA device; use cpu")
+        self.device = _device_of(device)
         auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         wanted = auto if dtype == "auto" else getattr(torch, dtype)
         self.tokenizer: Tokenizer = load_tokenizer(str(folder), arch.vocab_size)
@@ -146,6 +142,21 @@ class RewardModel:
         places_N = last_places(tokens_1T, cu_seqlens, None, self.model.arch.pad_token_id)
         score = self.model.vocabulary.scores
         return score(hidden_1TD[0], self.model.head_weight, places_N)[:, 0].tolist()
+
+
+def _device_of(given: str | torch.device) -> torch.device:
+    """Return the device that ``given`` names; ConfigError: it is none, or not there."""
+    count = torch.cuda.device_count()
+    if given == "auto":
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        raise ConfigError("device", f"{given!r} is no device; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= count:
+        problem = f"{str(given)!r}, but torch sees {count} CUDA devices; use cpu"
+        raise ConfigError("device", f"{problem} or a number below {count}" if count else problem)
+    return device
 
 
 def _with_blank_answer(record: dict[str, Any]) -> dict[str, Any]:

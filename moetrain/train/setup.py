@@ -185,7 +185,7 @@ def resolve_run(
         arch = arch.scoring(_pad_of(config, arch) if has_text and needs_weights else None)
     elif arch.num_labels:
         problem = f"{config.model.path!r} is a reward model, whose head predicts no token; name a"
-        raise ConfigError("model.path", f"{problem} language model, or train it as a reward model")
+        raise ConfigError("model.path", f"{problem} language model (or train.objective reward)")
     if config.lora.trainable_tokens:
         ids = tuple(str(i) for i in _token_ids(config, arch))
         config = config.filled({"lora.trainable_tokens": ids}, "ids by data.tokenizer")
