@@ -215,7 +215,7 @@ def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
 def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
     """Return the names of the parameters of ``lora.modules_to_save``."""
     if absent := [module for module in modules if SAVED_MODULES[module] not in rules]:
-        problem = f"{absent[0]!r}, but this model has no such head of its own; name embed_tokens alone"
+        problem = f"{absent[0]!r}, but this model has no head of its own; name embed_tokens alone"
         raise ConfigError("lora.modules_to_save", problem)
     return {SAVED_MODULES[module] for module in modules}
 
