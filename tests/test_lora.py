@@ -275,7 +275,7 @@ def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny, capsys):
     assert held
     assert all(name.endswith(ADAPTER) for name in held)
     assert checkpoint_command(["export-hf", str(saved), f"{saved}-hf"]) == 2
-    assert "has not what was not trained (embed.weight" in capsys.readouterr().err
+    assert "lacks weights that were not trained (embed.weight" in capsys.readouterr().err
     resume = [f"checkpoint.resume={saved}", f"output_dir={straight.folder}-again"]
     again = Trainer(tiny(*words, *resume))
     again.fit()

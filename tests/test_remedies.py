@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
+import torch
 from pydantic import BaseModel
 from test_config_needs import NEEDS_OF_ONE
 
 from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
+from moetrain.cli.checkpoint import main as export
 from moetrain.cli.main import _COMMANDS
 from moetrain.config import Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import Reader, leaves
@@ -31,6 +33,8 @@ from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Document, RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.jobs.api import Limits
+from moetrain.models.hf.files import resolve
+from moetrain.models.transformer import plan_model
 from moetrain.parallel.world import plan_world
 from moetrain.rl.setup import Setup
 from moetrain.rollout.access import Access
@@ -96,6 +100,9 @@ ENVIRONMENT = """class Own:
     def reset(self):
         return ""
 """
+SYNTHETIC: dict[str, Any] = {"data.source": "synthetic"}
+STRETCHED = {"model.max_positions": 64, "model.rope": "yarn", "data.seq_len": 32}
+NEMOTRON = {"model.preset": "nemotron-3-nano-30b-a3b"}
 OF_TEXT = {"data.path": "a.txt"}
 OF_CHATS = {"data.path": "a.jsonl"}
 RL = {"rl.env": "jsonl", "rl.prompts": "p.jsonl", "rl.reward": "exact"}
@@ -167,6 +174,127 @@ ROWS = {
         {**OF_TEXT, "model.preset": "qwen3-0.6b", "model.num_experts": 8},
         "model.num_experts: 8, but preset 'qwen3-0.6b' has no layer that uses it; unset it",
         [{"model.num_experts": UNSET}],
+    ),
+    "no such preset": Row(
+        model(),
+        SYNTHETIC | {"model.preset": "gpt-2", "data.seq_len": 32},
+        "model.preset: 'gpt-2' is not one of debug, .*; for other models give model.path, a Hug",
+        [{"model.preset": "debug"}, {"model.preset": UNSET, "model.path": "model"}],
+    ),
+    "no model": Row(
+        model(),
+        SYNTHETIC | {"model.preset": "none", "data.seq_len": 32},
+        "model.preset: not set; name a preset, or a checkpoint: model.path",
+        [{"model.preset": "debug"}, {"model.preset": UNSET, "model.path": "model"}],
+    ),
+    "a model that is a file": Row(
+        model(),
+        SYNTHETIC | {"model.path": "model/config.json", "data.seq_len": 32},
+        "model.path: model/config.json: a file; give the folder that holds config.json and the w",
+        [{"model.path": "model"}],
+    ),
+    "rope of a model without": Row(
+        {},
+        SYNTHETIC | NEMOTRON | {"model.max_positions": 2**22, "model.rope": "yarn"},
+        "model.rope: 'yarn', but this .* has no rotary embeddings to stretch; unset it: model.max_",
+        [{"model.rope": UNSET}],
+    ),
+    "rope of layers that differ": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gemma-4-31b"} | STRETCHED | {"model.max_positions": 2**20},
+        "model.rope: 'yarn', but layers of a .* differ in their angles; unset it",
+        [{"model.rope": UNSET, "model.max_positions": UNSET}],
+    ),
+    "rope of rows that are short enough": Row(
+        {},
+        SYNTHETIC | {"model.preset": "qwen3-0.6b"} | STRETCHED,
+        "model.rope: 'yarn', but the model's own is .* positions, and model.max_positions 64; uns",
+        [{"model.rope": UNSET}],
+    ),
+    "sdpa with sinks": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gpt-oss-20b", "kernels.attention": "sdpa"},
+        "kernels.attention: 'sdpa' has no log-sum-exp, which attention with sinks needs; use auto",
+        [{"kernels.attention": "auto"}],
+    ),
+    "copies of biased experts": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gpt-oss-20b", "parallel.ep": 2, "moe.redundant_experts": 1},
+        "moe.redundant_experts: 1, and this model's experts have biases, .*; set 0",
+        [{"moe.redundant_experts": 0}],
+    ),
+    "fp8 of odd widths": Row(
+        {},
+        SYNTHETIC | {"kernels.precision": "fp8", "model.hidden_size": 24},
+        "kernels.precision: 'fp8' takes widths that are multiples of 16, .*; use bf16, or other",
+        [{"kernels.precision": "bf16"}, {"model.hidden_size": 32}],
+    ),
+    "fp8 of biased experts": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gpt-oss-20b", "kernels.precision": "fp8"},
+        "kernels.precision: .*; use bf16",
+        [{"kernels.precision": "bf16"}],
+    ),
+    "fp8 of gelu": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gemma-4-26b-a4b", "kernels.precision": "fp8"},
+        "kernels.precision: .* has no experts with GELU; use bf16",
+        [{"kernels.precision": "bf16"}],
+    ),
+    "fp8 of squared ReLU": Row(
+        {},
+        SYNTHETIC | NEMOTRON | {"kernels.precision": "fp8"},
+        "kernels.precision: .*; use bf16",
+        [{"kernels.precision": "bf16"}],
+    ),
+    "QK-clip of normalised heads": Row(
+        {},
+        SYNTHETIC | {"optim.name": "muon", "optim.muon_qk_clip": 100},
+        "optim.muon_qk_clip: 100, but .*; set it to 0",
+        [{"optim.muon_qk_clip": 0}],
+    ),
+    "further tokens of none": Row(
+        {},
+        SYNTHETIC | {"train.mtp_weight": 0.3},
+        "train.mtp_weight: this .* model has no blocks for further tokens; unset it",
+        [{"train.mtp_weight": UNSET}],
+    ),
+    # ---- what is trained
+    "adapters of an odd rank": Row(
+        {},
+        SYNTHETIC | {"lora.rank": 12},
+        "lora.rank: 12 is not a multiple of 8, which layers.0.moe.experts needs; use 16",
+        [{"lora.rank": 16}],
+    ),
+    "adapters of nothing": Row(
+        {},
+        SYNTHETIC | {"lora.rank": 8, "lora.targets": "*.nothing"},
+        "lora.targets: '\\*.nothing' matches no module; of layers.0 there are attn.wq, ",
+        [{"lora.targets": "*.attn.wq"}],
+    ),
+    "dropout of experts": Row(
+        {},
+        SYNTHETIC | {"lora.rank": 8, "lora.dropout": 0.1},
+        "lora.dropout: 0.1, but the inputs of layers.0.moe.experts cannot be dropped; use 0, or",
+        [{"lora.dropout": 0}, {"lora.targets": "*.attn.*"}],
+    ),
+    "adapters of each expert where they are one": Row(
+        {},
+        SYNTHETIC | {"model.preset": "gpt-oss-20b", "lora.rank": 8, "lora.layout": "per_expert"},
+        "lora.layout: 'per_expert', but .* is one tensor of all experts; use fused",
+        [{"lora.layout": "fused"}],
+    ),
+    "nothing to train": Row(
+        {},
+        SYNTHETIC | {"train.freeze": "*,embed*"},
+        r"train.freeze: '\*,embed\*' leaves nothing to train; leave patterns out",
+        [{"train.freeze": "embed*"}],
+    ),
+    "nothing is frozen": Row(
+        {},
+        SYNTHETIC | {"train.freeze": "*nowhere*"},
+        "train.freeze: .* matches no parameter; they have names like ",
+        [{"train.freeze": "embed*"}],
     ),
     # ---- settings that contradict each other
     "rows of a step": Row(
@@ -686,7 +814,10 @@ def use(settings: dict[str, Any]) -> None:
         Setup(*resolve_run(config), "cpu").environment.episode(0).reset()
         return
     config, arch = prepare(config)
-    build_data(config, arch.vocab_size)
+    if config.data.source == "synthetic":
+        plan_model(config, arch, torch.float32)
+    else:
+        build_data(config, arch.vocab_size)
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -1504,6 +1635,31 @@ def test_what_an_error_of_a_run_that_goes_on_advises_works(case, trained, tmp_pa
     for number, remedy in enumerate(remedies, 1):
         monkeypatch.chdir(shutil.copytree(trained, tmp_path / str(number)))
         Trainer(made(settings | remedy))
+
+
+def test_what_the_errors_of_a_run_folder_advise_works(trained, tmp_path, monkeypatch, capsys):
+    """A run's folder is none of a model until it is exported, and a model is no run."""
+    monkeypatch.chdir(shutil.copytree(trained, tmp_path / "0"))
+    with pytest.raises(ConfigError) as raised:
+        resolve("out")
+    says = r"no export: python -m moetrain\.checkpoint (export-hf \S+ \S+) writes it now"
+    found = re.search(says, str(raised.value))
+    assert found is not None, str(raised.value)
+    assert export(found[1].split()) == 0
+    assert resolve("out") == Path("out/hf")
+    with pytest.raises(ConfigError) as raised:
+        Trainer(made(TINY | {"output_dir": "new", "checkpoint.resume": "out/hf"}))
+    says = "is not a run's checkpoint but a Hugging Face one: give it as model.path, or make one of"
+    assert says in str(raised.value)
+    sizes = [name for name in TINY if name.startswith("model.")]
+    settings = TINY | dict.fromkeys(sizes, UNSET) | {"model.path": "out/hf", "output_dir": "new"}
+    words = [f"{k}={v}" for k, v in settings.items() if v is not UNSET]
+    Trainer(Config.load(None, words, environ={}))
+    assert export(["import-hf", "out/hf", "imported"]) == 0
+    resumed = settings | {"checkpoint.resume": "imported", "output_dir": "newer"}
+    words = [f"{k}={v}" for k, v in resumed.items() if v is not UNSET]
+    Trainer(Config.load(None, words, environ={}))
+    capsys.readouterr()
 
 
 # ---- requests to servers: what reads them, the body, the error, and bodies that it advises -------

@@ -173,8 +173,8 @@ def _export_hf(words: argparse.Namespace) -> int:
     if absent := [name for name in needed if name not in stored]:
         raise ConfigError(
             "checkpoint",
-            f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)}); resume "
-            "its run with checkpoint.save_hf yes, which exports all",
+            f"{str(found.folder)!r} lacks weights that were not trained ({listing(absent, 2)}); "
+            "resume its run with checkpoint.save_hf yes, which exports all",
         )
     config = found.state["config"]
     began, data = config.get("model", {}).get("path"), config.get("data", {})

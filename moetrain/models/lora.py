@@ -65,7 +65,7 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     for name in _targets(modules, lora):
         module = modules[name]
         if lora.dropout and not module.can_drop:
-            problem = f"{lora.dropout}, but of what {name} gets nothing can be dropped"
+            problem = f"{lora.dropout}, but the inputs of {name} cannot be dropped"
             raise ConfigError("lora.dropout", f"{problem}; use 0, or other lora.targets")
         module.lora_scale = lora.scale
         module.lora_dropout = lora.dropout
