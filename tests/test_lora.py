@@ -326,7 +326,7 @@ def test_a_frozen_router_keeps_its_selection_bias():
         ),
         (["lora.targets=*.q_norm"], r"lora\.targets: '\*\.q_norm' matches no module"),
         (["lora.rank=12"], r"lora\.rank: 12 is not a multiple of 8.*layers\.0\.moe\.experts"),
-        (["lora.dropout=0.1"], r"lora\.dropout: 0\.1, but of what layers\.0\.moe\.experts gets"),
+        (["lora.dropout=0.1"], r"lora\.dropout: 0\.1, but the inputs of layers\.0\.moe\.experts"),
         (["lora.rank=0"], r"lora\.alpha: 4\.0 contradicts lora\.rank 0"),
         (["train.freeze=*.wz.*"], r"train\.freeze: '\*\.wz\.\*' matches no parameter"),
         (["train.freeze=*"], r"train\.freeze: '\*' leaves nothing to train"),

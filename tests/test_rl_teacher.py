@@ -181,7 +181,7 @@ def test_what_a_teacher_cannot_do_is_said_before_the_first_step(teacher, tmp_pat
         "gives 257 likeliest tokens, less than rl.teacher_top_k 300; lower",
         **{"rl.teacher_top_k": 300, "data.seq_len": 16},
     )
-    says("not rl.temperature 0.5; set 1, or name a checkpoint", **{"rl.temperature": 0.5})
+    says("not rl.temperature 0.5; set rl.temperature 1, or", **{"rl.temperature": 0.5})
     says("refuses rows of data.seq_len 128 with 0 likeliest", **{"data.seq_len": 128})
     with answering({"choices": [{"text": "a"}]}) as url:
         says("answers without prompt_logprobs; serve it by moetrain.serve or vLLM", url)

@@ -318,10 +318,10 @@ class ServedTeacher:
             problem = "has other tokens than data.tokenizer; serve one with the same tokenizer"
         elif least < self.number:
             problem = f"gives {least} likeliest tokens, less than rl.teacher_top_k {self.number}"
-            problem += "; lower that"
+            problem += "; lower rl.teacher_top_k"
         elif temperature != 1:
             problem = f"has probabilities at temperature 1, not rl.temperature {temperature}"
-            problem += "; set 1, or name a checkpoint"
+            problem += "; set rl.temperature 1, or name a checkpoint"
         else:
             return
         raise self._error(problem)
