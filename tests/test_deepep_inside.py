@@ -136,6 +136,7 @@ def check_compiled() -> None:
     """One graph for every routing; a token is sent again only if nothing that arrived is kept.
 
     Without recomputation one rank compiles, and meets the others' plain layers in every collective.
+    A layer that is recomputed whole is never compiled with its recomputation.
     """
     flat, near = both(SMALL, 2)
     experts = make_experts(SMALL)
@@ -144,8 +145,8 @@ def check_compiled() -> None:
         counter = CompileCounterWithBackend("aot_eager")
         layer = partial(how, partial(run_layer, near))
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-        if is_plain := how is plainly and dist.get_rank() > 0:
-            compiled = layer
+        is_plain = how is recomputed or (how is plainly and dist.get_rank() > 0)
+        compiled = layer if is_plain else compiled
         for seed, routing in enumerate(("natural", "one-hot", "empty")):
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             want = run_step(partial(run_layer, flat), batch, experts)
