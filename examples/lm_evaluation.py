@@ -33,7 +33,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.parallel.world import World
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request, SamplingParams
-from moetrain.rollout.weights import CannotGenerate, generator_of
+from moetrain.rollout.weights import WeightUpdate, generator_of
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.trainer import Trainer
 
@@ -113,9 +113,10 @@ class Benchmarked(Callback):
         tokenizer = run.data.tokenizer
         try:
             generator = generator_of(run.engine, tokenizer)
-        except CannotGenerate as error:
+        except ValueError as error:
             run.say(f"no benchmark: {error}")
         else:
+            WeightUpdate(run.engine, generator)()
             scores = self.scores(generator, tokenizer, run.world)
             generator.sleep(weights=True)
             run.report(scores)

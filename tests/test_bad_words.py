@@ -139,7 +139,7 @@ VALUES = [
     ("--parallel.tp two", "parallel.tp", "'two'"),
     ("--parallel.ep 0", "parallel.ep", "greater than 0"),
     ("--parallel.ep auto", "parallel.ep", "'auto'"),
-    ("--parallel.dp_shard -2", "parallel.dp_shard", "greater than or equal to -1"),
+    ("--parallel.dp_shard -2", "parallel.dp_shard", "give a positive number, or -1"),
     ("--parallel.pp_schedule gpipe", "parallel.pp_schedule", "'gpipe' contradicts parallel.pp 1"),
     ("--parallel.pp_stages 2", "parallel.pp_stages", "2 contradicts parallel.pp 1"),
     ("--parallel.pp_split 2,2", "parallel.pp_split", "'2,2' contradicts parallel.pp 1"),

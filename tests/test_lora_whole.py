@@ -158,7 +158,11 @@ def test_new_tokens_are_learned_beside_adapters(tied, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words", "problem"),
     [
-        ("dense", [BOTH], r"lora\.modules_to_save: 'lm_head', but this model's head is its emb"),
+        (
+            "dense",
+            [BOTH],
+            r"lora\.modules_to_save: 'lm_head', but this model has no head",
+        ),
         (
             "moe",
             [BOTH, "train.freeze=embed.*"],

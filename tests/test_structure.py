@@ -3,6 +3,8 @@
 Nothing here counts lines, files, names or widths: a file is as long as its content.
 """
 
+import ast
+import importlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -30,6 +32,19 @@ def test_no_module_needs_itself():
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     assert imports["moetrain.train.trainer"]
     TopologicalSorter(imports).prepare()  # CycleError names the modules
+
+
+def test_examples_and_scripts_import_what_there_is():
+    # Some need libraries that few machines have, so that no test starts them.
+    for path in (*(ROOT / "examples").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moetrain"):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    is_there = hasattr(module, name) or hasattr(module, "__path__")
+                    assert is_there, f"{path} imports {name} from {node.module}"
+                    if not hasattr(module, name):
+                        importlib.import_module(f"{node.module}.{name}")
 
 
 def test_a_model_never_asks_how_it_is_spread():

@@ -121,7 +121,7 @@ def _satisfied(name: str, fitting: Container[Any]) -> str:
             return f"set {name}"
         is_least = fitting.excluded in ((0,), (1,))
         return f"raise {name}" if is_least else f"use another {name}"
-    values = [x for x in cast("Iterable[Any]", fitting) if x is not None]
+    values = [x for x in cast("Iterable[Any]", fitting) if x not in (None, ())]
     if not values:
         return f"unset {name}"
     *words, last = (("no", "yes")[x] if isinstance(x, bool) else str(x) for x in values)

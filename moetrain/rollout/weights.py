@@ -34,6 +34,7 @@ from torch import nn
 from moetrain.config import Config
 from moetrain.data.loader import Data
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.quant.groups import FORMS, quantise_matrices
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import Experts
@@ -317,7 +318,11 @@ class Sampled(Callback):
         data: Data = trainer.data
         try:
             ids, is_answer = _prompt(data, run.config.train.sample_prompt)
-            generator = _generator(run.engine, data, ids)
+            if not ids:
+                raise ValueError("the prompt has no tokens")
+            num_pages = -(-run.config.data.seq_len // Pages.SIZE)
+            sizes = {"num_pages": num_pages, "max_sequences": 1}
+            generator = generator_of(run.engine, data.tokenizer, **sizes)
         except ValueError as problem:
             run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
             return
@@ -341,21 +346,22 @@ def _prompt(data: Data, text: str | None) -> tuple[list[int], bool]:
     return row.tokens_S[:number].tolist(), first > 0
 
 
-def _generator(engine: Engine, data: Data, ids: list[int]) -> Generator:
-    """Return what is to continue ``ids``, without weights. Collective.
+def generator_of(engine: Engine, tokenizer: Tokenizer | None, **sizes: int) -> Generator:
+    """Build a generator for the model of ``engine``; :class:`WeightUpdate` brings its weights.
 
-    Raises ValueError: it cannot be done, for a reason that is the same on every rank.
+    Collective.
+
+    ``sizes``: ``num_pages`` and ``max_sequences``, as :class:`Generator` takes them.
+
+    Raises ValueError: a device has no room for it, or the model cannot generate; on every rank.
     """
-    if not ids:
-        raise ValueError("the prompt has no tokens")
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
     lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
     if engine.world.sum_all(lacking).item() > 0:
         raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
     model, experts = replica(engine)
-    sizes: Any = {"num_pages": -(-engine.config.data.seq_len // Pages.SIZE), "max_sequences": 1}
-    return Generator(model, data.tokenizer, **sizes, experts=experts)
+    return Generator(model, tokenizer, **sizes, experts=experts)
 
 
 def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:
