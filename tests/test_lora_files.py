@@ -170,7 +170,7 @@ def unshared(tensors):
         (["lora.targets=*.wq"], None, r"of no lora\.targets: .*experts.* and \d+ more"),
         ([], partial(without, part="experts.3.down_proj"), r"not in it: .*experts\.3\.down_proj"),
         (["lora.rank=8"], unshared, r"lora\.rank: 8, but lora\.path .* has rank 16 at .*w_gate_up"),
-        ([], {"use_dora": True}, "use_dora is True, not supported"),
+        ([], {"use_qalora": True}, "use_qalora is True, not supported"),
         ([], {"r": "8"}, "adapter_config.json: r is '8', not a rank"),
         ([], {"lora_alpha": None}, "lora_alpha is None, not a number"),
         ([], {"lora_alpha": float("nan")}, "lora_alpha is nan, not a number"),

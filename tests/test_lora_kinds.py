@@ -97,12 +97,15 @@ PLAIN = {
     "ensure_weight_tying": {"target_modules": ATTENTION, "ensure_weight_tying": True},
     "head whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding whole": {"target_modules": ["q_proj"], "modules_to_save": ["model.embed_tokens"]},
+    "dora": {"target_modules": ATTENTION, "use_dora": True, "rank_pattern": {"q_proj": 2}},
+    "dora of rslora": {"target_modules": ["o_proj"], "use_dora": True, "use_rslora": True},
     "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 3, 11]},
     "rows of both": {"target_modules": ["q_proj"], "trainable_token_indices": ROWS},
     "both whole": {"target_modules": ["q_proj"], "modules_to_save": BOTH},
 }
 TIED = {"target_modules": ["q_proj"], "modules_to_save": BOTH[:1], "ensure_weight_tying": True}
 DENSE = {
+    "dora of the mlp": {"target_modules": ["up_proj"], "use_dora": True},
     "tied whole": TIED,
     "tied rows": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 3]},
     "tied and named twice": TIED | {"modules_to_save": BOTH},
@@ -138,7 +141,6 @@ def test_plain_adapters_give_pefts_logits(base, config, bases, tmp_path):
 
 
 REFUSED = {
-    "use_dora": {"use_dora": True},
     "bias": {"bias": "all"},
     "lora_bias": {"lora_bias": True},
     "modules_to_save": {"modules_to_save": ["norm"]},

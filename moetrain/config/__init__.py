@@ -205,6 +205,9 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("rl.keep_cache", {"rl.max_staleness": _SOME}),  # else nothing is under way
     _Need("rl.offload rl.sleep", {"rl.placement": {"together"}}),
     _Need("lora.*", {"lora.rank": _SOME}),
+    # A tensor parallel rank has parts of rows, whose lengths are of the whole.
+    _Need("lora.use_dora", {"parallel.tp": {1}}),
+    _Need("lora.use_dora", {"lora.dropout": {0}}),  # dropped inputs would take two more products
     _Need("lora.trainable_tokens", {"lora.modules_to_save": {()}}),  # which trains all rows
     # A gradient on its way to the host has all rows.
     _Need("lora.trainable_tokens", {"optim.offload_fraction": {0}}),

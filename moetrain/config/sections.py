@@ -391,6 +391,9 @@ class LoraSection(Section):
     """The output of an adapter is multiplied by alpha / rank."""
     rs: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    use_dora: bool = False
+    """Also train the length of each row of the adapted matrices (DoRA, arXiv 2402.09353). Linear
+    layers take it, routed experts and routers do not."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is dropped in training. Adapters of routed experts and
     routers take none."""

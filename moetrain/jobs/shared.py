@@ -73,6 +73,8 @@ def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that no service of jobs can have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
+    if config.lora.use_dora:
+        raise ConfigError("lora.use_dora", "yes, but jobs train plain adapters; set no")
     for name in ("modules_to_save", "trainable_tokens"):
         if given := getattr(config.lora, name):
             problem = f"{','.join(given)!r}, but jobs train adapters alone; unset it"

@@ -187,7 +187,7 @@ class WideNorm(RMSNorm):
 class Linear(Adaptable):
     """Computes ``x @ weight^T + bias``; ``weight`` is [out, in]."""
 
-    can_drop = True
+    can_drop = can_scale = True
 
     def __init__(
         self,
@@ -241,6 +241,13 @@ def _adapted(
     made = list(made)
     for (i, adapter), u_TR in zip(adapters.items(), lows, strict=True):
         made[i] = add_low_rank(made[i], u_TR, adapter.b, adapter.scale)
+        if adapter.magnitude is not None:
+            factors, bias = adapter.factors(modules[i].weight).to(x_TD.dtype), modules[i].bias
+            if bias is None:
+                made[i] = made[i] * factors
+            else:
+                bias = bias.to(x_TD.dtype)
+                made[i] = (made[i] - bias) * factors + bias
     return made
 
 

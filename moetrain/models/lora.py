@@ -5,7 +5,13 @@
 An adapter is two more parameters of the module that has the weight, named like it with ``_lora_a``
 and ``_lora_b`` appended; sharding, optimizer state, checkpoints and weight updates follow. Stacked
 experts have stacked adapters, A [E, rank, in]; an expert's gate and up matrices, which are one
-weight, share A. Left out on purpose: adapters of the embedding, the head and norms.
+weight, share A. DoRA (arXiv 2402.09353) adds the lengths m [out] of the rows of linear layers'
+matrices, as ``_lora_magnitude``; n, the present lengths, is a constant of the backward (its section
+4.3):
+
+    y = m / n * (x @ W^T + scale * (x @ A^T) @ B^T) + bias        n = |W + scale * B @ A|
+
+Left out on purpose: adapters of the embedding, the head and norms.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +22,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError, LoraSection
-from moetrain.models.rules import ADAPTER
+from moetrain.models.rules import ADAPTER, MAGNITUDE
 
 
 class Adapter(NamedTuple):
@@ -28,10 +34,29 @@ class Adapter(NamedTuple):
     """[..., out, rank]."""
     scale: float
     dropout: float = 0.0
+    magnitude: torch.Tensor | None = None
+    """[out], fp32: the lengths of the rows of what is merged; None: as they come."""
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``W + scale * B @ A`` in ``weight``'s dtype."""
-        return weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
+        """Return ``W + scale * B @ A``, with rows of length ``magnitude``, in ``weight``'s
+        dtype."""
+        whole = weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
+        if self.magnitude is None:
+            return whole
+        return whole * self.factors(weight)[:, None].to(whole.dtype)
+
+    def factors(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``magnitude / |W + scale * B @ A|`` [out] in fp32, the lengths as constants.
+
+        The squared lengths are |w|^2 + 2 s b.(A w) + s^2 b.(A A^T) b by row, which takes no matrix
+        as large as W.
+        """
+        assert self.magnitude is not None
+        with torch.no_grad():
+            w, a, b = weight.float(), self.a.float(), self.scale * self.b.float()
+            squares = w.square().sum(1) + ((2 * (w @ a.T) + b @ (a @ a.T)) * b).sum(1)
+            lengths = squares.clamp(min=0).sqrt()
+        return self.magnitude / lengths
 
 
 class Adaptable(nn.Module):
@@ -43,6 +68,8 @@ class Adaptable(nn.Module):
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     can_drop: ClassVar[bool] = False
     """Whether it supports dropout of its adapters' inputs in training."""
+    can_scale: ClassVar[bool] = False
+    """Whether it supports lengths of its rows (DoRA)."""
     lora_scale: float | None = None
     """Scale of the adapters; None: there are none."""
     lora_dropout: float = 0.0
@@ -52,14 +79,17 @@ class Adaptable(nn.Module):
         if self.lora_scale is None:
             return None
         a, b = (getattr(self, weight + half).to(dtype) for half in ADAPTER)
-        return Adapter(a, b, self.lora_scale, self.lora_dropout)
+        magnitude = getattr(self, weight + MAGNITUDE, None)
+        if magnitude is not None:
+            magnitude = magnitude.float()
+        return Adapter(a, b, self.lora_scale, self.lora_dropout, magnitude)
 
 
 def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     """Add adapters without values to the modules of ``layers`` that ``lora.targets`` names.
 
-    Raises ConfigError: a pattern matches no module, or a module does not support the dropout or
-    rank.
+    Raises ConfigError: a pattern matches no module, or a module does not support the dropout, the
+    rank or DoRA.
     """
     modules = dict(adaptable(layers))
     for name in _targets(modules, lora):
@@ -67,6 +97,9 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
         if lora.dropout and not module.can_drop:
             problem = f"{lora.dropout}, but the inputs of {name} cannot be dropped"
             raise ConfigError("lora.dropout", f"{problem}; use 0, or other lora.targets")
+        if lora.use_dora and not module.can_scale:
+            problem = f"yes, but rows of {name} are not scaled by lengths of their own"
+            raise ConfigError("lora.use_dora", f"{problem}; set no, or other lora.targets")
         module.lora_scale = lora.scale
         module.lora_dropout = lora.dropout
         for leaf in module.weights:
@@ -78,6 +111,9 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
             shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
             for half, shape in zip(ADAPTER, shapes, strict=True):
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
+            if lora.use_dora:
+                lengths = nn.Parameter(weight.new_empty(out_dim))
+                module.register_parameter(leaf + MAGNITUDE, lengths)
 
 
 def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:

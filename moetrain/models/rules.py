@@ -130,6 +130,10 @@ SCORE = "score.weight"
 """The parameter that is a reward model's head."""
 ADAPTER = ("_lora_a", "_lora_b")
 """Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
+MAGNITUDE = "_lora_magnitude"
+"""Suffix of the lengths of a matrix's rows [out], which ``lora.use_dora`` trains."""
+ADAPTERS = (*ADAPTER, MAGNITUDE)
+"""Suffixes of all that adapters have."""
 _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
     "replicate": ("replicate", "replicate"),
     # Every rank has all inputs, and its part of the outputs.
@@ -157,7 +161,7 @@ class ShardingPlan(NamedTuple):
         Raises ValueError: the parts that made the plan have not the parameters of ``model``.
         """
         names = [name for name, _ in model.named_parameters()]
-        own = {name for name in names if not name.endswith(ADAPTER)}
+        own = {name for name in names if not name.endswith(ADAPTERS)}
         if odd := sorted(own ^ self.parameters.keys()):
             raise ValueError(f"plan: parts and modules differ in {', '.join(odd[:5])}")
         return {n: self.parameters.get(n) or _adapter_rule(self.parameters, n) for n in names}
@@ -206,6 +210,8 @@ class ShardingPlan(NamedTuple):
 
 
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
+    if name.endswith(MAGNITUDE):  # its values follow from those of the matrix, and divide like ones
+        return Rule("replicate", init="zeros", decay=False, gather=torch.float32)
     half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
     adapted = rules[name.removesuffix(ADAPTER[half])]
     style, init = _ADAPTER_STYLES[adapted.style][half], "zeros" if half else "kaiming"
@@ -223,8 +229,8 @@ def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
 def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -> set[str]:
     """Return the names that ``freeze`` matches and, if there are adapters, all but theirs and
     ``saved``."""
-    has_adapters = any(name.endswith(ADAPTER) for name in rules)
-    frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTER)} - saved
+    has_adapters = any(name.endswith(ADAPTERS) for name in rules)
+    frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTERS)} - saved
     for pattern in freeze:
         matched = {name for name in rules if fnmatchcase(name, pattern)}
         if not matched:

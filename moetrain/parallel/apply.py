@@ -26,7 +26,7 @@ from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
-from moetrain.models.rules import ADAPTER, SCORE, PartStyle
+from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE, SCORE, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
@@ -80,6 +80,8 @@ def place_model(
                 fsdp.write(name, place, tensor)
 
         load_weights(model, resolve(config.model.path), write)
+    if config.lora.use_dora:
+        _measure_rows(fsdp)
     if config.lora.path is not None:
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, place, value in load_peft(config.lora.path, arch, config.lora, shapes):
@@ -256,7 +258,7 @@ def _shard_model(
                 layout = Layout.of(parameter.shape, rule.style, world.meshes)
                 share = 1 / world.meshes.dims.tp if rule.style == "partial" else 1.0
                 # Its storage and place in the bucket are still to come.
-                is_large = rule.style == "expert" and not name.endswith(ADAPTER)
+                is_large = rule.style == "expert" and not name.endswith(ADAPTERS)
                 spare = config.moe.redundant_experts if is_large else 0
                 place = (owner, key, parameter, parameter, layout, rule, 0, share)
                 members[name] = Member(*place, spare=spare)
@@ -353,13 +355,23 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
     reward model's head.
     """
     for name, member in fsdp.members.items():
-        if not (all or name.endswith(ADAPTER) or name == SCORE):
+        if not (all or name.endswith(ADAPTERS) or name == SCORE):
             continue
         layout, rule = member.layout, member.rule
         # Not in place: the host has other random numbers, and codes are no values.
         values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
         rule.draw(values, name, layout.shape, std, seed, layout.box)
         member.write(layout.box, values)
+
+
+@torch.no_grad()
+def _measure_rows(fsdp: FSDP) -> None:
+    """Let DoRA's lengths be those of the matrices' rows, which adapters do not change yet."""
+    for name, member in fsdp.members.items():
+        if name.endswith(MAGNITUDE):
+            matrix = fsdp.members[name.removesuffix(MAGNITUDE)]
+            rows = matrix.layout.box[:1]
+            member.write(rows, matrix.read().float().norm(dim=1))
 
 
 def checksum(member: Member) -> torch.Tensor:

@@ -27,7 +27,7 @@ from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import Export
 from moetrain.models.lora import Adapter
-from moetrain.models.rules import ADAPTER
+from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE
 from moetrain.models.transformer import Transformer
 from moetrain.optim import AdamW, Muon
 from moetrain.parallel.apply import checksum, place_model
@@ -210,7 +210,7 @@ class ModelState:
         how = self.arch, None if source is None else source.weight_map
         for name, entry in self.stages.table.items():
             is_left_out = hf and entry.rule is None and not family.holds(name)
-            if is_left_out or (merged and name.endswith(ADAPTER)):
+            if is_left_out or (merged and name.endswith(ADAPTERS)):
                 continue
             whole = self._whole(name)
             if merged and (halves := self._adapter(name)) is not None:
@@ -227,7 +227,9 @@ class ModelState:
         if halves[0] not in self.stages.table:
             return None
         a, b = (self._whole(half) for half in halves)
-        return Adapter(a, b, self.config.lora.scale)
+        lengths = name + MAGNITUDE
+        magnitude = self._whole(lengths) if lengths in self.stages.table else None
+        return Adapter(a, b, self.config.lora.scale, magnitude=magnitude)
 
     def _whole(self, name: str) -> torch.Tensor:
         self._need("weights")  # on every rank, whichever stage has it: else the others would wait
@@ -250,11 +252,13 @@ class ModelState:
         adapters = []
         for name, entry in self.stages.table.items():
             if (adapter := self._adapter(name)) is not None and self.world.is_main:
-                halves = (adapter.a.cpu(), adapter.b.cpu())
-                adapters.append((name, entry.shape, Adapter(*halves, adapter.scale)))
+                a, b, scale, _, magnitude = adapter
+                lengths = None if magnitude is None else magnitude.cpu()
+                kept = Adapter(a.cpu(), b.cpu(), scale, magnitude=lengths)
+                adapters.append((name, entry.shape, kept))
         wholes = {}
         for name in self.stages.trained:
-            if not name.endswith(ADAPTER):
+            if not name.endswith(ADAPTERS):
                 whole = self._whole(name)
                 wholes |= {name: whole.cpu()} if self.world.is_main else {}
         if self.world.is_main:

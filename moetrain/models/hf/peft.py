@@ -16,7 +16,7 @@ written twice, since PEFT would untie them otherwise. Or some of their rows may
 
 Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
 show that an adapter has no effect. Left out on purpose: everything but plain LoRA beside unchanged
-weights (biases, DoRA, PiSSA, ...). An unknown setting is refused too, unless it is off.
+weights or DoRA (biases, PiSSA, ...). An unknown setting is refused too, unless it is off.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
 from moetrain.models.lora import Adapter, adaptable, add_adapters
-from moetrain.models.rules import ADAPTER, SAVED_MODULES, SCORE
+from moetrain.models.rules import ADAPTER, MAGNITUDE, SAVED_MODULES, SCORE
 from moetrain.models.transformer import Transformer
 
 _SETTINGS = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LENGTHS = ".lora_magnitude_vector"
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {
     "w_gate_up": (".base_layer", "gate_up_proj"),
@@ -56,7 +57,7 @@ _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
-_READ |= {"modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
+_READ |= {"use_dora", "modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
@@ -89,6 +90,8 @@ class _Site(NamedTuple):
     """How many experts its matrices hold; None: they are of one."""
     order: torch.Tensor = torch.empty(0)
     """The row of our B that each row of these experts' B is."""
+    has_lengths: bool = False
+    """Whether the lengths of rows lie there too (DoRA)."""
 
     @classmethod
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
@@ -118,7 +121,8 @@ class _Site(NamedTuple):
 
     @property
     def tensors(self) -> list[str]:
-        return [self.module + half for half in _HALVES]
+        leaves = (*_HALVES, *((_LENGTHS,) * self.has_lengths))
+        return [self.module + leaf for leaf in leaves]
 
     @property
     def kind(self) -> str:
@@ -159,6 +163,8 @@ def save_peft(
             raise ConfigError("lora.layout", f"{layout!r} has no place for {name}; use fused")
         for site in sites:
             tensors |= _written(site.module, a[site.a], b[site.b])
+            if adapter.magnitude is not None:
+                tensors[site.module + _LENGTHS] = adapter.magnitude[site.b[:1]].clone()
             modules.add(site.kind)
             if len(shape) == 2 and arch.num_experts and site.kind in taken:
                 unread.append(site.key)
@@ -189,6 +195,7 @@ def save_peft(
         "ensure_weight_tying": bool(saved) and arch.tie_embeddings,
         "trainable_token_indices": indices or None,
         "use_rslora": False,
+        "use_dora": lora.use_dora,
         "base_model_name_or_path": base,
         "r": lora.rank,
         # Whatever rank the reader makes of it, the product stays what it is: rs is in it.
@@ -241,6 +248,10 @@ def load_peft(
     supported.
     """
     files = _AdapterFiles(folder, arch)
+    if files.settings.has_lengths != lora.use_dora:
+        given, theirs = ("yes" if x else "no" for x in (lora.use_dora, files.settings.has_lengths))
+        problem = f"{given}, but lora.path {str(folder)!r} was trained with {theirs}; set that"
+        raise ConfigError("lora.use_dora", problem)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
     if arch.num_labels and SCORE not in files.saved:
         raise _error(files.folder, f"{_TENSORS} has no {SCORE}, the head of a reward model")
@@ -264,6 +275,8 @@ def load_peft(
             raise ConfigError("lora.rank", f"{problem}; set {a.shape[-2]}")
         yield name + ADAPTER[0], (), a
         yield name + ADAPTER[1], (), b / lora.scale
+        for place, lengths in files.lengths(sites[name]):
+            yield name + MAGNITUDE, place, lengths
 
 
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
@@ -292,7 +305,9 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     if rank > _MAX_RANK:
         raise _error(files.folder, f"it needs rank {rank}, and {_MAX_RANK} is the most")
     adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
-    add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, targets=tuple(adapted)))
+    lengths = {name: list(files.lengths(own)) for name, own in sites.items()}
+    how: Any = {"targets": tuple(adapted), "use_dora": files.settings.has_lengths}
+    add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, **how))
     with torch.no_grad():
         for name, place, value in values:
             model.get_parameter(name)[place] = value.to(model.get_parameter(name))
@@ -300,6 +315,11 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
             halves_here = [model.get_parameter(name + half).zero_() for half in ADAPTER]
             for half, value in zip(halves_here, halves.get(name, ()), strict=False):
                 half[..., : value.shape[-2], : value.shape[-1]] = value
+            if files.settings.has_lengths:
+                own = model.get_parameter(name + MAGNITUDE)
+                own.copy_(model.get_parameter(name).float().norm(dim=1))
+                for place, value in lengths.get(name, ()):
+                    own[place] = value.to(own)
 
 
 class _AdapterFiles:
@@ -384,7 +404,7 @@ class _AdapterFiles:
                 sites.append(site._replace(key=weight))
             elif self.settings.is_module(site.key):
                 sites.append(site)
-        return sites
+        return [site._replace(has_lengths=self.settings.has_lengths) for site in sites]
 
     def matched(
         self, shapes: Mapping[str, torch.Size], others: str, *, is_partial: bool
@@ -449,17 +469,28 @@ class _AdapterFiles:
             b[place][..., first : first + own_b.shape[-1]] = own_b
         return a, b
 
+    def lengths(self, sites: Sequence[_Site]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        """Yield the lengths of rows that ``sites`` hold, with their places in a weight's."""
+        for site in sites:
+            if site.has_lengths:
+                _, b, name = site.tensors
+                found, rows = (list(self.file.get_slice(x).get_shape()) for x in (name, b))
+                if found != rows[:1]:
+                    raise _error(self.folder, f"{name} is {found}, and not {rows[:1]}")
+                yield site.b[:1], self.file.get_tensor(name).float()
+
     def _read_site(self, site: _Site, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         rank, scale = self.settings.rank_and_scale(site.key)
         out_dim, in_dim = torch.empty(shape, device="meta")[site.b].shape[-2:]
         wide = rank * (site.experts or 1)
         shapes = (wide, in_dim), (out_dim, wide)
-        for name, wanted in zip(site.tensors, shapes, strict=True):
+        halves = site.tensors[:2]
+        for name, wanted in zip(halves, shapes, strict=True):
             found = tuple(self.file.get_slice(name).get_shape())
             if found != wanted:  # a single row would broadcast to any number
                 problem = f"{name} is {[*found]}, and this model's {[*wanted]}"
                 raise _error(self.folder, problem)
-        a, b = (self.file.get_tensor(name).float() for name in site.tensors)
+        a, b = (self.file.get_tensor(name).float() for name in halves)
         b = scale * b
         if site.experts is None:
             return a, b
@@ -468,8 +499,8 @@ class _AdapterFiles:
 
 
 class _Settings:
-    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA, with
-    embedding or head beside it."""
+    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA or
+    DoRA, with embedding or head beside it."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -484,6 +515,11 @@ class _Settings:
         self._targeted = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
         self.is_parameter = self._names("target_parameters")
+        self.has_lengths = values.get("use_dora") is True
+        if values.get("use_dora") not in (None, False, True):
+            raise self.bad("use_dora", "not true or false")
+        if self.has_lengths and values.get("target_parameters"):
+            raise self.bad("target_parameters", "which with use_dora is not supported")
         largest = torch.finfo(torch.float32).max
         rank = ("r", lambda x: type(x) is int and 1 <= x <= _MAX_RANK, f"a rank to {_MAX_RANK}")
         alpha = ("lora_alpha", lambda x: type(x) in (int, float) and abs(x) <= largest, "a number")
